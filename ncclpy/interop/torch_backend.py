@@ -22,7 +22,7 @@ from ncclpy.interop.torch_work import PartWork, Together, TorchWork, backend_err
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
-    from ncclpy.interop.torch_farewell import Farewell
+    from ncclpy.interop.torch_shutdown import StoreShutdown
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["TorchBackend"]
@@ -94,7 +94,7 @@ class TorchBackend:
         self._preferred: Any = None  # the device for a group that no tensor has told of one
         self._over = False  # ended before it was made
         self.split, self.store, self.options = split, store, dict(options or {})
-        self.farewell: Farewell | None = None  # to the store, with the world
+        self.store_shutdown: StoreShutdown | None = None  # of the world's store
 
     # What an operation begins and ends with.
 
@@ -547,8 +547,8 @@ class TorchBackend:
             if made is not None:
                 made.close()
         finally:
-            if self.farewell is not None:  # torch lets go of the store next, which ends its server if it is here
-                self.farewell.end()
+            if self.store_shutdown is not None:  # torch lets go of the store next, which ends its server if it is here
+                self.store_shutdown.end()
 
 
 def _only(tensors: Sequence[Any], argument: str) -> Any:

@@ -11,7 +11,7 @@ from ncclpy.core import library
 from ncclpy.core.device import device_count
 from ncclpy.interop.torch_backend import TorchBackend
 from ncclpy.interop.torch_extension import wrapped
-from ncclpy.interop.torch_farewell import Farewell, line_to, of_world
+from ncclpy.interop.torch_shutdown import StoreShutdown, connection_to, of_world
 from ncclpy.interop.torch_store import TorchStore
 from ncclpy.interop.torch_work import backend_error
 
@@ -61,11 +61,11 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
     timeout = float(given["timeout"]) if "timeout" in given else _deadline(theirs.timeout)
     ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
     is_world = not theirs.global_ranks_in_group
-    farewell = None if is_world else of_world()
-    if is_world and theirs.group_size > 1 and line_to(theirs.store) is not None:
-        farewell = Farewell(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
-    made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, farewell)
-    made.python.farewell = farewell if is_world else None
+    shutdown = None if is_world else of_world()
+    if is_world and theirs.group_size > 1 and connection_to(theirs.store) is not None:
+        shutdown = StoreShutdown(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
+    made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, shutdown)
+    made.python.store_shutdown = shutdown if is_world else None
     return made
 
 
@@ -83,7 +83,7 @@ def _made(
     timeout: float,
     name: str,
     options: dict[str, Any],
-    farewell: Farewell | None = None,
+    shutdown: StoreShutdown | None = None,
 ) -> Any:
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
@@ -104,7 +104,7 @@ def _made(
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
-        there = TorchStore(store, min(timeout, 300.0), farewell)
+        there = TorchStore(store, min(timeout, 300.0), shutdown)
         there.one_attempt = True  # torch gives each attempt keys of its own
         made = ProcessGroup(there, rank, len(ranks), **given)
         made.translate = backend_error
@@ -115,7 +115,7 @@ def _made(
             return None
         their_ranks = [ranks[each] for each in members]
         more = {name: value for name, value in options.items() if name != "timeout"}
-        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, farewell)
+        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
 
     try:
         return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ncclpy.bootstrap.asked import names
 from ncclpy.bootstrap.local import summed
 from ncclpy.bootstrap.store import Store, StoreError, StoreLost
-from ncclpy.interop.torch_farewell import Farewell, line_to
+from ncclpy.interop.torch_shutdown import StoreShutdown, connection_to
 
 T = TypeVar("T")
 
@@ -125,14 +125,14 @@ class TorchStore(Store):
         The store.
     timeout
         Seconds that an operation may take where it is not told otherwise; by default the store's own.
-    farewell
+    shutdown
         Of the world that this belongs to: no call is made once that has ended.
     """
 
-    def __init__(self, theirs: Any, timeout: float | None = None, farewell: Farewell | None = None) -> None:
+    def __init__(self, theirs: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
         super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
-        self._line, self._farewell = line_to(theirs), farewell
+        self._idle, self._shutdown = connection_to(theirs), shutdown
         self._nothing = secrets.token_bytes(16)
         try:
             self._theirs = theirs.clone()
@@ -147,18 +147,18 @@ class TorchStore(Store):
         """Call the store; what it raises becomes an error of ours."""
         if self._closed:
             raise StoreError(f"{self} was closed while it was in use")
-        if self._farewell is None:
+        if self._shutdown is None:
             return self._call(call, *args)
-        self._farewell.enter()
+        self._shutdown.enter()
         try:
             return self._call(call, *args)
         finally:
-            self._farewell.leave()
+            self._shutdown.leave()
 
     def _call(self, call: Callable[..., T], *args: Any) -> T:
-        if self._line is not None and self._line.is_cut():  # torch would print where in C++ it has found that
-            server = "its server" if self._farewell is None else self._farewell.server
-            raise StoreLost(f"{self}: {server} has ended (at {self._line.host}:{self._line.port})")
+        if self._idle is not None and self._idle.has_ended():  # torch would print where in C++ it has found that
+            server = "its server" if self._shutdown is None else self._shutdown.server
+            raise StoreLost(f"{self}: {server} has ended (at {self._idle.host}:{self._idle.port})")
         from torch.distributed import DistNetworkError
 
         _exit.enter()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import testing
 from ncclpy.bootstrap import StoreLost
 from ncclpy.bootstrap.store import StoreEnded
-from ncclpy.interop.torch_farewell import Farewell
+from ncclpy.interop.torch_shutdown import StoreShutdown
 from ncclpy.interop.torch_store import TorchStore
 
 PROGRAM = """
@@ -85,8 +85,8 @@ def test_server_that_has_ended_is_an_error_and_torch_prints_nothing(stores, capf
 
 
 def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
-    ours, theirs = (Farewell(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
-    store, raised = TorchStore(stores[1], farewell=theirs), []
+    ours, theirs = (StoreShutdown(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
+    store, raised = TorchStore(stores[1], shutdown=theirs), []
     calls = threading.Event()
 
     def polls():
@@ -110,16 +110,16 @@ def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
 def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
     with subprocess.Popen(["true"]) as gone:
         pid = gone.pid
-    ours = Farewell(stores[0], TorchStore(stores[0]), 0, 3)  # rank 2 has not come
+    ours = StoreShutdown(stores[0], TorchStore(stores[0]), 0, 3)  # rank 2 has not come
     store = TorchStore(stores[0])
-    machine = store.get("farewell/1/process/0").decode().split("\n")[0]
-    store.set("farewell/1/process/1", f"{machine}\n{pid}\n1".encode())
+    machine = store.get("shutdown/1/process/0").decode().split("\n")[0]
+    store.set("shutdown/1/process/1", f"{machine}\n{pid}\n1".encode())
     testing.run_with_deadline(ours.end, 4)
 
 
 def test_next_world_over_the_store_is_another_one(stores):
     for _ in range(2):
-        ours, theirs = (Farewell(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
+        ours, theirs = (StoreShutdown(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
         theirs.enter()
         theirs.leave()
         theirs.end()

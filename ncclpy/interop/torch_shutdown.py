@@ -22,11 +22,13 @@ from ncclpy.bootstrap.store import Store, StoreEnded, StoreError, StoreLost
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, process, process_state
 
-__all__ = ["Farewell", "Line", "line_to", "of_world"]
+__all__ = ["StoreShutdown", "IdleConnection", "connection_to", "of_world"]
 
-#: Seconds for the other processes to confirm, and between two looks whether they have, or are asked to.
+#: Seconds for the other processes to confirm.
 _CONFIRM = 5.0
-_LOOKS = 0.05
+#: Between two looks of a process whether it is asked to: the server answers so many of all processes in a second at most.
+_LOOKS = 0.1
+_LOOKS_A_SECOND = 500
 #: Seconds to connect.
 _CONNECT = 5.0
 
@@ -37,7 +39,7 @@ _EXITING = 0x4
 _PROCESS, _LEFT, _SERVER, _ENDS = "process/", "left/", "server", "ends"
 
 
-class Line:
+class IdleConnection:
     """An idle connection to the server of a TCPStore."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -47,7 +49,7 @@ class Line:
             self._socket = socket.create_connection((host, port), _CONNECT)
             self._socket.setblocking(False)
 
-    def is_cut(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the server has ended."""
         if self._socket is None:
             return False
@@ -65,7 +67,7 @@ class Line:
 
 
 _lock = threading.Lock()
-_lines: dict[tuple[str, int], Line] = {}
+_connections: dict[tuple[str, int], IdleConnection] = {}
 
 
 def _tcp_store(theirs: Any) -> Any:
@@ -75,21 +77,21 @@ def _tcp_store(theirs: Any) -> Any:
     return theirs if hasattr(theirs, "host") and hasattr(theirs, "port") else None
 
 
-def line_to(theirs: Any) -> Line | None:
+def connection_to(theirs: Any) -> IdleConnection | None:
     """Return this process's connection to the server of a TCPStore; None for another store."""
     tcp = _tcp_store(theirs)
     if tcp is None:
         return None
     place = (str(tcp.host), int(tcp.port))
     with _lock:
-        there = _lines.get(place)
-    if there is not None and not there.is_cut():  # else another server may be there by now
+        there = _connections.get(place)
+    if there is not None and not there.has_ended():  # else another server may be there by now
         return there
-    made = Line(*place)
+    made = IdleConnection(*place)
     with _lock:
-        now = _lines.get(place)
+        now = _connections.get(place)
         if now is there:
-            now = _lines[place] = made
+            now = _connections[place] = made
     for each in (there, made):
         if each is not None and each is not now:
             each.close()
@@ -101,8 +103,8 @@ def _serves(theirs: Any) -> bool:
     return "server=TCPServer" in repr(_tcp_store(theirs))
 
 
-class Farewell:
-    """One process's part in the end of the server of a world's store: it makes calls, or it serves them.
+class StoreShutdown:
+    """One process's part in the shutdown of the server of a world's store: it makes calls, or it serves them.
 
     Parameters
     ----------
@@ -116,7 +118,7 @@ class Farewell:
 
     def __init__(self, theirs: Any, store: Store, rank: int, size: int) -> None:
         global _current
-        self._store = PrefixStore(f"farewell/{store.add(f'farewell/made-by/{rank}', 1)}", store)
+        self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
         self._rank, self._size, self._serves = rank, size, _serves(theirs)
         self._lock = threading.Lock()
         self._inside = 0
@@ -130,7 +132,7 @@ class Farewell:
         if self._serves:
             self._store.set(_SERVER, str(rank).encode())
         else:
-            threading.Thread(target=self._listen, name="ncclpy-torch-farewell", daemon=True).start()
+            threading.Thread(target=self._listen, name="ncclpy-torch-shutdown", daemon=True).start()
         atexit.register(self.end)
         _current = self
 
@@ -197,14 +199,14 @@ class Farewell:
                 if self._store.check([_ENDS]):
                     self.end()
                     return
-                time.sleep(_LOOKS)
+                time.sleep(max(_LOOKS, self._size / _LOOKS_A_SECOND))
 
 
-_current: Farewell | None = None
+_current: StoreShutdown | None = None
 
 
-def of_world() -> Farewell | None:
-    """Return the farewell of this process's world, None if there is none."""
+def of_world() -> StoreShutdown | None:
+    """Return the shutdown of this process's world, None if there is none."""
     return _current
 
 
@@ -227,7 +229,7 @@ def _forked() -> None:
     """Begin anew in a child, whose connections are the parent's."""
     global _lock, _current
     _lock, _current = threading.Lock(), None
-    _lines.clear()
+    _connections.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

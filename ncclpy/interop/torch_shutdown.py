@@ -22,11 +22,11 @@ from ncclpy.bootstrap.store import Store, StoreEnded, StoreError, StoreLost
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, process, process_state
 
-__all__ = ["StoreShutdown", "IdleConnection", "connection_to", "of_world"]
+__all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
 
 #: Seconds for the other processes to confirm.
 _CONFIRM = 5.0
-#: Between two looks of a process whether it is asked to: the server answers so many of all processes in a second at most.
+#: Between two looks of a process whether it is asked to; the server answers so many of all processes in a second.
 _LOOKS = 0.1
 _LOOKS_A_SECOND = 500
 #: Seconds to connect.

@@ -83,7 +83,7 @@ def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
     if arguments.maxbytes > limit and arguments.collective != "barrier":
         if arguments.minbytes > limit:
             raise ArgumentError(
-                f"-b {arguments.minbytes} does not fit: there is memory for {limit} bytes in each buffer of an operation"
+                f"-b {arguments.minbytes} does not fit: memory is left for {limit} bytes in each buffer"
             )
         notes.append(f"# Reducing maxBytes to {limit} due to memory limitation")
         arguments = replace(arguments, maxbytes=limit)

@@ -47,6 +47,11 @@ def all_reduce(rank, store):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
 
 
+def connect(rank, store):
+    with ncclpy.ProcessGroup(store, rank, 2, device=rank, timeout=DEADLINE / 2) as group:
+        group.connect()
+
+
 def message(rank, store):
     with ncclpy.ProcessGroup(store, rank, 2, device=rank, timeout=DEADLINE / 2, check="always") as group:
         (group.recv if rank else group.send)(np.ones(2), 1 - rank).wait(DEADLINE)
@@ -83,17 +88,19 @@ def coordinator(rank, store):
         made.barrier("here").wait(DEADLINE)
 
 
-# A program, the rank whose value is damaged, the end of its key, the value instead, and whose the error says it is.
+# A program, the rank whose value is damaged (None: both, as the first one sets it), the end of its key, the value
+# instead, and whose the error says it is.
 CASES = {
     "memory that is offered to all": (all_reduce, 1, "check/meeting/here/1", b"[]", "rank 1"),
     "whether that was opened": (all_reduce, 1, "check/opened/here/1", b"perhaps", "rank 1"),
     "what came of a meeting": (all_reduce, 0, "check/opened/outcome", b"+[1]", "rank 0"),
     "no outcome at all": (all_reduce, 0, "check/opened/outcome", b"?", "a rank"),
-    "a unique id": (all_reduce, 0, "communicator/all/here/0", b"short", "rank 0"),
-    "how collectives are compared": (all_reduce, 0, "options/check", b"{}", "a rank"),
+    "a unique id": (connect, 0, "communicator/all/here/0", b"short", "rank 0"),
+    "how collectives are compared": (all_reduce, None, "options/check", b"{}", "a rank"),
     "memory that is offered to one": (message, 1, "offers/1", b'{"machine": 7, "fd": []}', "rank 1"),
     "a part": (split, 1, "split/0/here/1", b"7", "rank 1"),
     "who goes on": (recover, 0, "recover/0/decided", b'{"members": [1, 0]}', "a rank"),
+    "whom a name stands for": (reconfigure, None, "ncclpy/reconfigure/again/handles", b"{}", "a rank"),
     "what one brings that goes on": (recover, 1, "the reconfiguration/here/1", b'{"finished": []}', "rank 1"),
     "a Manager's meeting": (manager, 0, "communicator/outcome", b"-[]", "a rank"),
     "where a coordinator listens": (coordinator, 1, "meet/here/1", b'{"machine": "here"}', "rank 1"),
@@ -108,14 +115,14 @@ STORED = {
 def errors_of(program, damages, end, junk):
     """Return what each rank raises, and the keys that were damaged."""
     store = LocalStore()
-    stores = [Damaged(store, end if rank == damages else None, junk) for rank in range(2)]
+    stores = [Damaged(store, end if damages in (rank, None) else None, junk) for rank in range(2)]
 
     def body(rank):
         with pytest.raises(ncclpy.NcclError) as found:
             program(rank.rank, stores[rank.rank])
         return found.value
 
-    return testing.run_threads(2, body, DEADLINE), stores[damages].changed
+    return testing.run_threads(2, body, DEADLINE), [key for each in stores for key in each.changed]
 
 
 def check_errors(case):

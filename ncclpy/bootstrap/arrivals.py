@@ -278,7 +278,7 @@ class Arrivals:
 
         The others raise `NcclAborted`; `NcclRemoteError` if this rank has `failed`.
         """
-        return self._leave(place, why, [] if failed else None, lost=failed).startswith(_MET)
+        return self._leave(place, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
 
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""

@@ -276,7 +276,7 @@ cdef class Gathering(Awaited):
         if self.error is not None:
             return 0
         memset(&o, 0, sizeof(o))
-        o.kind, o.datatype, o.count = self.kind, self.datatype, self.count
+        o.kind, o.datatype, o.count = self.call.kind, self.call.datatype, self.count
         for participant in self.participants:
             o.send, o.recv = participant.send, participant.recv
             number = digest(number, &o)
@@ -306,7 +306,7 @@ cdef class Gathering(Awaited):
 
     cdef str _called(self, size_t place):
         """Return what a participant's operation is called."""
-        return f"{method_name(self.kind)} of device {(<Participant>self.participants[place]).device}"
+        return f"{method_name(self.call.kind)} of device {(<Participant>self.participants[place]).device}"
 
     cdef int end(self, object error) except -1:
         """Fail every participant with the same error; `let_go` is to follow where code of users may run."""

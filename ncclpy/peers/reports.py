@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.place import BOOT_ID
@@ -122,10 +123,8 @@ class Reports:
             self._answer_one(each)
         self._answered = max(self._answered, number)
 
-    def _answer_one(self, number: int, asks: bool = False) -> None:
-        told = self._look_for_answer()
-        if not asks:  # of one that asks its error has a traceback
-            told = {**told, "stack": python_stack(self._thread)}
+    def _answer_one(self, number: int) -> None:
+        told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
         self.store.set(self._answer(number, self.rank), self._packed(told))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
@@ -147,7 +146,7 @@ class Reports:
         if patience is None:  # the others answer through the same store: a slow one is not their silence
             patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
         deadline = begun + patience
-        self._answer_one(number, asks=True)
+        self._answer_one(number)
         states: dict[int, RankState] = {}
         missing = list(range(self.size))
         while missing:
@@ -156,6 +155,8 @@ class Reports:
             for key, packed in there.items():
                 rank = int(key.rpartition("/")[2])
                 states[rank] = unpack(rank, packed, "")
+                if rank == self.rank:  # its error has a traceback
+                    states[rank] = replace(states[rank], stack=())
             missing = [rank for rank in missing if rank not in states]
             if missing and left <= 0:
                 for rank in missing:

@@ -14,7 +14,7 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
         ended = []
         arrivals = Arrivals(store, "a test", 0, 2)
         circle = Circle(
-            store, "all", [0], 2, lambda rank: {}, {}, arrivals, lambda text, kind: ended.append((text, kind))
+            store, "all", {0: 0}, 2, lambda rank: {}, {}, arrivals, lambda text, kind: ended.append((text, kind))
         )
         assert not circle.look_for_end()
 

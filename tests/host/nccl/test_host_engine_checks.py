@@ -184,7 +184,7 @@ def test_an_operation_whose_peer_has_not_come(nccl, name):
     used = {"Send": [send], "Recv": [recv]}.get(name, [send, recv])
     for pointer in (send, recv):
         if pointer in used:
-            refuses_to_free(nccl, pointer, f"{name} 1 of 16 float32", "rank 1 of communicator of 2 ranks")
+            refuses_to_free(nccl, pointer, f"{name} of 16 float32", "rank 1 of communicator of 2 ranks")
         else:
             nccl.ncclMemFree(pointer)
     nccl.ncclCommAbort(comms[rank])  # ends it

@@ -238,7 +238,8 @@ cdef class _Abort(Call):
         cdef Handle handle = self.handles[0]
         cdef bint lent = lend_device(handle.device)
         try:
-            self._tell()
+            if not self._tell():
+                return 0
             self._end(self.handles)
             late = [handle for handle in self.handles if handle.take_late(False)]
             if late:
@@ -248,9 +249,21 @@ cdef class _Abort(Call):
                 take_device_back()
         return 0
 
-    cdef int _tell(self) except -1:
-        """Have the other ranks hear of it first: an abort may complete their operations with wrong data."""
+    cdef bint _tell(self) except -1:
+        """Have the other ranks hear of it first: an abort may complete their operations with wrong data.
+
+        Return False if the process ends meanwhile: the others could not be told any more.
+        """
         cdef Handle handle
+        cdef bint goes_on = True
+        for handle in self.handles:
+            try:
+                if handle.fellows is None:
+                    _warn_of_others(handle)
+                else:
+                    handle.fellows.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+            except BaseException as error:
+                self.failures.append(error)
         try:
             self._tell_readers()
         except BaseException as error:
@@ -258,19 +271,17 @@ cdef class _Abort(Call):
         for handle in self.handles:
             try:
                 fence_kin(handle)
-                if handle.fellows is None:
-                    _warn_of_others(handle)
-                else:
-                    handle.fellows.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+                if handle.fellows is not None:
+                    handle.fellows.confirm()
             except BaseException as error:
                 self.failures.append(error)
         for handle in self.handles:  # all are told by now: another rank may have these in another order
             try:
-                if handle.fellows is not None:
-                    handle.fellows.wait_until_heard()
+                if handle.fellows is not None and not handle.fellows.wait_until_heard():
+                    goes_on = False
             except BaseException as error:
                 self.failures.append(error)
-        return 0
+        return goes_on
 
     cdef int _tell_readers(self) except -1:
         """Raise the error in threads that wait for an operation by a stream alone: the abort lets them read on.

@@ -13,7 +13,10 @@ cdef class Fellows:
     cpdef int tell(self, str text, str kind) except -1:
         raise NotImplementedError
 
-    cpdef int wait_until_heard(self) except -1:
+    cpdef int confirm(self) except -1:
+        raise NotImplementedError
+
+    cpdef bint wait_until_heard(self) except -1:
         raise NotImplementedError
 
     cpdef bint has_ended(self) except -1:

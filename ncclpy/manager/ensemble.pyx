@@ -26,6 +26,7 @@ from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
 from ncclpy.core.errors import NcclError, NcclTimeout, same_class_as
+from ncclpy.core.stream_readers import raise_in_readers
 from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer
 from ncclpy.engine.launcher import abort_aside
@@ -130,12 +131,12 @@ cdef class Ensemble(Clique):
         readers = set()
         self.note_readers(readers)
         Clique.launch_failed(self, launch, error)
-        self.tell_readers(readers, error)
         if self.aborts:
             # The error's text may name a key, which only its readers have shown.
             kind = type(error).__name__
-            self._end(list(self.comms), f"its operation failed with {kind}", kind)
+            self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
         else:
+            self.tell_readers(readers, error)
             self._leave()
         return 0
 
@@ -150,9 +151,8 @@ cdef class Ensemble(Clique):
         self.fence()
         readers = set()
         self.note_readers(readers)
-        self.tell_readers(readers, error)
         self.owner.clique_lost(self)
-        self._end(Clique.abort(self, error), text.lstrip(": "), kind)
+        self._end(Clique.abort(self, error), text.lstrip(": "), error, readers)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
@@ -174,17 +174,22 @@ cdef class Ensemble(Clique):
         if not ended:
             self.believe(seen)
 
-    def _end(self, comms, text, kind):
-        """Abort communicators once all processes have heard that they end, in a thread of its own."""
+    def _end(self, comms, text, error, readers):
+        """Abort communicators once all processes have heard that they end, in a thread of its own.
+
+        The threads that read by a stream raise the error before.
+        """
         nodes, self.nodes = self.nodes, None
+        readers.discard(threading.get_ident())
         thread = threading.Thread(
-            target=_abort_when_heard, args=(nodes, comms, text, kind), name="ncclpy-manager-abort", daemon=True
+            target=_abort_when_heard, args=(nodes, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # there is none to be had; an abort would need one, too
             _log.warning("the communicators of %s could not be aborted", self.name, exc_info=True)
             self.nodes = nodes
+            self.tell_readers(readers, error)
             self._leave()
             return
         self.ending = thread
@@ -205,12 +210,12 @@ cdef class Ensemble(Clique):
         """
         readers = set()
         self.note_readers(readers)
-        self.tell_readers(readers, error)
         if not self.aborts or self.state != MADE or self.nodes is None:
+            self.tell_readers(readers, error)
             self._leave()
             return Clique.abort(self, error)
         self.fence()
-        self._end(Clique.abort(self, error), text_of(error), type(error).__name__)
+        self._end(Clique.abort(self, error), text_of(error), error, readers)
         return []
 
     def close(self):
@@ -298,10 +303,12 @@ cdef class Ensemble(Clique):
         return 0
 
 
-def _abort_when_heard(nodes, comms, text, kind):
+def _abort_when_heard(nodes, comms, text, error, readers):
     if nodes is not None:
-        nodes.end(text, kind)
-        nodes.wait_until_heard()
+        nodes.end(text, type(error).__name__)
+    raise_in_readers(readers, 0, error)
+    if nodes is not None and not nodes.wait_until_heard():
+        return
     if comms:
         abort_aside(comms, text).join()
     if nodes is not None:

@@ -120,11 +120,12 @@ class Nodes:
         if self._circle is not None:
             self._circle.end(text, kind)
 
-    def wait_until_heard(self) -> None:
-        """Tell that this process has heard of the end, and wait until the others have: then it may abort."""
-        if self._circle is not None:
-            self._circle.confirmation.confirm()
-            self._circle.confirmation.wait()
+    def wait_until_heard(self) -> bool:
+        """Tell that this process has heard of the end, and wait until the others have; return whether it may abort then."""
+        if self._circle is None:
+            return True
+        self._circle.confirmation.confirm()
+        return self._circle.confirmation.wait()
 
     def leave(self) -> threading.Thread | None:
         """Give up the communicators, of which a thread tells the others, see `Circle.leave`."""

@@ -6,9 +6,11 @@ rank may be what has ended it, with wrong data.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +28,9 @@ _LOOKS = 0.1
 _STOPPED, _LIVES = 1.0, 5.0
 #: Seconds between two looks after which a rank that is stopped counts as stopped anew.
 _GAP = 3 * _LOOKS
+#: Set when Python ends, which closes its stores: an abort from then on would not be told, and what it is for ends anyway.
+_exits = threading.Event()
+atexit.register(_exits.set)
 #: Seconds for the end to be in the store, before the wait for confirmations begins.
 TELLS = _LIVES
 
@@ -90,16 +95,19 @@ class Confirmation:
             for rank in self._own:
                 self._store.set(self.key(rank), b"1")
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Wait until the other ranks have confirmed, those that can: then communicators may be aborted."""
         begun = self._begun or time.monotonic()
-        if not self.wait_shortly(math.inf):  # the others find out by themselves, within that time
+        if self.wait_shortly(math.inf):
+            return True
+        if not _exits.is_set():  # the others find out by themselves, within that time
             _log.warning(
                 "rank %d aborts a communicator and cannot tell the others, as it reaches the store no more: their "
                 "operations that end from now on may have wrong data",
                 self._own[0],
             )
-            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+            _exits.wait(max(0.0, _STOPPED - (time.monotonic() - begun)))
+        return not _exits.is_set()
 
     def wait_shortly(self, limit: float) -> bool:
         """Wait as `wait` does for so many seconds at most; return False if the store is gone.

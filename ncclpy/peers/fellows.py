@@ -126,15 +126,18 @@ class Company(Fellows):
         return 0
 
     def tell(self, text: str, kind: str) -> int:
-        """Tell the others why the communicator ends, and that this rank believes no end of an operation any more."""
+        """Tell the others why the communicator ends."""
         self._circle.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
+        return 0
+
+    def confirm(self) -> int:
+        """Tell them that this rank believes no end of an operation any more."""
         self._circle.confirmation.confirm()
         return 0
 
-    def wait_until_heard(self) -> int:
-        """Wait until the others have heard, those that can: then this rank may abort the communicator."""
-        self._circle.confirmation.wait()
-        return 0
+    def wait_until_heard(self) -> bool:
+        """Wait until the others have heard, those that can; return whether the communicator is to be aborted then."""
+        return self._circle.confirmation.wait()
 
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.

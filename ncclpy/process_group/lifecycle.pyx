@@ -548,8 +548,8 @@ cdef class Lifecycle(BlockOwner):
             readers.discard(threading.get_ident())
             readers -= self.enders  # they hear of it by what they are in
             shown = error if self.translate is None else self.translate(error)
-            raise_in_readers(readers, self.maker, shown, self.name)
-            self._abort_later(notices, telling, comms, text_of(error))
+            tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
+            self._abort_later(notices, telling, comms, text_of(error), tell_readers)
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
         if exits:
@@ -557,10 +557,11 @@ cdef class Lifecycle(BlockOwner):
                 target=self._exit, args=(error, notices, telling, but, comms), name="ncclpy-group-exit"
             ).start()
 
-    cdef int _abort_later(self, notices, telling, list comms, reason) except -1:
+    cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have heard that the group ends, in a thread of its own."""
         thread = threading.Thread(
-            target=_abort_when_heard, args=(notices, telling, comms, reason), name="ncclpy-group-abort", daemon=True
+            target=_abort_when_heard, args=(notices, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
+            daemon=True,
         )
         thread.start()
         self.abort_thread = thread  # others join it
@@ -770,12 +771,13 @@ cdef class _Owner(ConnectionOwner):
         return 0
 
 
-def _abort_when_heard(notices, telling, comms, reason):
+def _abort_when_heard(notices, telling, comms, reason, tell_readers):
     if telling is not None:
         telling.join(_TOLD_WITHIN)
+    if tell_readers is not None:
+        tell_readers()  # their program may end with that
     notices.confirm()
-    if comms:
-        notices.wait_until_confirmed()
+    if comms and notices.wait_until_confirmed():
         abort_aside(comms, reason).join()
 
 

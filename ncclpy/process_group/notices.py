@@ -467,12 +467,12 @@ class Notices:
         """Tell that this rank has heard of the end, see `Confirmation`."""
         self._confirmation.confirm()
 
-    def wait_until_confirmed(self, limit: float | None = None) -> None:
-        """Wait until the other ranks have, those that can; by default as long as that takes before an abort."""
-        if limit is None:
-            self._confirmation.wait()
-        else:
-            self._confirmation.wait_shortly(limit)
+    def wait_until_confirmed(self, limit: float | None = None) -> bool:
+        """Wait until the other ranks have, those that can; by default as long as that takes before an abort.
+
+        Return whether communicators may be aborted then.
+        """
+        return self._confirmation.wait() if limit is None else self._confirmation.wait_shortly(limit)
 
     def _condition_of(self, rank: int) -> str:
         if not self._has_made(rank):

@@ -121,7 +121,7 @@ class Nodes:
             self._circle.end(text, kind)
 
     def wait_until_heard(self) -> bool:
-        """Tell that this process has heard of the end, and wait until the others have; return whether it may abort then."""
+        """Tell that this process has heard of the end, and wait until the others have; return whether it may abort."""
         if self._circle is None:
             return True
         self._circle.confirmation.confirm()

@@ -28,7 +28,7 @@ _LOOKS = 0.1
 _STOPPED, _LIVES = 1.0, 5.0
 #: Seconds between two looks after which a rank that is stopped counts as stopped anew.
 _GAP = 3 * _LOOKS
-#: Set when Python ends, which closes its stores: an abort from then on would not be told, and what it is for ends anyway.
+#: Set when Python ends, which closes its stores: an abort from then on could not be told, and its kernels end anyway.
 _exits = threading.Event()
 atexit.register(_exits.set)
 #: Seconds for the end to be in the store, before the wait for confirmations begins.

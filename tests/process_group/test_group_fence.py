@@ -50,12 +50,14 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
         [sys.executable, "-c", STOPPED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
     )
     try:
-        group = ncclpy.ProcessGroup(FileStore(path), 0, 2, device=0, timeout=DEADLINE)
+        store = FileStore(path)
+        group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=DEADLINE)
         group.all_reduce(array := np.ones(4)).wait(DEADLINE)
         comm = group.communicator
         assert child.stdout.readline() == "begun\n"
-        child.send_signal(signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
+        with store._locked(time.monotonic() + DEADLINE):  # else the child may take the store's lock into its stop
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
         if ended:
             told = Told("rank 0 of 2: a test", asked=ended == "for those that ask")
             FileStore(path).compare_set(ENDED, None, told.packed())

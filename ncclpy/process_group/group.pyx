@@ -103,6 +103,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         As given.
     name : str
         As given.
+    timeout : float
+        Seconds that an operation may take where it is not told otherwise.
     """
 
     # Operations.

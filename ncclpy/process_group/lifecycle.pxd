@@ -30,7 +30,7 @@ cdef class Lifecycle(BlockOwner):
     cdef Agreement agreement  # None unless operations are compared
     cdef object holder  # of messages until they were compared, from the first one on
     cdef bint high_priority
-    cdef double timeout
+    cdef readonly double timeout
     cdef dict deadlines  # seconds, by thread, of deadline blocks
     cdef dict blocks  # coalescing blocks, by thread
     cdef object failure  # what has ended it

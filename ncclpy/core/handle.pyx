@@ -520,12 +520,13 @@ cdef class Handle:
     cdef set readers(self):
         cdef unsigned long[MOST_READERS] threads
         cdef size_t i, count
-        cdef Waiting* one = self.waits_now
+        cdef Waiting* one
         if self.marks == NULL:
             return set()
         with nogil:
             count = self._threads_marked(threads)
         found = {threads[i] for i in range(count)}
+        one = self.waits_now  # not before: without the GIL a wait may be over
         while one != NULL:
             found.discard(one.thread)
             one = one.following

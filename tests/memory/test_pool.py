@@ -154,10 +154,13 @@ def test_a_rank_that_does_not_come_is_a_timeout(host_engine):
                 pool.commit(timeout=0.5)
             assert 0.3 < time.monotonic() - begun < 5
             assert pool.windows == []
+            waited.set()
+        assert waited.wait(testing.LONG)  # an abort before would be what ends the wait
         pool.close()
         comm.abort()
         return array
 
+    waited = threading.Event()
     run(2, body)
 
 

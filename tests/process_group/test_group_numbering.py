@@ -251,7 +251,9 @@ def test_a_rank_that_gets_no_unique_id_tells_the_others_why(host_engine, on_erro
     together = LocalStore()
     with ncclpy.faults("call=GetUniqueId do=error:ncclSystemError"):
         errors = run_groups(2, body, on_error=on_error)
-    assert type(errors[0]) is ncclpy.NcclError and type(errors[1]) is ncclpy.NcclRemoteError, errors
+    # Where the other rank is faster to end the group, the rank hears of its own failure by that.
+    assert type(errors[0]) in (ncclpy.NcclError, ncclpy.NcclRemoteError), errors
+    assert type(errors[1]) is ncclpy.NcclRemoteError, errors
     assert "rank 0 of 2" in str(errors[1]) and "ncclGetUniqueId: unhandled system error" in str(errors[1])
 
 

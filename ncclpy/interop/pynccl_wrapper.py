@@ -59,6 +59,7 @@ def as_operator(op: Any) -> int:
 class ncclUniqueId(ctypes.Structure):
     """Hold a unique id: `internal` has its 128 bytes."""
 
+    internal: ctypes.Array[ctypes.c_byte]
     _fields_ = (("internal", ctypes.c_byte * UniqueId.SIZE),)
 
 

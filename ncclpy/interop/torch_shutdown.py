@@ -174,11 +174,11 @@ class StoreShutdown:
             _until(lambda: all(self._is_gone(rank) for rank in others), deadline)
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank makes no calls: it says so, has ended on this machine, or has not come yet."""
+        """Return whether a rank makes no calls: it says so, has ended or stands still here, or has not come yet."""
         if self._store.check([f"{_LEFT}{rank}"]):
             return True
         there = self._process_of(rank)
-        return there is None or (there[0] == MACHINE and process_state(int(there[1]), there[2]) == "ended")
+        return there is None or (there[0] == MACHINE and process_state(int(there[1]), there[2]) != "lives")
 
     def _process_of(self, rank: int) -> list[str] | None:
         """Return machine, number and start of a rank's process, None if it has not come."""

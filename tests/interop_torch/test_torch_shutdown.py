@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from ncclpy.bootstrap import StoreLost
 from ncclpy.bootstrap.store import StoreEnded
 from ncclpy.interop.torch_shutdown import StoreShutdown
 from ncclpy.interop.torch_store import TorchStore
+from ncclpy.peers.reports import process_state
 
 PROGRAM = """
     import os, sys, torch, torch.distributed as dist
@@ -107,6 +110,11 @@ def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
     assert len(raised) == 1 and "rank 0's process" in str(raised[0]) and "c10d" not in capfd.readouterr().err
 
 
+def started(pid):
+    """Return when a process was started, as the system has it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
 def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
     with subprocess.Popen(["true"]) as gone:
         pid = gone.pid
@@ -115,6 +123,21 @@ def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
     machine = store.get("shutdown/1/process/0").decode().split("\n")[0]
     store.set("shutdown/1/process/1", f"{machine}\n{pid}\n1".encode())
     testing.run_with_deadline(ours.end, 4)
+
+
+def test_announced_end_does_not_wait_for_a_process_that_stands_still(stores):
+    """A rank that recovers destroys its world beside one that was stopped."""
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        try:
+            stopped.send_signal(signal.SIGSTOP)
+            testing.wait_for(lambda: process_state(stopped.pid, started(stopped.pid)) == "stopped")
+            ours = StoreShutdown(stores[0], TorchStore(stores[0]), 0, 2)
+            store = TorchStore(stores[0])
+            machine = store.get("shutdown/1/process/0").decode().split("\n")[0]
+            store.set("shutdown/1/process/1", f"{machine}\n{stopped.pid}\n{started(stopped.pid)}".encode())
+            testing.run_with_deadline(ours.end, 4)
+        finally:
+            stopped.kill()
 
 
 def test_next_world_over_the_store_is_another_one(stores):

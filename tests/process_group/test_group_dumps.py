@@ -87,7 +87,8 @@ def brought(lines):
         if ranks == "late":  # of two ranks that have come, on a machine with much to do
             continue
         first, _, last = ranks.split()[1].partition("-")
-        what = re.sub(r", called at <string>:\d+, (pending|launched|failed)$", " ended", what)
+        ends = "called and not launched|launched and not completed|failed"
+        what = re.sub(rf", called at <string>:\d+, ({ends})$", " ended", what)
         found.update(dict.fromkeys(range(int(first), int(last or first) + 1), what))
     return found
 

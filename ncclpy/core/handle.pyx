@@ -62,6 +62,8 @@ cdef extern from "pthread.h" nogil:
 # How long who takes a handle away waits for who asks NCCL about it.
 cdef double GATE_PATIENCE = 0.2
 cdef double LOOK_PATIENCE = 0.002
+# The same for a look at who reads by streams: a thread that is passed over would read what the abort has torn.
+cdef double READERS_PATIENCE = 1.0
 # How long an abort waits for a thread that is polling, which does not take long.
 cdef double LATE_PATIENCE = 1.0
 
@@ -535,7 +537,10 @@ cdef class Handle:
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil:
         cdef CUstreamCaptureMode mode
         cdef size_t count = 0
+        cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+        while not locked and not self.marks.open and now() < until:  # by a thread that may only wait for a core
+            locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
         # A thread that is stuck in a call has the lock. It adds no mark before it is back, nor does another behind an abort.
         if locked or (self.marks.open and self.state == ABORTED):
             mode = relax()

@@ -116,6 +116,7 @@ def test_a_rank_that_comes_twice_is_told_in_both_processes(host_engine, tmp_path
         + """
 attempt()
 print(f"rank 1: {os.getpid()}", flush=True)
+time.sleep(3)  # one that has ended would have been followed, not met
 """,
     )
     assert code == [0, 0], output

@@ -28,7 +28,7 @@ _SLICE_OF_A_RANK = 0.5e-3
 _LOOKS = 8
 
 _MET, _FAILED = b"+", b"-"
-#: Why a meeting has failed, if nobody was late and nobody has left.
+#: Why a meeting has failed, where it is not for a rank that was late or has left.
 _GONE, _DAMAGED = "lost", "damaged"
 
 _T = TypeVar("_T")
@@ -270,7 +270,7 @@ class Arrivals:
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
 
     def has_failed(self, place: str) -> bool:
-        """Return whether a meeting will come to nothing, as somebody has left it."""
+        """Return whether a meeting will come to nothing, as a rank has left it."""
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_FAILED)
 
     def give_up(self, place: str, why: str, failed: bool = False) -> bool:

@@ -256,12 +256,12 @@ def _ensure_loaded():
             if _library is None:
                 _library = _load()
                 made = True
-        if made:  # outside the lock: a handler of logs may be anybody's code
+        if made:  # outside the lock: a log handler may be the user's code
             _tell_of_faults()
 
 
 def _tell_of_faults():
-    """Warn, once a process, of faults that come from the environment: who has forgotten them gets wrong results."""
+    """Warn, once a process, of faults that the environment sets: one left there by mistake gives wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(

@@ -288,7 +288,7 @@ class Circle:
 
 
 def _reports(store: Store, size: int, known: Known, arrivals: Arrivals) -> Reports:
-    """Return what a rank tells of itself; who asks hears also what keeps it in another communicator or group."""
+    """Return what a rank tells of itself; its answers say also what keeps it in another communicator or group."""
 
     def answer() -> dict[str, Any]:
         told = known.look()

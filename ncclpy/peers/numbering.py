@@ -126,7 +126,7 @@ class Numbering:
             If another process that lives makes the same group as the same rank, or a rank that has made it says
             another size. The group's other ranks are told so too, unless all of them have come already.
         """
-        if self._size == 1:  # which meets nobody
+        if self._size == 1:  # it meets no other rank
             return self.store.add(f"{self._place}/alone")
         while True:
             base, (packed, last) = self._base(), self._last(self._rank)
@@ -253,7 +253,7 @@ class Numbering:
                 self._tell(each, text)
 
     def lives(self, made: _Made) -> bool | None:
-        """Return whether the process lives that has made a group; None if nobody can say."""
+        """Return whether the process lives that has made a group; None if that is not known."""
         if made.process.get("machine") == MACHINE:
             return process_state(int(made.process["pid"]), str(made.process["start"])) != "ended"
         store, probe = self.part(made.number), f"lease/{self._rank}"

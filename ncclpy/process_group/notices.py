@@ -159,7 +159,7 @@ class Notices:
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[Notices, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
-        self.number = 1  # who comes to a place again, as something went wrong, meets the others
+        self.number = 1  # a rank that comes to a place again, after a failure, meets the others
         self.store: Store = GroupStore(f"{place}/1", store)
         if place is None:
             self._numbering = _numbering_of(store, name, rank, size)

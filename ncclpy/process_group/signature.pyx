@@ -2,7 +2,7 @@
 
 Of a collective that is its fingerprint as the user has called it: what it is lowered to differs by rank. Parts that all
 ranks have to know the sizes of, as in an all-gather, belong to that. What one rank sends another is a message, which has
-to fit the one that it meets there, and nobody else's. Types have names here: numbers are each process's own.
+to fit the one that it meets there, and no other. Types have names here: numbers are each process's own.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize

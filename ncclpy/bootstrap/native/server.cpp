@@ -198,7 +198,7 @@ void Server::run() {
   connections_.clear();
 }
 
-// A listener at which somebody waits that cannot be taken yet would wake the thread all the time.
+// A listener with a connection that cannot be accepted yet would wake the thread all the time.
 void Server::heed_listeners(bool heed) {
   paused_ = !heed;
   if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
@@ -475,7 +475,7 @@ void Server::close(uint64_t id) {
   shutdown(connection->fd.get(), SHUT_WR);
 }
 
-// Says no more than once a second what was refused: whoever floods the server is not to flood the log.
+// Says what was refused once a second at most: a client that floods the server does not flood the log.
 void Server::tell_refused(double time) {
   if (refused_ == 0 || time < refused_told_ + 1) return;
   line("refused " + last_refused_ +

@@ -37,7 +37,7 @@ class Server final : private Post {
   // Returns false, with errno, where the thread or what it needs cannot be made.
   bool start();
 
-  // Takes no client any more; those that are there stay. Whoever calls finds nobody here, or the server that comes next.
+  // Accepts no new client; those that are there stay. A new one finds no listener, or that of the next server.
   void refuse_new();
 
   // Says farewell to all clients and ends the thread.

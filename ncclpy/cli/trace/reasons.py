@@ -13,7 +13,7 @@ _DURATION = re.compile(r"\d+(?:\.\d+)? m?s\b")
 _PYTHON = ". Python of rank"
 #: Two are the same if one begins with the other and has so many characters at least.
 _ENOUGH = 40
-#: So many different ones are told apart; of more, nobody reads the others.
+#: So many different ones are told apart; of more, the others are left out.
 _MOST = 100
 _SHOWN = 300
 

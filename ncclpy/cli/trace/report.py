@@ -94,7 +94,7 @@ def clock(wall: float) -> str:
 
 
 def _crossing(crossing: Crossing) -> list[str]:
-    """Say who waits for whom in a circle, a line each."""
+    """Return which ranks wait for each other in a circle, a line each."""
     names = crossing.communicators
     lines = ["ranks wait for each other: they came to these in different order"]
     if len(names) == 1:

@@ -20,7 +20,7 @@ from typing import Any
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreEnded, StoreError, StoreLost
 from ncclpy.core.errors import NcclTimeout
-from ncclpy.peers.reports import MACHINE, process, process_state
+from ncclpy.peers.reports import MACHINE, has_begun_to_end, process, process_state
 
 __all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
 
@@ -31,9 +31,6 @@ _LOOKS = 0.1
 _LOOKS_A_SECOND = 500
 #: Seconds to connect.
 _CONNECT = 5.0
-
-#: In the flags of a process that has begun to end: the system lets go of its locks and connections from then on.
-_EXITING = 0x4
 
 # Keys, below the world's: each rank's process, and that it makes no more calls; which process serves, and its end.
 _PROCESS, _LEFT, _SERVER, _ENDS = "process/", "left/", "server", "ends"
@@ -126,7 +123,7 @@ class StoreShutdown:
         self._has_ended = False
         #: Which process serves, for errors.
         self.server = "its server"
-        self._server: tuple[str, str] | None = None  # number and start of that process, if it is of this machine
+        self._server: tuple[int, str] | None = None  # number and start of that process, if it is of this machine
         me = process()
         self._store.set(f"{_PROCESS}{rank}", f"{me['machine']}\n{me['pid']}\n{me['start']}".encode())
         if self._serves:
@@ -144,7 +141,7 @@ class StoreShutdown:
             if self._has_ended:
                 raise StoreEnded(f"torch's store: {self.server} has ended, or has left the process group")
             self._inside += 1
-        if self._server is not None and _is_exiting(*self._server):
+        if self._server is not None and has_begun_to_end(*self._server):
             self.leave()
             raise StoreLost(f"torch's store: {self.server} has ended")
 
@@ -189,13 +186,13 @@ class StoreShutdown:
         """Look whether the server is about to end, and confirm it."""
         is_known = False
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
-            while not self._has_ended and not (self._server and _is_exiting(*self._server)):
+            while not self._has_ended and not (self._server and has_begun_to_end(*self._server)):
                 if not is_known and self._store.check([_SERVER]):
                     is_known = True
                     rank = int(self._store.get(_SERVER))
                     machine, pid, start = self._process_of(rank) or ["", "", ""]
                     self.server = f"rank {rank}'s process, {pid}, which serves it,"
-                    self._server = (pid, start) if machine == MACHINE else None
+                    self._server = (int(pid), start) if machine == MACHINE else None
                 if self._store.check([_ENDS]):
                     self.end()
                     return
@@ -208,16 +205,6 @@ _current: StoreShutdown | None = None
 def of_world() -> StoreShutdown | None:
     """Return the shutdown of this process's world, None if there is none."""
     return _current
-
-
-def _is_exiting(pid: str, start: str) -> bool:
-    """Return whether a process of this machine ends just now, or has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()  # behind its name, which may hold anything
-    except OSError:
-        return True
-    return fields[19] != start or bool(int(fields[6]) & _EXITING)
 
 
 def _until(is_so: Callable[[], bool], deadline: float) -> None:

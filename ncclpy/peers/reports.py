@@ -27,7 +27,16 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "MACHINE", "Reports", "begun_until_closed", "has_closed", "process", "process_state"]
+__all__ = [
+    "ASKED",
+    "MACHINE",
+    "Reports",
+    "begun_until_closed",
+    "has_begun_to_end",
+    "has_closed",
+    "process",
+    "process_state",
+]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -285,14 +294,16 @@ def _namespace() -> str:
         return ""
 
 
+#: In the flags of a process that has begun to end: the system lets go of its locks and connections from then on.
+_EXITING = 0x4
 #: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
 MACHINE = f"{BOOT_ID} {_namespace()}"
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """Return the state of a process, as the system knows it, and when it was started; ("", "") if there is none."""
+def _stat(pid: int) -> tuple[str, str, int]:
+    """Return the state of a process, when it was started, and its flags; ("", "", 0) if there is none."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # behind its name, which may hold anything
-    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
+    return (fields[0], fields[19], int(fields[6])) if len(fields) > 19 else ("", "", 0)
 
 
 def process() -> dict[str, Any]:
@@ -301,9 +312,15 @@ def process() -> dict[str, Any]:
     return {"machine": MACHINE, "pid": pid, "start": _stat(pid)[1]}
 
 
+def has_begun_to_end(pid: int, start: str) -> bool:
+    """Return whether a process of this machine ends just now, or has ended."""
+    _, since, flags = _stat(pid)
+    return since != start or bool(flags & _EXITING)
+
+
 def process_state(pid: int, start: str) -> str:
     """Return whether a process of this machine lives, is stopped, or has ended."""
-    state, since = _stat(pid)
+    state, since, _ = _stat(pid)
     if since != start or state in ("Z", "X", ""):
         return "ended"
     return "stopped" if state in ("T", "t") else "lives"

@@ -1,6 +1,6 @@
-"""Packages use only packages of lower layers, and modules only those that docs/design.md lists before them.
+"""Packages use only packages of lower layers, also where they import by a string, and no modules import each other.
 
-The layers are in layers.toml, the order of each package's modules in the tree that docs/design.md shows.
+The layers are in layers.toml: a new module needs no line there, a new package does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ else:
     import tomli as tomllib  # pytest and mypy bring it
 
 LAYERS = Path("tools/checks/layers.toml")
-DESIGN = Path("docs/design.md")
 #: The package's own __init__.py and what else lies beside the packages: the public names.
 PUBLIC = "ncclpy"
+_BY_NAME = re.compile(r"""import_module\(f?["']ncclpy\.([\w.]+)""")
 
 
 def check(root: Path) -> Iterator[Problem]:
@@ -30,15 +30,15 @@ def check(root: Path) -> Iterator[Problem]:
     yield from _without_a_layer(root, layers)
     for path in python_sources(root):
         yield from _not_below(root, path, layers, known["public"]["users"])
-    for package in known["modules"]["ordered"]:
-        yield from _not_in_order(root, package)
+        yield from _named_not_below(root, path, layers, known["by_name"]["allowed"])
+    yield from _circles(root)
 
 
 def _without_a_layer(root: Path, layers: dict[str, int]) -> Iterator[Problem]:
     package = root / "ncclpy"
     found = {path.relative_to(package).parts[0] for path in python_sources(root) if path.parent != package}
     for name in sorted(found - layers.keys()):
-        yield Problem(package / name, 1, f"has no layer: give it one in {LAYERS} and {DESIGN}")
+        yield Problem(package / name, 1, f"has no layer: give it one in {LAYERS}")
     for name in sorted(layers):
         if not (package / name).is_dir() and not (package / f"{name}.py").exists():
             yield Problem(root / LAYERS, 1, f"names {name}, which is no part of ncclpy")
@@ -69,29 +69,53 @@ def _not_below(root: Path, path: Path, layers: dict[str, int], users: list[str])
             )
 
 
-def modules_in_order(root: Path, package: str) -> list[str]:
-    """Return the modules of a package as docs/design.md lists them, each before those that are built on it."""
-    tree = re.search(r"^```\nncclpy/\n(.*?)^```$", (root / DESIGN).read_text(), re.MULTILINE | re.DOTALL)
-    lines = tree and re.search(rf"^  {package}/.*\n((?:^ {{10,}}.*\n)+)", tree[1], re.MULTILINE)
-    if not lines:
-        return []
-    named = re.findall(r"^ {26}(\w+(?:, \w+)*,?)(?:\.h(?:pp)?)?(?=  |$)", lines[1], re.MULTILINE)
-    return [name for names in named for name in re.split(", ?", names) if name]
+def _circles(root: Path) -> Iterator[Problem]:
+    """Yield each set of modules of which every one imports another, directly or over more of them."""
+    paths = {path: _module_of(root, path) for path in python_sources(root)}
+    names = set(paths.values()) - {PUBLIC}  # the public names come from everywhere, and testing uses them
+    used: dict[str, set[str]] = {name: set() for name in (*names, PUBLIC)}
+    for path, name in paths.items():
+        found = [each for each in imports(root, path) if each.name in names]
+        used[name] |= {
+            each.name
+            for each in found  # without the package of `from package import module`
+            if not any(other.line == each.line and other.name.startswith(f"{each.name}.") for other in found)
+        } - {name}
+    places = {name: path for path, name in paths.items()}
+    for circle in _strongly_connected(used):
+        yield Problem(places[circle[0]], 1, f"imports itself over others: {', '.join(circle)}")
 
 
-def _not_in_order(root: Path, package: str) -> Iterator[Problem]:
-    order = modules_in_order(root, package)
-    folder = root / "ncclpy" / package
-    paths = [path for path in python_sources(root) if path.parent == folder and path.stem != "__init__"]
-    for path in paths:
-        if path.stem not in order:
-            yield Problem(path, 1, f"is not in the tree of {DESIGN}: name it there, before the modules built on it")
-            continue
-        for line, name in imports(root, path):
-            parts = name.split(".")
-            if parts[:2] != ["ncclpy", package] or parts[2:3] == []:
-                continue
-            if parts[2] in order and order.index(parts[2]) > order.index(path.stem):
-                yield Problem(path, line, f"uses {name}, which {DESIGN} lists after {path.stem}")
-    for name in sorted(set(order) - {path.stem for path in paths}):
-        yield Problem(root / DESIGN, 1, f"lists {name} as a module of {package}, which has none of that name")
+def _module_of(root: Path, path: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _strongly_connected(used: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of more than one module that reach each other, each sorted."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        left = [start]
+        while left:
+            new = used[left.pop()] - found
+            found |= new
+            left.extend(new)
+        return found
+
+    over = {name: reached(name) for name in used}
+    circles = {
+        tuple(sorted(other for other in over[name] if name in over[other])) for name in over if name in over[name]
+    }
+    return sorted(list(circle) for circle in circles if len(circle) > 1)
+
+
+def _named_not_below(root: Path, path: Path, layers: dict[str, int], allowed: list[str]) -> Iterator[Problem]:
+    """Yield each import by a string, which no import statement shows, of what is not below."""
+    package = path.relative_to(root / "ncclpy").parts[0].removesuffix(path.suffix)
+    where = str(path.relative_to(root / "ncclpy"))
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        for found in _BY_NAME.finditer(text):
+            used = found[1].split(".")[0]
+            if package in layers and layers.get(used, -1) > layers[package] and where not in allowed:
+                yield Problem(path, line, f"{package} imports ncclpy.{found[1]} by name: it is of a higher layer")

@@ -69,6 +69,7 @@ def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
     assert {row["kept"] for row in targets.judge(result)} == {None}
 
 
+@pytest.mark.slow
 def test_the_manager_is_measured_on_one_device(tmp_path):
     path = tmp_path / "result.json"
     run(

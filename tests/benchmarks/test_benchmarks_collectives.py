@@ -24,19 +24,24 @@ def nccl_tests_that_print(folder, name, sizes, microseconds=10.0, wrong=0):
     program.chmod(0o755)
 
 
-def test_every_collective_is_measured_on_cpus(tmp_path):
+# Each rival is two processes.
+@pytest.mark.parametrize(
+    ("names", "without"),
+    [(["all_reduce", "sendrecv"], collectives.PLAIN[1:]), pytest.param(collectives.NAMES, [], marks=pytest.mark.slow)],
+    ids=["two of ours", "all"],
+)
+def test_every_collective_is_measured_on_cpus(tmp_path, names, without):
     path = tmp_path / "result.json"
-    run("collectives", "--sizes", "8", "--rounds", 1, "--json", path)
+    chosen = ("--collectives", *names, *(["--without", *without] if without else []))
+    run("collectives", "--sizes", "8", "--rounds", 1, *chosen, "--json", path)
     result = json.loads(path.read_text())
     rows = [row for row in result["rows"] if "samples" in row]
-    assert {row["road"] for row in rows if row["rival"] == "ncclpy"} == {
-        f"{name} {size}" for name in collectives.NAMES for size in ("8 B",)
-    }
+    assert {row["road"] for row in rows if row["rival"] == "ncclpy"} == {f"{name} 8 B" for name in names}
     assert {row["measure"] for row in rows} == {"time"}
     missing = {row["rival"]: row["missing"] for row in result["rows"] if "missing" in row}
     assert missing["MPICH"] == "not given (--mpich PYTHON)"
     assert not any(reason.startswith("failed") for reason in missing.values()), missing
-    assert {"torch.distributed"} <= missing.keys() | {row["rival"] for row in rows}
+    assert without or {"torch.distributed"} <= missing.keys() | {row["rival"] for row in rows}
 
 
 @pytest.mark.slow

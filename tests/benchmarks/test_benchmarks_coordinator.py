@@ -7,7 +7,7 @@ import launchers
 import pytest
 from benchmark_runs import run
 
-from benchmarks.coordinator import main, scale
+from benchmarks.coordinator import main, scale, scale_side
 from benchmarks.coordinator.models import MODELS
 
 
@@ -17,8 +17,25 @@ def test_the_models_are_those_of_their_papers():
     assert [sum(counts["ResNet-50"]), sum(counts["GPT-2"])] == [25_557_032, 124_439_808]
 
 
-def test_how_it_grows(tmp_path, monkeypatch):
+class Here:
+    """What is asked of a process, asked of this one."""
+
+    def __init__(self, module):
+        assert module == scale.SIDE
+        self.side = scale_side.Side()
+
+    def ask(self, do, deadline, **parameters):
+        return getattr(self.side, f"do_{do}")(**parameters)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("in fresh processes", marks=pytest.mark.slow)])
+def test_how_it_grows(tmp_path, monkeypatch, where):
     monkeypatch.setattr(scale, "NAMES", [10, 100])  # no matter in the other process, where nothing is counted
+    if where == "here":
+        monkeypatch.setattr(scale.workers, "WorkerProcess", Here)
     path = tmp_path / "result.json"
     scale.run(argparse.Namespace(rounds=1, most_ranks=4, json=path))
     result = json.loads(path.read_text())

@@ -72,14 +72,16 @@ def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():
     assert [each["kept"] for each in judged] == [True, False]
 
 
-def test_how_fast_a_group_goes_on(tmp_path):
+@pytest.mark.parametrize("processes", [[], pytest.param([2], marks=pytest.mark.slow)], ids=["threads", "both"])
+def test_how_fast_a_group_goes_on(tmp_path, processes):
     path = tmp_path / "result.json"
-    run("recovery", "--processes", 2, "--threads", 3, "--rounds", 1, "--json", path)
+    run("recovery", "--processes", *processes, "--threads", 3, "--rounds", 1, "--json", path)
     rows = json.loads(path.read_text())["rows"]
     found = {(row["operation"], row["ranks"]): row["samples"][0] for row in rows}
-    killed = {(each, 2) for each in (losses.NOTICED, losses.WHOLE, losses.KILL, losses.SHRINK, losses.ANEW)}
+    steps = losses.NOTICED, losses.WHOLE, losses.KILL, losses.SHRINK, losses.ANEW
+    killed = {(each, size) for each in steps for size in processes}
     assert found.keys() == killed | {(losses.RECOVER, 3), (losses.FIRST, 3)}
-    assert found[losses.KILL, 2] >= found[losses.NOTICED, 2] > 0
+    assert all(found[losses.KILL, size] >= found[losses.NOTICED, size] for size in processes)
     assert all(each > 0 for each in found.values())
 
 

@@ -9,15 +9,16 @@ from benchmarks.pages import growth, report
 from benchmarks.scale import main as scale
 
 
-def test_every_step_is_measured_in_one_process_and_in_several(tmp_path):
+@pytest.mark.parametrize("ranks", [[2], pytest.param([2, 5], marks=pytest.mark.slow)], ids=["of 2", "of 2 and 5"])
+def test_every_step_is_measured_in_one_process_and_in_several(tmp_path, ranks):
     path = tmp_path / "result.json"
-    printed = run("scale", "--ranks", 2, 5, "--most-processes", 2, "--rounds", 1, "--json", path)
+    printed = run("scale", "--ranks", *ranks, "--most-processes", 2, "--rounds", 1, "--json", path)
     rows = json.loads(path.read_text())["rows"]
     for operation in (*scale.STEPS, *scale.MEMORY.values()):
         measured = {(row["rival"], row["ranks"]) for row in rows if row["operation"] == operation}
-        assert measured == {(scale.ONE_PROCESS, 2), (scale.ONE_PROCESS, 5), (scale.PROCESSES, 2)}
+        assert measured == {*((scale.ONE_PROCESS, n) for n in ranks), (scale.PROCESSES, 2)}
     assert all(min(row["samples"]) > 0 for row in rows if row["unit"] == "us")
-    assert "### How it grows" in printed
+    assert ("### How it grows" in printed) == (len(ranks) > 1)
 
 
 def rows_of(value, rounds=3, ranks=(2, 4, 8, 16), operation="init"):

@@ -111,7 +111,7 @@ print("survived")
     runs.wait_until_gone(pids)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_launcher_that_is_gone_ends_the_others(program, node):
     """Machine 0's takes the store with it."""
     path, folder = program("note(); time.sleep(1000)")

@@ -234,7 +234,8 @@ def test_ranks_of_several_users_speak_by_addresses(monkeypatch):
 
 
 def test_descriptors_above_1023_connect():
-    testing.run_python("""
+    testing.run_python(
+        """
         import os, resource, threading, time
         from ncclpy.bootstrap import LocalStore
         from ncclpy.coordinator.connections import _Ears, open_control
@@ -262,12 +263,15 @@ def test_descriptors_above_1023_connect():
         for each in threads:
             each.join()
         assert told == {0: "run", 1: "run"}, told
-    """)
+    """,
+        warm=True,
+    )
 
 
 def test_descriptors_that_run_out_are_named_in_the_timeout():
     """And come back from connections that have proved nothing, before that."""
-    testing.run_python("""
+    testing.run_python(
+        """
         import contextlib, os, resource, socket, time
         from ncclpy.bootstrap import LocalStore
         from ncclpy.coordinator import connections
@@ -292,7 +296,9 @@ def test_descriptors_that_run_out_are_named_in_the_timeout():
         assert len(first.recv(100)) == len(second.recv(100)) == 16, "one after the other"
         third = call()  # takes the last one
         assert hear().endswith("did not connect in time: connections cannot be accepted: Too many open files")
-    """)
+    """,
+        warm=True,
+    )
 
 
 PROGRAM = """
@@ -336,13 +342,16 @@ for each in threads:
 SILENT = ("stop", 2.0, "has been silent for 2 s", 30.0)
 ENDED = ("kill", 30.0, "has ended, or its machine", 10.0)
 CLOSED = ("close", 30.0, "has closed its coordinator", 10.0)
+QUICK = {("close", 0), ("kill", 1), ("kill", 9)}
 
 
-@pytest.mark.parametrize("who", [0, 1, 9])
 @pytest.mark.parametrize(
-    ("does", "silence", "reason", "within"),
-    [ENDED, CLOSED, pytest.param(*SILENT, marks=pytest.mark.slow)],
-    ids=["kill", "close", "stop"],
+    ("does", "silence", "reason", "within", "who"),
+    [
+        pytest.param(*way, who, id=f"{way[0]}-{who}", marks=[] if (way[0], who) in QUICK else pytest.mark.slow)
+        for way in (ENDED, CLOSED, SILENT)
+        for who in (0, 1, 9)
+    ],
 )
 def test_all_hear_who_is_gone(who, does, silence, reason, within):
     """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them.
@@ -474,7 +483,7 @@ def test_what_has_no_work_costs_nothing(over, seconds):
     Of a plane alone; of coordinators, with all that is about a plane: readers, groups and what watches over them.
     """
     enough = 2 * 0.001  # 0.1% of a core for each rank
-    assert float(testing.run_python(IDLE.format(over=over, seconds=seconds, enough=enough)).stdout) < enough
+    assert float(testing.run_python(IDLE.format(over=over, seconds=seconds, enough=enough), warm=True).stdout) < enough
 
 
 def test_no_thread_and_no_descriptor_is_left():

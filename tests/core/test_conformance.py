@@ -10,7 +10,8 @@ import ncclpy
 import testing
 
 
-@pytest.fixture(scope="module", params=conformance.worlds(), ids="{}ranks".format)
+# Of 8 ranks everything is in test_conformance_variants, with fewer types.
+@pytest.fixture(scope="module", params=conformance.worlds(slow=(8,)), ids="{}ranks".format)
 def comms(request):
     """Yield one set of communicators a number of ranks; threads and groups share it."""
     yield from testing.communicators(request.param)

@@ -123,6 +123,7 @@ def test_elastic_training_waits_for_a_newcomer_that_is_late(host_engine, tmp_pat
     assert LAST_LINES["elastic_training"] in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_before_it_has_answered(host_engine, tmp_path):
     """The others have done that request; whoever is rank 0 then sees that nobody has the answer."""
     text = (EXAMPLES / "serving_group.py").read_text()

@@ -62,7 +62,14 @@ def restless():
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12)),
+    ],
+)
 def test_abort_at_a_random_moment(make_manager, restless, seed):
     n = some_devices(3)
     choose = random.Random(seed)

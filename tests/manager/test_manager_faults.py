@@ -18,7 +18,7 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault
 
 @pytest.mark.parametrize(
     ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
-    [(2, 5), pytest.param(5, 8, marks=pytest.mark.slow), pytest.param(5, 50, marks=pytest.mark.campaign)],
+    [(1, 5), pytest.param(5, 8, marks=pytest.mark.slow), pytest.param(5, 50, marks=pytest.mark.campaign)],
 )
 @pytest.mark.parametrize(("first", "cores"), [(0, 2), (1000, 9)])
 def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, processes, runs_each):

@@ -135,7 +135,9 @@ BUSY = {
 }
 
 
-@pytest.mark.parametrize("where", BUSY)
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, marks=[pytest.mark.slow] * (where == "asleep in Python")) for where in BUSY]
+)
 def test_a_rank_that_does_not_come_writes_its_dump_when_it_hears_of_the_end(ranks, where):
     dumps, said = ranks(
         2,

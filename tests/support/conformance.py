@@ -40,11 +40,12 @@ BITS = {
 }
 
 
-def worlds(long=(4,)) -> list:
-    """Return the numbers of ranks as parameters; those in `long` are met in campaigns only."""
+def worlds(long=(4,), slow=()) -> list:
+    """Return the numbers of ranks as parameters; those in `long` are met in campaigns only, those in `slow` in CI."""
     import pytest
 
-    return [pytest.param(n, marks=[pytest.mark.campaign] if n in long else []) for n in RANKS]
+    marks = {**dict.fromkeys(slow, pytest.mark.slow), **dict.fromkeys(long, pytest.mark.campaign)}
+    return [pytest.param(n, marks=marks.get(n, ())) for n in RANKS]
 
 
 def is_float(datatype: DataType) -> bool:

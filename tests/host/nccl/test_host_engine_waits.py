@@ -91,7 +91,7 @@ def yields_of_waits(rank, cores):
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
-@pytest.mark.parametrize("bound", ["to a core each", "to the same core"])
+@pytest.mark.parametrize("bound", ["to a core each", pytest.param("to the same core", marks=pytest.mark.slow)])
 def test_ranks_that_are_bound_wait_by_the_cores_that_all_have(tmp_path, monkeypatch, bound):
     """A rank that is bound to a core of its own is not one of too many: what counts is the cores of all ranks."""
     source, library = tmp_path / "counter.c", tmp_path / "counter.so"

@@ -85,7 +85,8 @@ def test_a_killed_process_gives_its_lock_up(path):
 
 
 def test_a_fork_does_not_keep_its_parent_s_store(path):
-    testing.run_python(f"""
+    testing.run_python(
+        f"""
         import os, sys, time, warnings
         warnings.simplefilter("ignore")
         from ncclpy.bootstrap import FileStore
@@ -101,7 +102,9 @@ def test_a_fork_does_not_keep_its_parent_s_store(path):
         assert not os.path.exists({str(path)!r}), "the child holds it"
         os.write(write, b"x")
         os.waitpid(child, 0)
-        """)
+        """,
+        warm=True,
+    )
 
 
 def test_what_is_no_place_for_a_store_is_refused(tmp_path):

@@ -65,10 +65,10 @@ def test_a_handler_may_come_at_any_moment(tmp_path, name):
         text = LOCAL
         if name == "prefix-local":
             text += "; from ncclpy.bootstrap import PrefixStore; store = PrefixStore('p', store)"
-        testing.run_python(PROGRAM.format(store=text, watches=True, times=3000), timeout=120)
+        testing.run_python(PROGRAM.format(store=text, watches=True, times=3000), timeout=120, warm=True)
         return
     with KINDS[name](tmp_path) as made:
-        testing.run_python(PROGRAM.format(store=made.program, watches=made.watches, times=300), timeout=120)
+        testing.run_python(PROGRAM.format(store=made.program, watches=made.watches, times=300), timeout=120, warm=True)
 
 
 def test_who_was_torn_from_waking_others_lets_nobody_sleep_on(monkeypatch):

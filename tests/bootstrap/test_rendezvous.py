@@ -40,7 +40,7 @@ def test_each_thread_has_the_deadline_that_it_has_asked_for():
         raise AssertionError("nobody serves there")
     assert time.monotonic() - started < 30
     os._exit(0)
-    """)  # fmt: skip
+    """, warm=True)  # fmt: skip
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have():
@@ -54,4 +54,4 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have():
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     os._exit(0)
-    """)  # fmt: skip
+    """, warm=True)  # fmt: skip

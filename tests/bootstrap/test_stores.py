@@ -462,7 +462,8 @@ def test_a_handler_runs_in_a_wait_that_goes_on(store, alarm, wait):
 def test_a_forked_child_is_told_to_make_its_own(made):
     if made.program is None:
         pytest.skip("only threads can use this store")
-    testing.run_python(f"""
+    testing.run_python(
+        f"""
         import os, sys, warnings
         warnings.simplefilter("ignore")
         from ncclpy.bootstrap import StoreError
@@ -481,7 +482,9 @@ def test_a_forked_child_is_told_to_make_its_own(made):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert store.get("a") == b"1", "the child has closed its parent's"
         store.close()
-        """)
+        """,
+        warm=True,
+    )
 
 
 @each_waiting

@@ -123,7 +123,7 @@ def test_who_leaves_says_goodbye_and_breaks_nobody(serve, caplog):
         assert store.get("mine") == b"1"
         store.watch("mine", print)
         """
-    done = testing.run_python(program)
+    done = testing.run_python(program, warm=True)
     assert (done.stderr, done.stdout) == ("", "")
     testing.wait_for(lambda: not store.check(["mine"]))
     with wire.connect(store.port) as it:  # which has a line behind one that there may be

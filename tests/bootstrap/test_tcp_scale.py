@@ -50,17 +50,18 @@ MEET = """
 
 
 def test_clients_meet():
-    assert testing.run_python(MEET.format(clients=200)).stdout == "met\n"
+    assert testing.run_python(MEET.format(clients=200), warm=True).stdout == "met\n"
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_4096_clients_meet():
-    assert testing.run_python(MEET.format(clients=4096), timeout=250).stdout == "met\n"
+    assert testing.run_python(MEET.format(clients=4096), timeout=250, warm=True).stdout == "met\n"
 
 
 def test_a_server_without_descriptors_says_so_and_goes_on():
-    done = testing.run_python("""
+    done = testing.run_python(
+        """
         import logging, resource, subprocess, sys
         logging.basicConfig(format="%(message)s")
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -84,6 +85,8 @@ def test_a_server_without_descriptors_says_so_and_goes_on():
         '''
         subprocess.run([sys.executable, "-c", clients], check=True, timeout=50)
         print(served.get("n"))
-        """)
+        """,
+        warm=True,
+    )
     assert done.stdout == "b'19'\n"
     assert "cannot take one more client" in done.stderr and "ulimit -n" in done.stderr

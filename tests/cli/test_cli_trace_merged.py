@@ -336,6 +336,7 @@ def test_what_a_recorder_of_today_writes_takes_the_fast_way(tmp_path, host_engin
         ncclpy.recorder.dump({str(tmp_path / "dump.json")!r})
         """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     )
     divided = divide((tmp_path / "dump.json").read_bytes())
     assert divided is not None

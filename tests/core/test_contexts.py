@@ -65,5 +65,6 @@ def test_the_first_device_gets_none(way, options):
         assert [has_context(each) for each in range(2)] == [False, True]
         comm.close()
         assert [has_context(each) for each in range(2)] == [False, True], "after close"
-        """
+        """,
+        warm=True,
     )

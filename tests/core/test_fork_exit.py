@@ -45,7 +45,7 @@ FORK = """
 
 
 def test_every_call_of_a_forked_child_raises():
-    done = testing.run_python(FORK, timeout=30)
+    done = testing.run_python(FORK, timeout=30, warm=True)
     assert done.stderr == ""
 
 
@@ -61,6 +61,7 @@ def test_fork_before_first_use_is_fine():
         forks.join(pid)
         """,
         timeout=30,
+        warm=True,
     )
     assert done.stderr == ""
 
@@ -81,6 +82,7 @@ def test_a_child_of_the_child_is_refused_too():
         forks.join(child)
         """,
         timeout=30,
+        warm=True,
     )
 
 
@@ -94,7 +96,7 @@ LEAK = """
 
 
 def test_drop_without_close_exits_silently():
-    done = testing.run_python(LEAK, timeout=30)
+    done = testing.run_python(LEAK, timeout=30, warm=True)
     assert (done.stdout, done.stderr) == ("made\n", "")
 
 
@@ -110,7 +112,7 @@ def test_drop_without_close_gives_one_warning_with_the_creation_site():
     ids=["counted out", "collected"],
 )
 def test_drop_in_the_middle_exits_silently(drop):
-    done = testing.run_python(LEAK + f"    {drop}\n    print('dropped')\n", timeout=30)
+    done = testing.run_python(LEAK + f"    {drop}\n    print('dropped')\n", timeout=30, warm=True)
     assert (done.stdout, done.stderr) == ("made\ndropped\n", "")
 
 
@@ -126,6 +128,7 @@ def test_exit_with_peers_that_never_came():
         """,
         timeout=30,
         env={"NCCLPY_HOST_DEVICES": "2"},
+        warm=True,
     )
     assert (done.stdout, done.stderr) == ("leaving\n", "")
 
@@ -149,6 +152,7 @@ def test_exit_runs_no_destructors_under_a_thread_inside_nccl(stuck):
         timeout=30,
         env={"NCCLPY_HOST_DEVICES": "2"},
         check=False,
+        warm=True,
     )
     assert (done.returncode, done.stdout) == (3 if stuck else -signal.SIGABRT, "leaving"), done.stderr
 
@@ -164,6 +168,7 @@ def test_exit_in_the_middle_of_an_operation():
         print("leaving")
         """,
         timeout=30,
+        warm=True,
     )
     assert (done.stdout, done.stderr) == ("leaving\n", "")
 
@@ -182,6 +187,7 @@ def test_exit_with_a_full_stream():
         print("leaving", stream.is_done())
         """,
         timeout=30,
+        warm=True,
     )
     assert (done.stdout, done.stderr) == ("leaving False\n", "")
 
@@ -195,6 +201,7 @@ def test_exit_with_a_pending_nonblocking_init():
         print("leaving")
         """,
         timeout=30,
+        warm=True,
     )
     assert (done.stdout, done.stderr) == ("leaving\n", "")
 

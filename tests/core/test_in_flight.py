@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 def run(code, timeout=None):
     """Run a program; `timeout` is what its communicators are given."""
     program = f"import sys\nsys.argv = ['', {str(timeout)!r}]\n{in_flight.PRELUDE}\n{code}"
-    return testing.run_python(program, timeout=60, env={"NCCLPY_LIBRARY": "host"})
+    return testing.run_python(program, timeout=60, env={"NCCLPY_LIBRARY": "host"}, warm=True)
 
 
 def with_and_without_a_deadline(names, quick):

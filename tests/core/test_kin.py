@@ -119,7 +119,7 @@ OPTIONS = ["{}", "{'abortable': True}", "{'config': ncclpy.Config(blocking=False
 
 
 def run_strictly(code, options="{}"):
-    done = testing.run_python(BEGIN.replace("{options}", options) + code, env=STRICT)
+    done = testing.run_python(BEGIN.replace("{options}", options) + code, env=STRICT, warm=True)
     assert done.stdout == "closed\n", done.stdout + done.stderr
 
 

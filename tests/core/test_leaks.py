@@ -92,7 +92,9 @@ def one():
 
 def check(name, times, options="{}", timeout=115):
     body = LOOPS[name][2].replace("OPTIONS", options)
-    testing.run_python(f"{PRELUDE}\n{body}\nloop({times}, one)", timeout=timeout, env={"NCCLPY_LIBRARY": "host"})
+    testing.run_python(
+        f"{PRELUDE}\n{body}\nloop({times}, one)", timeout=timeout, env={"NCCLPY_LIBRARY": "host"}, warm=True
+    )
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -210,4 +212,4 @@ assert seen == 0, seen
 )
 def test_what_is_cut_short_leaves_no_mapping(name):
     end = "\nseen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
-    testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"})
+    testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"}, warm=True)

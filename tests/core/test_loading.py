@@ -30,7 +30,8 @@ def _build(folder, version):
 
 def run(code, **environment):
     """Run a snippet without any choice of the library but what `environment` says; return what it printed."""
-    return testing.run_python(code, env={"NCCLPY_LIBRARY": None, **environment}).stdout.strip()
+    warm = "LD_LIBRARY_PATH" not in environment  # which is read when a process starts
+    return testing.run_python(code, env={"NCCLPY_LIBRARY": None, **environment}, warm=warm).stdout.strip()
 
 
 def test_a_libnccl_of_this_process_is_shared(libnccl):

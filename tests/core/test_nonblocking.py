@@ -372,5 +372,6 @@ def test_waiting_can_be_interrupted():
             print("interrupted")
         """,
         timeout=25,
+        warm=True,
     )
     assert done.stdout.strip() == "interrupted"

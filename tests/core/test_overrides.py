@@ -39,7 +39,7 @@ LOST = {
 
 
 def run(code, **environment):
-    return testing.run_python(PRELUDE + code, env={"NCCLPY_LIBRARY": "host", **environment}).stdout
+    return testing.run_python(PRELUDE + code, env={"NCCLPY_LIBRARY": "host", **environment}, warm=True).stdout
 
 
 def run_with(way, setting, folder, code):

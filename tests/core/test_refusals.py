@@ -190,7 +190,8 @@ def test_a_dropped_manager_warns_with_the_line_that_made_it():
         drop()
         gc.collect()
         told.wait(30)  # a thread of ours may have the last reference, and let go of it when it comes to that
-        """
+        """,
+        warm=True,
     )
     warned = [line for line in done.stderr.splitlines() if "unclosed <ncclpy.Communicator" in line]
     assert len(warned) == 1 and "made at <string>:8, by its Manager" in warned[0], done.stderr
@@ -210,7 +211,8 @@ def test_a_subinterpreter_is_told():
         code = "try: import ncclpy\\nexcept ImportError as error: print('said:', error, flush=True)"
         _interpreters.run_string(other, code)
         os._exit(0)  # not as usual: Python 3.10, which would end the other one first, got stuck in that twice
-        """
+        """,
+        warm=True,
     )
     assert "said: ncclpy does not support subinterpreters" in done.stdout, done
 

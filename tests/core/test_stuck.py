@@ -246,6 +246,7 @@ def test_memory_stats_lets_other_threads_run(host_engine):
         assert not thread.is_alive()
         """,
         timeout=60,
+        warm=True,
     )
 
 

@@ -179,7 +179,9 @@ SLOW = (
 )
 def test_signals(name):
     prelude = in_flight.PRELUDE + "from ncclpy.core.flight import in_flight\n"
-    testing.run_python(f"import sys\nsys.argv = ['']\n{prelude}\n{ENDS[name]}", env={"NCCLPY_LIBRARY": "host"})
+    testing.run_python(
+        f"import sys\nsys.argv = ['']\n{prelude}\n{ENDS[name]}", env={"NCCLPY_LIBRARY": "host"}, warm=True
+    )
 
 
 @pytest.mark.parametrize("what", ["operation", "birth"])
@@ -204,6 +206,7 @@ def test_a_failing_abort_does_not_hide_the_deadline(what):
             comm.abort()
     """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     )
 
 
@@ -259,7 +262,8 @@ def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():
 @pytest.mark.parametrize("end", ["a deadline", "Ctrl-C"])
 def test_a_launch_that_waits_for_one_that_is_stuck(end):
     """A plan is launched by one thread at a time; whoever waits for its turn can be got out, and ends both."""
-    testing.run_python(f"""
+    testing.run_python(
+        f"""
         import os, signal, threading
         import numpy as np, ncclpy
 
@@ -297,7 +301,9 @@ def test_a_launch_that_waits_for_one_that_is_stuck(end):
         assert type(first[0]) is ncclpy.NcclAborted, first
         assert all(comm.closed for comm in comms)
         os._exit(0)
-    """)
+    """,
+        warm=True,
+    )
 
 
 @pytest.mark.slow

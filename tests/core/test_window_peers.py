@@ -127,6 +127,7 @@ def test_parts_of_different_sizes(host_engine):
             assert not world.arrays[1].any()
         """,
         env={"NCCLPY_HOST_CHECKS": None},  # which refuse such windows
+        warm=True,
     )
 
 
@@ -258,7 +259,8 @@ def test_a_view_goes_in_a_forked_child(host_engine):
         assert os.waitpid(child, 0)[1] == 0
         for comm in comms:
             comm.abort()
-        """
+        """,
+        warm=True,
     )
 
 

@@ -209,6 +209,7 @@ def test_an_interrupted_registration_writes_nothing_afterwards(host_engine):
             assert all(not any(one) for one in small)
         """,
         timeout=60,
+        warm=True,
     )
 
 

@@ -27,7 +27,7 @@ SETUP = """
 @pytest.fixture
 def run(tmp_path):
     library = str(noop.build(tmp_path))
-    return lambda code: testing.run_python(SETUP + code, env={"NCCLPY_LIBRARY": library})
+    return lambda code: testing.run_python(SETUP + code, env={"NCCLPY_LIBRARY": library}, warm=True)
 
 
 def test_events_are_used_again(run):

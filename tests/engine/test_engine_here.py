@@ -115,6 +115,7 @@ def test_ctrl_c_ends_a_call_that_the_main_thread_is_in(host_engine):
         manager.close()
         """,
         timeout=60,
+        warm=True,
     )
 
 
@@ -220,4 +221,5 @@ def test_random_programs_with_a_lane_for_each_device():
         sys.exit(pytest.main([*options, {__file__!r}, "-k", "several_threads and not 1000"]))
         """,
         timeout=110,
+        warm=True,
     )

@@ -429,6 +429,7 @@ def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
             comm.close()
         """,
         timeout=60,
+        warm=True,
     )
 
 
@@ -476,6 +477,7 @@ def late(devices, timeout_of_comms=1.0, **options):
         os._exit(0)
         """,
         timeout=60,
+        warm=True,
     )
     return done.stdout
 

@@ -322,7 +322,8 @@ def test_part_of_a_dropped_communicator_goes_on():
 
 
 def test_dropped_at_the_end_of_a_process_it_holds_up_nothing():
-    done = testing.run_python("""
+    done = testing.run_python(
+        """
         import os, warnings
         import numpy as np
         from ncclpy.interop import cupy_nccl as nccl, dropped
@@ -340,7 +341,9 @@ def test_dropped_at_the_end_of_a_process_it_holds_up_nothing():
         assert alone.size() == 1
         del alone, stuck
         print("done")
-        """)
+        """,
+        warm=True,
+    )
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
@@ -433,7 +436,8 @@ def test_a_deadline_is_an_error_of_both(monkeypatch):
 
 
 def test_without_cupy_use_says_what_to_do():
-    done = testing.run_python("""
+    done = testing.run_python(
+        """
         import sys
         sys.modules["cupy"] = None
         from ncclpy.interop import cupy_nccl
@@ -441,7 +445,9 @@ def test_without_cupy_use_says_what_to_do():
             cupy_nccl.use()
         except ModuleNotFoundError as error:
             print(error)
-        """)
+        """,
+        warm=True,
+    )
     assert "CuPy cannot be imported" in done.stdout and "pip install cupy-cuda12x" in done.stdout
 
 
@@ -517,7 +523,7 @@ def test_in_the_place_of_cupys(tmp_path, available, before):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.format(available=available))
-    testing.run_python(PROGRAM.format(folder=str(tmp_path), before=before))
+    testing.run_python(PROGRAM.format(folder=str(tmp_path), before=before), warm=True)
 
 
 #: For two ranks of `ncclpy run`: all that cupyx.distributed calls of NCCL, with arrays that only look like CuPy's.

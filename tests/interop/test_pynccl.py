@@ -497,7 +497,8 @@ def test_a_group_of_torchs(tmp_path):
 
 
 def test_without_torch_it_says_what_to_do():
-    done = testing.run_python("""
+    done = testing.run_python(
+        """
         import sys
         sys.modules["torch"] = None
         from ncclpy.interop.pynccl import PyNcclCommunicator
@@ -505,5 +506,7 @@ def test_without_torch_it_says_what_to_do():
             PyNcclCommunicator(None, 0)
         except ModuleNotFoundError as error:
             print(error)
-        """)
+        """,
+        warm=True,
+    )
     assert "which cannot be imported" in done.stdout and "pip install torch" in done.stdout

@@ -97,6 +97,7 @@ def test_with_a_lane_for_each_device(tests):
         sys.exit(pytest.main([*options, {__file__!r}, "-k", {tests!r}]))
         """,
         timeout=110 if "and" in tests else testing.LONG,
+        warm=True,
     )
 
 
@@ -117,6 +118,7 @@ def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(ho
                 assert len(faults.fired) == 1 + 6 + 3 * (step + 1), faults.fired
         """,
         env={"NCCLPY_HOST_DEVICES": "6"},
+        warm=True,
     )
 
 

@@ -84,7 +84,8 @@ def test_a_manager_made_before_the_fork_of_a_process_that_has_loaded_nothing(hos
             os._exit(0)
         forks.join(pid)
         manager.close()
-        """
+        """,
+        warm=True,
     )
 
 
@@ -178,7 +179,8 @@ def test_a_manager_made_before_the_library_is_used_survives_a_fork():
             manager.close()
             os._exit(0)
         forks.join(pid)
-        """
+        """,
+        warm=True,
     )
     assert done.stderr == ""
 
@@ -266,6 +268,7 @@ def test_a_wait_at_exit_ends():
         late[-1].synchronize(ncclpy.Stream(0))
         """,
         timeout=60,
+        warm=True,
     )
     assert "waited" in done.stdout
 
@@ -288,6 +291,7 @@ def test_a_wait_at_exit_for_what_fails_ends(host_engine):
             work.wait(20)
         """,
         timeout=60,
+        warm=True,
     )
     assert done.stdout.split() == ["NcclError", "NcclTimeout"]
 
@@ -445,4 +449,5 @@ def test_first_users_that_come_at_once_start_one_monitor_and_one_watcher(host_en
         assert found["ncclpy-monitor"] == 1 and found["ncclpy-watcher"] == 1, found
         """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     )

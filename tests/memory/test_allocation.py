@@ -173,7 +173,8 @@ def test_a_child_of_a_fork_is_not_held_up(host_engine):
         enough = True
         for thread in threads:
             thread.join()
-        """
+        """,
+        warm=True,
     )
 
 
@@ -194,5 +195,6 @@ def test_a_child_of_a_fork_frees_nothing(host_engine):
         assert os.waitpid(child, 0)[1] == 0
         array[:] = 6
         assert registry.counters()["segments"] == 1
-        """
+        """,
+        warm=True,
     )

@@ -100,7 +100,8 @@ def test_no_python_runs_there(host_engine):
             assert libc.pthread_join(thread, None) == 0
         registry = memory.SegmentRegistry.default()
         assert registry.segments() == [] and registry.drain()
-        """
+        """,
+        warm=True,
     )
 
 
@@ -176,7 +177,8 @@ def test_a_forked_child_allocates_nothing(host_engine):
         ctypes.memset(pointer, 1, 64)
         free(pointer, 64, 0, None)
         assert memory.SegmentRegistry.default().drain()
-        """
+        """,
+        warm=True,
     )
 
 

@@ -310,7 +310,8 @@ def test_a_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
             pool.close()
         for comm in comms:
             comm.abort()
-        """
+        """,
+        warm=True,
     )
 
 

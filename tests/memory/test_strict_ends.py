@@ -131,7 +131,7 @@ def test_a_strict_engine_says_so(host_engine, value):
     engine = ctypes.CDLL(ncclpy.library().path)
     print(engine.ncclpyHostAbortPreempts())
     """
-    done = testing.run_python(code, env={"NCCLPY_HOST_STRICT_ENDS": value})
+    done = testing.run_python(code, env={"NCCLPY_HOST_STRICT_ENDS": value}, warm=True)
     assert done.stdout.split() == [str(1 - int(value))]
 
 

@@ -386,9 +386,10 @@ def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, che
     """Run a snippet in a fresh interpreter outside the source tree and return the `CompletedProcess`.
 
     Where it is `warm`, in a fork of one that has imported numpy and ncclpy and begun nothing, which takes a fifth of
-    the processor time: for what does not depend on what is imported when, nor on what the import reads, as of the
-    environment NCCLPY_DUMP_DIR.
+    the processor time: for what does not depend on what is imported when, nor on what is read of the environment as a
+    process starts or imports, such as PYTHONWARNINGS, LD_PRELOAD and NCCLPY_DUMP_DIR.
     """
+    assert not (warm and [name for name in env or () if name.startswith(("PYTHON", "LD_", "NCCLPY_DUMP"))]), env
     environment = {**os.environ, "PYTHONPATH": with_support(), **(env or {})}  # None takes a variable away
     if warm and ncclpy.library().engine == "host":
         left = {name: value for name, value in environment.items() if value is not None}

@@ -211,6 +211,6 @@ if __name__ == "__main__":
         program, how = found
         if how == "whole":
             sys.argv = ["-c"]
-            exec(compile(Path(program).read_text(), program, "exec"), vars())
+            exec(compile(Path(program).read_text(), "<string>", "exec"), vars())
         else:
             _run(program)

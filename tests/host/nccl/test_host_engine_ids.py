@@ -280,6 +280,7 @@ def test_a_refused_thread_is_called_a_thread():
         os._exit(0)
         """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     ).stdout
     assert "no thread can be started" in said and "ulimit -u" in said and "ulimit -v" in said
 
@@ -336,6 +337,7 @@ def test_a_shrink_without_descriptors_says_so(timeout):
         os._exit(0)
         """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     ).stdout.splitlines()
     assert len(said) == 2 and any("no file descriptor is free" in line for line in said), said
     assert all("no file descriptor is free" in line or "gave up" in line for line in said), said
@@ -374,6 +376,7 @@ def test_a_death_is_noticed_without_descriptors(nccl):
             print(error)
         """,
         env={"NCCLPY_LIBRARY": "host"},
+        warm=True,
     ).stdout
     assert "rank 1 of 2 is dead" in said
 

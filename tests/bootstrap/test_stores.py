@@ -487,7 +487,11 @@ def test_a_forked_child_is_told_to_make_its_own(made):
     )
 
 
-@each_waiting
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind.startswith("prefix-") else kind for kind in KINDS],
+    indirect=True,
+)
 def test_processes_meet(made):
     if made.program is None:
         pytest.skip("only threads can use this store")

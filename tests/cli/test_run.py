@@ -72,7 +72,7 @@ def test_threads_of_several_ranks_are_one_each_and_the_launcher_says_so(program,
     assert re.fullmatch(r"ncclpy run: OMP_NUM_THREADS is not set: it is 1 for each of the 2 .*\n", done.stderr)
 
 
-@pytest.mark.parametrize(("size", "chosen"), [(1, None), (2, "7"), (2, "")])
+@pytest.mark.parametrize(("size", "chosen"), [(1, None), pytest.param(2, "7", marks=pytest.mark.slow), (2, "")])
 def test_threads_of_one_rank_or_that_were_chosen_are_left_alone(program, monkeypatch, size, chosen):
     monkeypatch.delenv("OMP_NUM_THREADS")
     done = runs.run("-n", size, *program(PRINT_THREADS), env={} if chosen is None else {"OMP_NUM_THREADS": chosen})
@@ -111,6 +111,7 @@ if rank != 1:
     assert re.findall(words, done.stderr, re.MULTILINE) == [found] * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_who_has_ended_is_told_apart_from_who_does_not_come(host_engine, program):
     """Rank 1 ends before it comes to the communicator, rank 2 lives and does not come; all others say both."""
     done = runs.run("-n", 4, "--no-kill", *program("""
@@ -543,7 +544,7 @@ def test_a_run_within_a_run_ends_with_it(program):
 
 
 @pytest.mark.parametrize(
-    "closed", ["<&- >&- 2>&-", ">&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", "2>&-"))]
+    "closed", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-"))]
 )
 def test_standard_streams_may_be_closed(program, closed):
     path, folder = program("note(); rank or sys.stdin.read(); print('out'); print('err', file=sys.stderr)")
@@ -559,7 +560,7 @@ def test_standard_streams_may_be_closed(program, closed):
     assert len(runs.wait_for_pids(folder, 2)) == 2
 
 
-@pytest.mark.parametrize("limit", [14, 22, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (18, 26))])
+@pytest.mark.parametrize("limit", [22, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (14, 18, 26))])
 def test_a_limit_of_descriptors_is_told(program, limit):
     path, folder = program("note(); time.sleep(1000)")
     line = f"ulimit -n {limit}; exec {' '.join(map(shlex.quote, runs.command('-n', 20, path, folder)))}"

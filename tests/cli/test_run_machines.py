@@ -91,6 +91,7 @@ def test_a_failure_on_one_machine_ends_all(program):
     runs.wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_no_kill_lets_other_machines_go_on(program):
     path, folder = program("""
 note()

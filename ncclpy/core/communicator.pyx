@@ -240,18 +240,17 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start_or_lower(self, &o, &s, send, recv, stream, timeout)
 
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
-        """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
+        """Collect every rank's `send` on the root, in the order of the ranks.
 
-        Before NCCL 2.28 it is a group of sends and receives.
+        It is a group of sends and receives, as NCCL's own `ncclGather` is.
 
         Parameters
         ----------
         send : buffer
             This rank's part; in place it is part ``root`` of the root's `recv`.
         recv : buffer or list of buffer
-            On the root ``nranks`` times as many elements of the same type; not used elsewhere. Or a list of ``nranks``
-            buffers, one for each rank's part, whose sizes may differ; then the other ranks pass a list too, which may
-            be empty, as all have to know that it is a group of sends and receives.
+            On the root ``nranks`` times as many elements of the same type, or a list of ``nranks`` buffers, one for
+            each rank's part, whose sizes may differ. Not used elsewhere.
         root : int
             The rank that receives.
         stream : optional
@@ -265,25 +264,24 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
-        if isinstance(recv, list):
+        if self.rank == o.root and isinstance(recv, list):
             spread = spread_over(self)
             spread.gather(send, recv, o.root)
             start_spread(self, spread, stream, timeout)
             return
         shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
-        start_or_lower(self, &o, &s, send, recv, stream, timeout)
+        start(self, &o, &s, send, recv, stream, timeout)
 
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
-        """Send part i of the root's `send` to rank i (`ncclScatter`).
+        """Send part i of the root's `send` to rank i.
 
-        Before NCCL 2.28 it is a group of sends and receives.
+        It is a group of sends and receives, as NCCL's own `ncclScatter` is.
 
         Parameters
         ----------
         send : buffer or list of buffer
-            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None. Or a list of
-            ``nranks`` buffers, the part of each rank, whose sizes may differ; then the other ranks pass a list too,
-            which may be empty, as for `gather`.
+            On the root ``nranks`` times as many elements as `recv`, or a list of ``nranks`` buffers, the part of each
+            rank, whose sizes may differ. Not used elsewhere, and may be None there.
         recv : buffer
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int
@@ -299,13 +297,13 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
-        if isinstance(send, list):
+        if self.rank == o.root and isinstance(send, list):
             spread = spread_over(self)
             spread.scatter(send, recv, o.root)
             start_spread(self, spread, stream, timeout)
             return
         shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
-        start_or_lower(self, &o, &r, send, recv, stream, timeout)
+        start(self, &o, &r, send, recv, stream, timeout)
 
     def send(self, buf, peer, *, stream=None, timeout=None):
         """Send a buffer to one rank, which must receive as much (`ncclSend`).

@@ -1,7 +1,8 @@
 """Collectives made of others: what an older NCCL lacks, and parts that differ in size or lie apart.
 
 NCCL's collectives take one buffer with parts of one size. All else is a group: broadcasts for an all-gather, reduces
-for a reduce-scatter, sends and receives for the rest.
+for a reduce-scatter, sends and receives for the rest. A gather and a scatter come here only on a root whose parts lie
+apart: the other ranks make the same calls whatever the root has (`operation`).
 """
 
 from libc.stdlib cimport free, malloc
@@ -52,21 +53,15 @@ cdef class Lowered:
 
 
 cdef bint lacks(int kind) noexcept nogil:
-    return (
-        (kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL)
-        or (kind == GATHER and nccl.ncclGather == NULL)
-        or (kind == SCATTER and nccl.ncclScatter == NULL)
-    )
+    return kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL
 
 
 cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs):
     cdef const Operation* o = operation
     cdef Lowered lowered = Lowered(2 * <size_t>nranks + 1)
     cdef int kind = o.kind, peer
-    cdef bint is_root = rank == o.root
-    if sends is None and (kind == ALL_TO_ALL or kind == REDUCE_SCATTER or (kind == SCATTER and is_root)):
+    if kind == ALL_TO_ALL and sends is None:
         sends = parts_in_line(o.send, o.count, o.datatype, nranks)
-    if recvs is None and (kind == ALL_TO_ALL or kind == ALL_GATHER or (kind == GATHER and is_root)):
         recvs = parts_in_line(o.recv, o.count, o.datatype, nranks)
     if kind == GATHER:
         lowered.add(o, SEND, o.root, o.send, NULL, o.count)
@@ -78,15 +73,15 @@ cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends
             )
         elif kind == REDUCE_SCATTER:
             lowered.add(o, REDUCE, peer, sends.pointers[peer], o.recv if peer == rank else NULL, sends.counts[peer])
-        elif kind == ALL_TO_ALL or (kind == SCATTER and is_root):
+        elif kind == ALL_TO_ALL or kind == SCATTER:
             lowered.add(o, SEND, peer, sends.pointers[peer], NULL, sends.counts[peer])
     if kind == SCATTER:
         lowered.add(o, RECV, o.root, NULL, o.recv, o.count)
-    elif kind == ALL_TO_ALL or (kind == GATHER and is_root):
+    elif kind == ALL_TO_ALL or kind == GATHER:
         for peer in range(nranks):
             lowered.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
-    if kind == GATHER and is_root and recvs.pointers[rank] == o.send:
+    if kind == GATHER and recvs.pointers[rank] == o.send:
         lowered.drop_own(rank)
-    elif kind == SCATTER and is_root and sends.pointers[rank] == o.recv:
+    elif kind == SCATTER and sends.pointers[rank] == o.recv:
         lowered.drop_own(rank)
     return lowered

@@ -13,6 +13,7 @@ from ncclpy.abi.nccl cimport (
     ncclWindow_t,
 )
 from ncclpy.core.check cimport raise_nccl
+from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.library cimport driver, missing_nccl, nccl
 
 
@@ -39,12 +40,9 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     elif o.kind == ALL_TO_ALL:
         if nccl.ncclAlltoAll != NULL:
             return nccl.ncclAlltoAll(o.send, o.recv, o.count, datatype, o.comm, o.stream)
-    elif o.kind == GATHER:
-        if nccl.ncclGather != NULL:
-            return nccl.ncclGather(o.send, o.recv, o.count, datatype, o.root, o.comm, o.stream)
-    elif o.kind == SCATTER:
-        if nccl.ncclScatter != NULL:
-            return nccl.ncclScatter(o.send, o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == GATHER or o.kind == SCATTER:
+        if nccl.ncclSend != NULL and nccl.ncclRecv != NULL and nccl.ncclGroupStart != NULL:
+            return _issue_rooted(o)
     elif o.kind == SEND:
         if nccl.ncclSend != NULL:
             return nccl.ncclSend(o.send, o.count, datatype, o.root, o.comm, o.stream)
@@ -81,10 +79,56 @@ cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
     if result != ncclSuccess:
         return result
     result = nccl.ncclSend(o.send, o.count, <ncclDataType_t>o.datatype, o.root, o.comm, o.stream)
-    if result == ncclSuccess or result == ncclInProgress:
+    if _goes_on(result):
         result = nccl.ncclRecv(r.recv, r.count, <ncclDataType_t>r.datatype, r.root, o.comm, o.stream)
     ended = nccl.ncclGroupEnd()
-    return ended if result == ncclSuccess or result == ncclInProgress else result
+    return ended if _goes_on(result) else result
+
+
+cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
+    """Make the sends and receives of a gather or a scatter; of no elements there are none, on any rank.
+
+    They are those that `lower` makes for a root whose parts lie apart, so the other ranks need not know which it has.
+    Only the root has both buffers. In place its own part is not sent.
+    """
+    cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
+    cdef bint gathers = o.kind == GATHER
+    cdef char* part = <char*>o.recv if gathers else <char*>o.send
+    cdef char* own = <char*>o.send if gathers else <char*>o.recv
+    cdef size_t size = o.count * <size_t>ITEMSIZE[o.datatype]
+    cdef bint in_place
+    cdef int peer, nranks = 0
+    cdef ncclResult_t result, ended
+    if o.count == 0:
+        return ncclSuccess
+    if part == NULL:
+        if gathers:
+            return nccl.ncclSend(o.send, o.count, datatype, o.root, o.comm, o.stream)
+        return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    result = nccl.ncclCommCount(o.comm, &nranks)
+    if result == ncclSuccess:
+        result = nccl.ncclGroupStart()
+    if result != ncclSuccess:
+        return result
+    in_place = part + <size_t>o.root * size == own
+    for peer in range(nranks):
+        if not (in_place and peer == o.root) and _goes_on(result):
+            if gathers:
+                result = nccl.ncclRecv(part, o.count, datatype, peer, o.comm, o.stream)
+            else:
+                result = nccl.ncclSend(part, o.count, datatype, peer, o.comm, o.stream)
+        part += size
+    if not in_place and _goes_on(result):
+        if gathers:
+            result = nccl.ncclSend(own, o.count, datatype, o.root, o.comm, o.stream)
+        else:
+            result = nccl.ncclRecv(own, o.count, datatype, o.root, o.comm, o.stream)
+    ended = nccl.ncclGroupEnd()
+    return ended if _goes_on(result) else result
+
+
+cdef inline bint _goes_on(ncclResult_t result) noexcept nogil:
+    return result == ncclSuccess or result == ncclInProgress
 
 
 cdef ncclResult_t _issue_birth(const Operation* o) noexcept nogil:

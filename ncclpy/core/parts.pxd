@@ -26,7 +26,7 @@ cdef class Spread:
     cdef int all_gather(self, send, list recv) except -1
     cdef int reduce_scatter(self, list send, recv) except -1
     cdef int all_to_all(self, send, recv) except -1
-    cdef int gather(self, send, list recv, int root) except -1
+    cdef int gather(self, send, list recv, int root) except -1  # on the root, as `scatter`
     cdef int scatter(self, list send, recv, int root) except -1
     cdef int all_gather_v(self, send, recv, counts) except -1
     cdef int reduce_scatter_v(self, send, recv, counts) except -1

@@ -210,27 +210,23 @@ cdef class Spread:
 
     cdef int gather(self, send, list recv, int root) except -1:
         cdef View s, own
-        self.send = send
+        self.send, self.recv = send, tuple(recv)
         self.operation.root = root
         _read(self, send, &s, "send", False)
-        if self.rank == root:
-            self.recv = tuple(recv)
-            self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
-            fits(&own, 1, &s, f"recv[{root}]", "send", "gather")
+        self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
+        fits(&own, 1, &s, f"recv[{root}]", "send", "gather")
         _describe(self, GATHER, &s, &s, NULL)
         return _check_lists(self, &s, NULL)
 
     cdef int scatter(self, list send, recv, int root) except -1:
         cdef View r, own
-        self.recv = recv
+        self.send, self.recv = tuple(send), recv
         self.operation.root = root
         if recv is None:
             raise ValueError("recv: every rank of a scatter needs a buffer")
         _read(self, recv, &r, "recv", True)
-        if self.rank == root:
-            self.send = tuple(send)
-            self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
-            fits(&own, 1, &r, f"send[{root}]", "recv", "scatter")
+        self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
+        fits(&own, 1, &r, f"send[{root}]", "recv", "scatter")
         _describe(self, SCATTER, &r, NULL, &r)
         return _check_lists(self, NULL, &r)
 

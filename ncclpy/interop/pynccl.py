@@ -360,7 +360,7 @@ class PyNcclCommunicator:
             return
         self._mine(output_tensor, "output_tensor")
         if root != self.rank:
-            self.comm.scatter([], output_tensor, root, stream=self._on(stream))
+            self.comm.scatter(None, output_tensor, root, stream=self._on(stream))
             return
         self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
         self.comm.scatter(list(input_tensor.split(list(sizes))), output_tensor, root, stream=self._on(stream))

@@ -130,7 +130,7 @@ cdef class Block:
         else:
             self.request.add_all(lowered)
         if self.request.brought is not None:
-            self.request.brought.add(operation, lowered, view, self.owner.rank, tag)
+            self.request.brought.add(operation, lowered, view, self.owner.rank, self.owner.size, tag)
         for i in range(before, self.request.count):
             self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
         if not self.held:

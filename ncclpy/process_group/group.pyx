@@ -149,7 +149,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         if request.point_to_point and operation.root != self.rank:
             peer = operation.root
         if request.brought is not None:
-            request.brought.add(operation, lowered, view, self.rank, tag)
+            request.brought.add(operation, lowered, view, self.rank, self.size, tag)
         try:
             if find_producer(view, work.device, producer, &stream):
                 if is_captured(stream, work.device):

@@ -246,16 +246,15 @@ cdef class Operations:
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
     def gather(self, send, recv=None, root=0, *, producer=None, timeout=None):
-        """Gather every rank's part on the root (`ncclGather`).
+        """Gather every rank's part on the root, in a group of sends and receives.
 
         Parameters
         ----------
         send : buffer
             This rank's part; in place it is part ``root`` of the root's `recv`.
         recv : buffer or list of buffer
-            On the root ``size`` times as many elements of the same type; not used elsewhere. Or a list of ``size``
-            buffers, one for each rank's part, whose sizes may differ; then the other ranks pass a list too, which may
-            be empty, as all have to know that it is a group of sends and receives.
+            On the root ``size`` times as many elements of the same type, or a list of ``size`` buffers, one for each
+            rank's part, whose sizes may differ. Not used elsewhere.
         root : int
             The rank that receives.
         producer, timeout
@@ -272,22 +271,22 @@ cdef class Operations:
         cdef bint is_root
         o.root = root_rank(self.size, root, "root")
         is_root = self.rank == o.root
-        if isinstance(recv, list):
+        if is_root and isinstance(recv, list):
             spread = new_spread(self.device, self.size, self.rank)
             spread.gather(send, recv, o.root)
-            return self._spread(spread, recv if is_root else None, producer, timeout)
+            return self._spread(spread, recv, producer, timeout)
         shape_gather(&o, &s, &r, send, recv, self.device, self.size, self.rank, is_root)
-        return self._plain(&o, &s, (send, recv), recv if is_root else None, producer, timeout)
+        output = recv if is_root else None
+        return self.begin(&o, None, &s, (send, output), output, producer, timeout, -1)
 
     def scatter(self, send, recv=None, root=0, *, producer=None, timeout=None):
-        """Send each rank its part of the root's data (`ncclScatter`).
+        """Send each rank its part of the root's data, in a group of sends and receives.
 
         Parameters
         ----------
         send : buffer or list of buffer
-            On the root ``size`` times as many elements as `recv`; not used elsewhere and may be None. Or a list of
-            ``size`` buffers, the part of each rank, whose sizes may differ; then the other ranks pass a list too,
-            which may be empty, as for `gather`.
+            On the root ``size`` times as many elements as `recv`, or a list of ``size`` buffers, the part of each
+            rank, whose sizes may differ. Not used elsewhere, and may be None there.
         recv : buffer
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int
@@ -303,13 +302,15 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef Spread spread
+        cdef bint is_root
         o.root = root_rank(self.size, root, "root")
-        if isinstance(send, list):
+        is_root = self.rank == o.root
+        if is_root and isinstance(send, list):
             spread = new_spread(self.device, self.size, self.rank)
             spread.scatter(send, recv, o.root)
             return self._spread(spread, recv, producer, timeout)
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank, self.rank == o.root)
-        return self._plain(&o, &r, (send, recv), recv, producer, timeout)
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank, is_root)
+        return self.begin(&o, None, &r, (send if is_root else None, recv), recv, producer, timeout, -1)
 
     def send(self, buf, peer, tag=0, *, producer=None, timeout=None):
         """Send to one rank (`ncclSend`).

@@ -12,7 +12,9 @@ cdef class Signature:
     cdef bytes calls  # all ranks bring the same
     cdef list messages  # (peer, kind, type, count, tag): each meets one of that peer's, in their order
 
-    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, int rank, int tag) except -1
+    cdef int add(
+        self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
+    ) except -1
     # All of it as bytes, for other ranks.
     cdef bytes packed(self)
     cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1

@@ -2,14 +2,15 @@
 
 Of a collective that is its fingerprint as the user has called it: what it is lowered to differs by rank. Parts that all
 ranks have to know the sizes of, as in an all-gather, belong to that. What one rank sends another is a message, which has
-to fit the one that it meets there, and no other. Types have names here: numbers are each process's own.
+to fit the one that it meets there, and no other: all that a gather and a scatter consist of, as only the root knows
+whether its parts have one size. Types have names here: numbers are each process's own.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.string cimport memset
 
 from ncclpy.core.fingerprint cimport Fingerprint, take_fingerprint, type_of
-from ncclpy.core.operation cimport ALL_GATHER, REDUCE_SCATTER, is_pair
+from ncclpy.core.operation cimport ALL_GATHER, GATHER, RECV, REDUCE_SCATTER, SCATTER, SEND, is_pair
 
 from ncclpy.process_group.disagreement import pack
 
@@ -28,7 +29,9 @@ cdef struct _Call:
 cdef class Signature:
     """The calls and the messages of one launch."""
 
-    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, int rank, int tag) except -1:
+    cdef int add(
+        self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
+    ) except -1:
         """Add a call as it was begun; of sends and receives the peer as the group knows it."""
         cdef Fingerprint found
         cdef const Operation* step
@@ -43,15 +46,21 @@ cdef class Signature:
             if operation.root != rank:
                 self.messages.append((operation.root, kind, name, found.count, tag))
             return 0
-        if lowered is None:
+        if lowered is None and kind != GATHER and kind != SCATTER:
             return self.note(&found, "" if tag == BARRIER else name, 0, 0, parts)
-        found.count = 0
+        count, found.count = found.count, 0
         if kind == ALL_GATHER or kind == REDUCE_SCATTER:
             for i in range(lowered.count):
                 count = lowered.operations[i].count // unit
                 parts += PyBytes_FromStringAndSize(<char*>&count, sizeof(count))
             return self.note(&found, name, 1, lowered.count, parts)
         self.note(&found, name, 1, 0, parts)
+        if lowered is None:
+            sends = (kind == GATHER) != (rank == operation.root)
+            for peer in range(nranks) if rank == operation.root else (operation.root,):
+                if peer != rank:
+                    self.messages.append((peer, SEND if sends else RECV, name, count, -1))
+            return 0
         for i in range(lowered.count):
             step = &lowered.operations[i]
             if step.root != rank:

@@ -266,7 +266,8 @@ def test_all_to_all_of_lists(comms, each, arrays, counts, datatype):
 @every_count
 @of_types(DataType.UINT8, DataType.FLOAT32)
 @pytest.mark.parametrize("root", [0, -1], ids=["first", "last"])
-def test_gather_and_scatter_with_lists(comms, each, arrays, counts, datatype, root):
+@pytest.mark.parametrize("others", [None, []], ids=["None elsewhere", "a list elsewhere"])
+def test_gather_and_scatter_with_lists(comms, each, arrays, counts, datatype, root, others):
     nranks = len(comms)
     counts, root = counts(nranks), root % nranks
     expected = [values(datatype, r, count) for r, count in enumerate(counts)]
@@ -274,14 +275,14 @@ def test_gather_and_scatter_with_lists(comms, each, arrays, counts, datatype, ro
     gathered = listed(arrays, comms[root], datatype, counts)
     each(
         lambda r, comm: comm.gather(
-            arrays.argument(sends[r]), arguments(arrays, gathered) if r == root else [], root=root
+            arrays.argument(sends[r]), arguments(arrays, gathered) if r == root else others, root=root
         )
     )
     assert same(arrays, gathered, expected), f"{datatype!r}, counts {counts}"
     back = listed_each(arrays, comms, datatype, counts)
     each(
         lambda r, comm: comm.scatter(
-            arguments(arrays, gathered) if r == root else [], arrays.argument(back[r]), root=root
+            arguments(arrays, gathered) if r == root else others, arrays.argument(back[r]), root=root
         )
     )
     assert same(arrays, back, expected), f"{datatype!r}, counts {counts}"

@@ -145,8 +145,24 @@ MISMATCHES = {
     ),
     "parts of a gather": (
         3,
-        lambda g: g.gather(np.ones(1 + (g.rank == 2)), [np.ones(1)] * 0 if g.rank else [np.ones(1) for _ in range(3)]),
+        lambda g: g.gather(np.ones(1 + (g.rank == 2)), None if g.rank else [np.ones(1) for _ in range(3)]),
         "rank 0 brings recv of 1 float64 from rank 2, rank 2 brings send of 2 float64 to rank 0",
+    ),
+    "a gather into one buffer": (
+        3,
+        lambda g: g.gather(np.ones(1 + (g.rank == 2)), None if g.rank else np.ones(3)),
+        "rank 0 brings recv of 1 float64 from rank 2, rank 2 brings send of 2 float64 to rank 0",
+    ),
+    "a scatter of one buffer": (
+        2,
+        lambda g: g.scatter(None if g.rank else np.ones(4), np.ones(2 + g.rank)),
+        "rank 0 brings send of 2 float64 to rank 1, rank 1 brings recv of 3 float64 from rank 0",
+    ),
+    "gathers to two roots": (
+        2,
+        lambda g: g.gather(np.ones(1), np.ones(2), g.rank),
+        "rank 0 brings gather of parts that may differ, of float64 to root 0, rank 1 gather of parts that may differ, "
+        "of float64 to root 1",
     ),
     "messages of a mixed block": (
         2,

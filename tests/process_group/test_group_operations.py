@@ -130,6 +130,30 @@ def test_what_has_a_root(arrays, size, root):
         assert (gathered == (np.tile(sent, size) if rank == root else 0)).all()
 
 
+@pytest.mark.parametrize("check", ["off", "first", "always"])
+def test_gather_and_scatter_take_parts_of_any_size_on_the_root_alone(arrays, size, check):
+    root = 1
+
+    def body(group):
+        rank, device = group.rank, group.device
+        found = []
+        for lengths in ([3] * size, list(range(size))):  # of one size as in one buffer, and of several, one of them 0
+            mine = arrays.make(values(rank, lengths[rank]), device)
+            parts = [arrays.make(np.zeros(each, np.float32), device) for each in lengths]
+            listed = [arrays.argument(part) for part in parts] if rank == root else None
+            assert group.gather(arrays.argument(mine), listed, root).result(DEADLINE) is listed
+            back = arrays.make(np.zeros(lengths[rank], np.float32), device)
+            group.scatter(listed, arrays.argument(back), root).wait(DEADLINE)
+            found.append(([arrays.read(part).tolist() for part in parts], arrays.read(back).tolist()))
+        return found
+
+    for rank, found in enumerate(run_groups(size, body, check=check)):
+        for lengths, (parts, back) in zip(([3] * size, range(size)), found, strict=True):
+            sent = [values(r, each).tolist() for r, each in enumerate(lengths)]
+            assert back == sent[rank]
+            assert rank != root or parts == sent
+
+
 def test_all_to_all(arrays, size):
     def body(group):
         send = arrays.make(np.arange(2 * size, dtype=np.int32) + 100 * group.rank, group.device)

@@ -52,6 +52,12 @@ def all_of_a_type(world, number):
         check("gather", work, rooted, whole if me == 1 else 0)
         work = group.scatter(world.lib.argument(rooted) if me == 1 else None, out, 1)
         check("scatter", work, recv, both[me])
+        apart = [array(), array()]  # only the root knows that its parts lie apart
+        parts = [world.lib.argument(each) for each in apart] if me == 1 else None
+        work = group.gather(given, parts, 1)
+        check("gather into a list", work, apart[0], both[0] if me == 1 else 0)
+        check("gather into a list", work, apart[1], both[1] if me == 1 else 0)
+        check("scatter of a list", group.scatter(parts, out, 1), recv, both[me])
         check("all_to_all", group.all_to_all(given, out), recv, np.concatenate([each[part] for each in both]))
         with group.coalescing() as work:
             group.send(given, 1 - me)

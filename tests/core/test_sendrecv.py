@@ -166,6 +166,57 @@ def test_two_that_do_not_agree(host_engine, comms2):
         comm.abort()
 
 
+def ask(comm):
+    """Poll as an event loop would, until the communicator has an error, and raise it with the next call."""
+    testing.wait_for(lambda: comm.async_error() is not None)
+    comm.barrier()
+
+
+# What a rank does that has gone on. Rank 1 has found by then, or finds meanwhile, that what it receives does not fit.
+GOING_ON = {
+    "barrier": lambda comm: comm.barrier(),
+    "split": lambda comm: comm.split(0),
+    "send": lambda comm: comm.send(np.zeros(1 << 18), 2 - comm.rank),
+    "recv": lambda comm: comm.recv(np.zeros(1), 2 - comm.rank),
+    "nothing but to ask": ask,
+}
+
+
+def go_on(rank):
+    """Return what this rank is told of a message that does not fit, by its size and by what the others do then."""
+    whole, found = rank.init(timeout=LONG), {}
+    for name, call in GOING_ON.items():
+        for count in (3, 1 << 18):  # which passes in a piece, and is read where it lies
+            comm = ncclpy.Communicator.init(3, rank.rank, rank.unique_id(), device=rank.device, timeout=LONG)
+            try:
+                if rank.rank == 0:
+                    comm.send(np.zeros(count, np.float32), 1)
+                elif rank.rank == 1:
+                    comm.recv(np.zeros(count), 0)
+                if rank.rank != 1:
+                    call(comm)
+                found[name, count] = "nothing"
+            except ncclpy.NcclError as error:
+                found[name, count] = (type(error), error.result, str(error).partition("last error: ")[2])
+            whole.barrier()
+            comm.abort()
+    return found
+
+
+@pytest.mark.parametrize("run", [testing.run_threads, testing.run_processes], ids=["threads", "processes"])
+def test_all_ranks_are_told_of_a_message_that_does_not_fit(host_engine, run):
+    told = (
+        "the ranks do not agree: rank 0 sends {0} float32 to rank 1, which receives {0} float64 (communicator of 3 "
+        f"ranks) [NCCL {'.'.join(map(str, ncclpy.library().version))}]"
+    )
+    for found in run(3, go_on):
+        assert found == {
+            (name, count): (ncclpy.NcclError, ncclpy.Result.INVALID_USAGE, told.format(count))
+            for name in GOING_ON
+            for count in (3, 1 << 18)
+        }
+
+
 def test_a_refused_call_launches_nothing(host_engine, comm1):
     """The fault refuses the receive: the group's end launches the send neither, and says the same."""
     send, recv = np.ones(2), np.zeros(2)

@@ -21,7 +21,7 @@ void break_off(Comm& comm, const Operation* operations, size_t count) {
     if (one.message() && one.count > 0) break_off_messages(comm, one.root, one.kind == Operation::send, 1);
   }
   count_broken_off(*comm.segment, comm.rank, collectives);
-  comm.rendezvous.ring_all();
+  comm.segment->ring_all();
 }
 
 void break_off_messages(Comm& comm, int peer, bool sends, size_t count) {

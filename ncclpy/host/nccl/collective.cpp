@@ -201,7 +201,7 @@ void complete_corrupted(Comm& comm, const Operation& operation) {
     overwrite(operation.recvbuff, operation.count * size_of(operation.dtype) * blocks);
   }
   count_broken_off(*comm.segment, comm.rank, 1);
-  comm.rendezvous.ring_all();
+  comm.segment->ring_all();
 }
 
 }  // namespace

@@ -60,6 +60,7 @@ void Comm::set_segment(std::shared_ptr<Segment> joined) {
   std::lock_guard lock(mutex);
   segment = std::move(joined);
   rendezvous.join(*segment, rank);
+  health.listen(&segment->header().disagreement);
 }
 
 std::shared_ptr<Segment> Comm::shared_segment() {

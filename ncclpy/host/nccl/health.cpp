@@ -1,9 +1,21 @@
 // Errors stay, deaths before all others; what is in progress passes.
 #include "health.hpp"
 
+#include <algorithm>
+#include <cstring>
 #include <mutex>
 
 namespace ncclpy::host {
+
+bool Disagreement::tell(const std::string& text) {
+  uint32_t expected = none;
+  if (!state_.compare_exchange_strong(expected, begun, std::memory_order_acq_rel)) return false;
+  std::memcpy(text_, text.data(), std::min(text.size(), sizeof text_));  // which was all zeros
+  state_.store(written, std::memory_order_release);
+  return true;
+}
+
+std::string Disagreement::text() const { return {text_, strnlen(text_, sizeof text_)}; }
 
 void Health::set_async(ncclResult_t result, const std::string& text) {
   std::lock_guard lock(mutex_);
@@ -54,6 +66,12 @@ void Health::pretend_busy(uint64_t polls, double seconds) {
 std::string Health::async_text() {
   std::lock_guard lock(mutex_);
   return async_text_;
+}
+
+void Health::hear() {
+  const ncclResult_t now = async_.load(std::memory_order_acquire);
+  if (now != ncclSuccess && now != ncclInProgress) return;
+  set_async(ncclInvalidUsage, disagreement_.load(std::memory_order_acquire)->text());
 }
 
 ncclResult_t Health::ensure_ready() {

@@ -22,12 +22,27 @@ struct Fate {
   std::vector<std::weak_ptr<Comm>> members;  // that wait for news of it, beside the one that made it
 };
 
+// In the ranks' shared memory: which messages have met that differ. The first rank that finds any writes it, once, for all.
+class Disagreement {
+ public:
+  // False if another one has been first.
+  bool tell(const std::string& text);
+  bool told() const { return state_.load(std::memory_order_acquire) == written; }
+  std::string text() const;
+
+ private:
+  enum : uint32_t { none, begun, written };
+  std::atomic<uint32_t> state_{none};
+  char text_[508];
+};
+
 class Health {
  public:
   bool sheds_dead = false;  // made by a shrink: the parent's dead ranks do not matter
 
   // What ncclCommGetAsyncError says, and the sentence behind an error.
-  ncclResult_t async() const {
+  ncclResult_t async() {
+    if (is_told()) hear();
     return busy_.load(std::memory_order_acquire) ? ncclInProgress : async_.load(std::memory_order_acquire);
   }
   // As async(), for those who poll.
@@ -46,6 +61,12 @@ class Health {
   // The initialisation is over and what it has filled in may be read by any thread.
   void set_initialised() { initialised_.store(true, std::memory_order_release); }
   bool initialised() const { return initialised_.load(std::memory_order_acquire); }
+  // Where the ranks tell each other that they do not agree.
+  void listen(const Disagreement* disagreement) { disagreement_.store(disagreement, std::memory_order_release); }
+  bool is_told() const {
+    const Disagreement* const disagreement = disagreement_.load(std::memory_order_acquire);
+    return disagreement != nullptr && disagreement->told();
+  }
   void set_suspended(bool suspended) { suspended_.store(suspended); }
   bool suspended() const { return suspended_.load(); }
 
@@ -67,7 +88,7 @@ class Health {
     return parent != nullptr && (sheds_dead ? parent->aborted() : parent->ended());
   }
   // Whether its operations are to stop.
-  bool stopped() const { return revoked() || ended(); }
+  bool stopped() const { return revoked() || is_told() || ended(); }
   // Whether its end is its parent's.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);
@@ -79,6 +100,8 @@ class Health {
   Fate& fate() { return *fate_; }
 
  private:
+  // Makes what was told this communicator's error, unless it has one.
+  void hear();
   void set_async_locked(ncclResult_t result, const std::string& text);
 
   Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards the text, and changes of what is not atomic
@@ -88,6 +111,7 @@ class Health {
   std::atomic<bool> initialised_{false};
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::atomic<const Health*> parent_{nullptr};
+  std::atomic<const Disagreement*> disagreement_{nullptr};
   std::atomic<bool> lost_{false};
   std::atomic<bool> revoked_{false};
   std::atomic<bool> suspended_{false};

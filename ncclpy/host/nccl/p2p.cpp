@@ -268,6 +268,7 @@ void Messages::complain(const Line& line, const MessageKind& sent, const Message
   fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
        text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
   comm_.health.set_async(ncclInvalidUsage, last_error());
+  comm_.segment->disagree(last_error());
 }
 
 }  // namespace ncclpy::host

@@ -28,7 +28,7 @@ void Rendezvous::describe() {
   record.number.store(described_, std::memory_order_release);
   // Of two who come last at least one sees the other, and rings; and whoever falls asleep is seen, or sees this.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (header.short_of_room.load(std::memory_order_relaxed) != 0) ring_all();
+  if (header.short_of_room.load(std::memory_order_relaxed) != 0) segment_->ring_all();
   PlacedRecord& next = slot.placed[next_place()];
   expect_writing(&next);
   expect_writing(next.little);
@@ -51,7 +51,7 @@ Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done)
     return Passage::open;
   }
   // A revoked communicator can still be split: only its data stop.
-  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.ended(); };
+  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.is_told() || health_.ended(); };
   const auto corrupted = [&] { return side == data_side && is_corrupted(*segment_, rank_, described_); };
   wait_until(bell, segment_->spin(),
              [&] { return gate.open(target) || ended() || corrupted() || Interruption::wants_out() || done(); });
@@ -123,12 +123,7 @@ bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
 // Others may wait for what this rank does not come to, and find the reason when they look.
 void Rendezvous::disagree() {
   disagreed_.store(true, std::memory_order_relaxed);
-  ring_all();
-}
-
-void Rendezvous::ring_all() {
-  for (int rank = 0; rank < segment_->nranks(); rank++) segment_->slot(rank).bell.ring();
-  segment_->header().bell.ring();
+  segment_->ring_all();
 }
 
 bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
@@ -275,7 +270,7 @@ void Rendezvous::pass_data_surely() {
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree) {
   const auto finds_disagreement = [&] {
     if (health_.revoked() || !do_not_agree(comm, agree)) return false;
-    ring_all();
+    segment_->ring_all();
     return true;
   };
   // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.

@@ -59,9 +59,6 @@ class Rendezvous {
   // Waits until all others are through with what this rank has described; all ranks do so.
   Passage await_all_passed(Comm& comm, Agree agree);
 
-  // Wakes all that wait on this communicator, in all processes.
-  void ring_all();
-
   // Passes the gate of the data together with all other ranks.
   Passage pass_data();
   // Waits for the end where this rank cannot do its part of the collective, so it does not come to the gate.

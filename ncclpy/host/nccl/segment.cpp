@@ -18,7 +18,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3667657379706c63;  // "clpyseg6"
+constexpr uint64_t magic = 0x3767657379706c63;  // "clpyseg7"
 
 constexpr size_t page = 4096;
 
@@ -161,14 +161,22 @@ void Segment::release_buffers(int rank) {
   for_buffers(rank, [](char* memory, size_t bytes) { madvise(memory, bytes, MADV_REMOVE); });
 }
 
+void Segment::ring_all() {
+  for (int rank = 0; rank < nranks_; rank++) slot(rank).bell.ring();
+  header().bell.ring();
+}
+
 bool Segment::is_local(int rank) { return slot(rank).process == this_process(); }
 
 void Segment::bury(int rank) {
   slot(rank).dead.store(1);
   int32_t none = 0;
   header().first_dead.compare_exchange_strong(none, rank + 1, std::memory_order_acq_rel);
-  header().bell.ring();
-  for (int r = 0; r < nranks_; r++) slot(r).bell.ring();
+  ring_all();
+}
+
+void Segment::disagree(const std::string& text) {
+  if (header().disagreement.tell(text)) ring_all();
 }
 
 int Segment::take_pulses() {

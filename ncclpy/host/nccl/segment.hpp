@@ -9,10 +9,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../driver/mutex.hpp"
 #include "deed.hpp"
+#include "health.hpp"
 #include "reduce.hpp"
 #include "unique_id.hpp"
 #include "wait.hpp"
@@ -181,6 +183,7 @@ struct Header {
   alignas(128) std::atomic<uint32_t> attached;
   std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
   GrowBoard grow;
+  Disagreement disagreement;
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: all have come, or somebody has passed what others wait for
@@ -235,6 +238,10 @@ class Segment {
   int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }
   // Marks a rank dead for every process, and wakes all who wait.
   void bury(int rank);
+  // Wakes all that wait on it, in all processes.
+  void ring_all();
+  // Tells all ranks that two messages differ, unless they have been told before, and wakes all who wait.
+  void disagree(const std::string& text);
   // Buries whoever is dead at this moment, also if no watcher has noticed yet; the first dead rank, or -1.
   int take_pulses();
   // Whether the processes of its ranks are watched (watch.hpp). The first who asks for it gets true; `tell` is called

@@ -8,6 +8,7 @@ cdef class Ensemble(Clique):
     cdef object nodes  # the processes that these are of, if they have a store; else None
     cdef dict ledgers  # of what each rank here begins, by rank; None without a store
     cdef bint meeting  # they have yet to meet there
+    cdef bint making  # they have yet to be made, of ranks that are on several processes
     cdef dict gathered  # the Manager's gatherings
     cdef readonly object ending  # the thread that aborts the communicators once all have heard, if it does
     cdef object __weakref__

@@ -25,7 +25,7 @@ from ncclpy.engine.recorder cimport began_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
-from ncclpy.core.errors import NcclError, NcclTimeout, same_class_as
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.core.stream_readers import raise_in_readers
 from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer
@@ -57,7 +57,7 @@ cdef class Ensemble(Clique):
             return 0
         from ncclpy.manager.nodes import Nodes  # most Managers need no store
 
-        self.gathered, self.meeting = gatherings, True
+        self.gathered, self.meeting, self.making = gatherings, True, True
         self.ledgers = {rank: Ledger() for rank in self.ranks}
         self.nodes = nodes = Nodes(
             store, gathering.communicator_key, dict(zip(self.ranks, self.devices)), self.nranks, gathering.timeout,
@@ -148,6 +148,10 @@ cdef class Ensemble(Clique):
         self.inquire(error)
         if self.state == GONE:  # meanwhile
             return
+        if self.making:  # nothing has run that an abort could end with wrong data
+            self.owner.clique_lost(self)
+            abort_aside(Clique.abort(self, error), text_of(error))
+            return
         self.fence()
         readers = set()
         self.note_readers(readers)
@@ -194,11 +198,19 @@ cdef class Ensemble(Clique):
             return
         self.ending = thread
 
-    def _leave(self):
-        """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None."""
+    def _leave(self, failure=None):
+        """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None.
+
+        `failure` is why they could not be made: then they have them on no process.
+        """
         nodes, self.nodes = self.nodes, None
+        if nodes is None:
+            return None
         try:
-            return None if nodes is None else nodes.leave()
+            if failure is None:
+                return nodes.leave()
+            kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
+            return nodes.leave(f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__)
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
             return None
@@ -212,7 +224,8 @@ cdef class Ensemble(Clique):
         self.note_readers(readers)
         if not self.aborts or self.state != MADE or self.nodes is None:
             self.tell_readers(readers, error)
-            self._leave()
+            if not self.making:  # else `fail` does, and tells why
+                self._leave()
             return Clique.abort(self, error)
         self.fence()
         self._end(Clique.abort(self, error), text_of(error), error, readers)
@@ -228,6 +241,7 @@ cdef class Ensemble(Clique):
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
         Clique.ready(self, comms, streams)
+        self.making = False
         if self.aborts:
             self.believe(load(&stops))  # all have met just now
         waiting, self.waiting = self.waiting, []
@@ -239,6 +253,9 @@ cdef class Ensemble(Clique):
         """Fail what waits for communicators that cannot be made; outside the Manager's lock."""
         cdef Gathering gathering
         self.state = GONE
+        if self.making:  # the other processes may be within NCCL, and wait for these ranks
+            self.making = False
+            self._leave(error)
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             gathering.end(error)

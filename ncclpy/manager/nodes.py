@@ -72,7 +72,7 @@ class Nodes:
         self._ledgers, self._ended = ledgers, ended
         self._arrivals: Arrivals | None = None
         self._circle: Circle | None = None
-        self._left = False
+        self._left: tuple[str, str] | None = None  # with what it tells then
 
     def meet(self) -> None:
         """Wait for all ranks; from then on they can be asked.
@@ -99,8 +99,8 @@ class Nodes:
         )
         circle.listen()
         self._circle = circle
-        if self._left:  # meanwhile
-            circle.leave()
+        if self._left is not None:  # meanwhile
+            circle.leave(*self._left)
 
     def forget(self) -> None:
         """Clear the meeting away: the communicators stand, so that all have come back from it."""
@@ -127,7 +127,7 @@ class Nodes:
         self._circle.confirmation.confirm()
         return self._circle.confirmation.wait()
 
-    def leave(self) -> threading.Thread | None:
+    def leave(self, text: str = "", kind: str = "") -> threading.Thread | None:
         """Give up the communicators, of which a thread tells the others, see `Circle.leave`."""
-        self._left = True
-        return None if self._circle is None else self._circle.leave()
+        self._left = text, kind
+        return None if self._circle is None else self._circle.leave(text, kind)

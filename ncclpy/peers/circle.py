@@ -252,15 +252,15 @@ class Circle:
             return "absent"
         return "gone" if self._arrivals.is_gone(rank) else self._reports[0].process_of(rank)
 
-    def leave(self) -> threading.Thread | None:
+    def leave(self, text: str = "", kind: str = "") -> threading.Thread | None:
         """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
 
-        Nobody has to wait for it: should the store be stuck, so is it. None: there is no thread to be had, or another
-        thread is about to leave.
+        With a text it tells first that the communicator ends, see `end`. Nobody has to wait for it: should the store
+        be stuck, so is it. None: there is no thread to be had, or another thread is about to leave.
         """
         if not self._over:
             self._over = True
-            thread = threading.Thread(target=self._leave, name="ncclpy-leave", daemon=True)
+            thread = threading.Thread(target=self._leave, args=(text, kind), name="ncclpy-leave", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the others hear of the end of their communicators, or of this process
@@ -274,8 +274,10 @@ class Circle:
         for each in self._reports:
             each.end()
 
-    def _leave(self) -> None:
+    def _leave(self, text: str, kind: str) -> None:
         self._ears.close()
+        if text:
+            self.end(text, kind)
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
             for each in self._reports:
                 each.publish(closed=True)

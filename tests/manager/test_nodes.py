@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -228,3 +230,47 @@ def test_a_store_that_is_lost_ends_the_wait():
         testing.wait_for(lambda: any("/here/" in key for key in served.keys("ncclpy/manager/")), "it to come")
         served.close()
         assert isinstance(work.exception(30), ncclpy.NcclError) and not isinstance(work.exception(), TimeoutError)
+
+
+def one_rank_each(store, key, rank, nranks, then):
+    """Take part as one of several Managers, each with a rank of its own; return its error, or None."""
+    with ncclpy.Manager(timeout=60, store=store) as manager:
+        work = manager.all_reduce(
+            "k", np.ones(4), device=rank, num_local=1, num_global=nranks, communicator_key=key, global_rank=rank
+        )
+        manager.signal_multi_node_ready("k")
+        then(manager)
+        return work.exception(40)
+
+
+def nothing(manager):
+    pass
+
+
+def test_a_process_that_cannot_make_the_communicators_is_a_remote_error_on_the_others(host_engine):
+    shared, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
+    with ncclpy.faults("rank=1 call=CommInitRankConfig do=error:ncclSystemError"), ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(lambda rank: one_rank_each(shared, key, rank, 3, nothing), range(3)))
+    assert type(errors[1]) is ncclpy.NcclError and "ncclCommInitRankConfig" in str(errors[1])
+    for rank in (0, 2):
+        assert type(errors[rank]) is ncclpy.NcclRemoteError
+        assert f"rank 1 of 3: it failed to make them: NcclError: {errors[1]}" in str(errors[rank])
+
+
+def test_a_manager_that_is_aborted_while_its_communicators_are_made_tells_the_others(host_engine):
+    shared, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
+
+    # Rank 1 stays within the initialisation for a while, where the other one waits for it.
+    with ncclpy.faults("rank=1 call=CommInitRankConfig do=hang:300ms") as faults, ThreadPoolExecutor(2) as pool:
+        other = pool.submit(one_rank_each, shared, key, 0, 2, nothing)
+
+        def abort(manager):
+            testing.wait_for(lambda: faults.fired)
+            manager.abort("enough of this")
+
+        own = pool.submit(one_rank_each, shared, key, 1, 2, abort)
+        assert "enough of this" in str(own.result())
+        error = other.result()
+        testing.wait_for(lambda: all(thread.name != "ncclpy-init" for thread in threading.enumerate()))
+    assert type(error) is ncclpy.NcclAborted
+    assert "by rank 1 of 2: it failed to make them: NcclAborted: the Manager was aborted: enough of this" in str(error)

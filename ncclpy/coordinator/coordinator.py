@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -19,11 +20,22 @@ from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.entrance import Entrance
 from ncclpy.coordinator.member import Member
 from ncclpy.coordinator.operations import Operations
-from ncclpy.coordinator.plane import aside, child_of, engine_name, group_over, number_of, store_of
+from ncclpy.coordinator.plane import (
+    OVER_STORE,
+    aside,
+    child_of,
+    engine_name,
+    error_of,
+    give_up,
+    group_over,
+    number_of,
+    store_of,
+    tell_unmade,
+)
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
 from ncclpy.core.types import DeviceLike, as_integer
 from ncclpy.process_group.group import ProcessGroup
 
@@ -103,16 +115,15 @@ class Coordinator(Operations):
         self._shut = True  # until there is something to shut down
         self._site = _site()
         self._turn = threading.RLock()
-        fusion_bytes = as_integer(fusion_bytes, "fusion_bytes", 0, 2**40)
-        cache = as_integer(cache, "cache", 0)
-        timeout = None if timeout is None else float(timeout)
-        for name, value in (("timeout", timeout), ("stall_after", float(stall_after))):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
         self._comm = transport if _is_of_mpi(transport) else None
         self._group, self._meeting = _transport_of(transport)
-        chosen = _engine_of(engine, self._comm is not None)
-        self._options = Options(chosen, fusion_bytes, cache, timeout, float(stall_after))
+        try:
+            chosen = _engine_of(engine, self._comm is not None)
+            self._options = _options_of(chosen, fusion_bytes, cache, timeout, stall_after)
+        except BaseException as error:
+            if self._comm is None:
+                tell_unmade(self._group or self._meeting, error)
+            raise
         self._mpi_alone = mpi_alone
         self._counts = Counts()
         self._timeline: Timeline | None = None
@@ -157,11 +168,16 @@ class Coordinator(Operations):
         else:
             store, rank, size = self._meeting
             group = self._group_over(store, rank, size, self._device)
-        undo.callback(group.close, 0)
-        control = _session.open_control(
-            group.rank, group.size, store_of(group), "control",
-            cache=options.cache, timeout=options.timeout, stall_after=options.stall_after,
-        )  # fmt: skip
+        undo.push(partial(_give_up, group))
+        try:
+            control = _session.open_control(
+                group.rank, group.size, store_of(group), "control", cache=options.cache, timeout=options.timeout,
+                stall_after=options.stall_after, wanted=lambda: group.error is None,
+            )  # fmt: skip
+        except NcclAborted:  # one that has left the meeting as it was told why by another one
+            if (error := error_of(group)) is not None:
+                raise error from None
+            raise
         undo.callback(control.close)
         return OfGroup(group), control
 
@@ -185,7 +201,7 @@ class Coordinator(Operations):
 
     def _group_over(self, store: Any, rank: int, size: int, device: DeviceLike) -> ProcessGroup:
         return group_over(
-            store, rank, size, device=device, name="coordinator", timeout=self._limit,
+            store, rank, size, device=device, name=OVER_STORE, timeout=self._limit,
             timing=self._path is not None,
         )  # fmt: skip
 
@@ -366,6 +382,21 @@ class Coordinator(Operations):
         if self._shut or self.error is not None:
             state = "shut down" if self._shut else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
+
+
+def _give_up(group: ProcessGroup, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    if error is not None:
+        give_up(group, error)
+
+
+def _options_of(engine: str, fusion_bytes: int, cache: int, timeout: float | None, stall_after: float) -> Options:
+    fusion_bytes = as_integer(fusion_bytes, "fusion_bytes", 0, 2**40)
+    cache = as_integer(cache, "cache", 0)
+    timeout = None if timeout is None else float(timeout)
+    for name, value in (("timeout", timeout), ("stall_after", float(stall_after))):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
+    return Options(engine, fusion_bytes, cache, timeout, float(stall_after))
 
 
 def _site() -> str:

@@ -33,8 +33,10 @@ from ncclpy.process_group.request cimport Request, new_request
 import numpy as np
 
 from ncclpy.core import device as _device
+from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout
 from ncclpy.core.types import DataType, ReduceOp
 from ncclpy.engine.recorder import text_of
+from ncclpy.process_group.notices import Notices
 
 cdef enum:
     SUM = 0
@@ -45,6 +47,11 @@ cdef enum:
     _ALIGNED = 16  # where each array begins in a slot, in bytes: what is copied at once
     _MOST_OPERATORS = 64
     _AT_FIRST = 1 << 20  # bytes of a slot on GPUs, until it grows
+
+#: The name of a coordinator's group over a store.
+OVER_STORE = "coordinator"
+#: Seconds for the other ranks to be told.
+cdef double _TELLS = 1.0
 
 cdef tuple _FLOATS = (
     DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64, DataType.BFLOAT16, DataType.FLOAT8E4M3, DataType.FLOAT8E5M2,
@@ -60,6 +67,10 @@ def group_over(store, int rank, int size, *, device=None, str name, timeout=600.
     )
 
 
+cdef str _name_of_child(ProcessGroup group, long long number):
+    return f"{group.name}/coordinator {number}"
+
+
 def child_of(ProcessGroup group not None, timeout, bint timing=False):
     """Return a group of all ranks of another one, which call this alike, and whose operations are in no order with its.
 
@@ -71,12 +82,43 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
     group.check_usable()
     cdef long long number = group.next_child()
     child = ProcessGroup(
-        group.notices.store, group.rank, group.size, device=group.device, name=f"{group.name}/coordinator {number}",
+        group.notices.store, group.rank, group.size, device=group.device, name=_name_of_child(group, number),
         timeout=group.timeout if timeout is None else timeout, config=group.config, high_priority=group.high_priority,
         timing=timing,
     )
     child.notices.part_of(group.notices, list(range(group.size)))
     return child
+
+
+def tell_unmade(transport, error):
+    """Tell the other ranks that this one makes no coordinator over a group, or a store with rank and size."""
+    cdef ProcessGroup group
+    if isinstance(transport, ProcessGroup):
+        group = transport
+        if group.connections is None or group.is_ended():
+            return
+        Notices.tell_unmade(
+            group.notices.store, _name_of_child(group, group.next_child()), group.rank, group.size, error
+        )
+    else:
+        store, rank, size = transport
+        Notices.tell_unmade(store, OVER_STORE, rank, size, error)
+
+
+def give_up(ProcessGroup group not None, error):
+    """Close a coordinator's own group, over which it could not be begun; the other ranks are told why."""
+    kind = type(error) if isinstance(error, (NcclTimeout, NcclAborted)) else NcclRemoteError
+    text = f"it could not begin its coordinator: {type(error).__name__}: {error}"
+    group._fail(kind(f"process group {group.name!r}: {text}"), text, None, exits=False)
+    if group.tell_thread is not None:
+        group.tell_thread.join(_TELLS)
+    group.close(0)
+
+
+def error_of(ProcessGroup group not None):
+    """Return what has ended a group, also where only the store has it so far; None if nothing has."""
+    group.ask_after_stop()
+    return group.failure
 
 
 def part_of(ProcessGroup group not None, str name, members):

@@ -49,12 +49,20 @@ _SLICE, _SOON = 0.1, 0.01
 
 
 def open_control(
-    rank: int, size: int, store: Any, name: str, *, cache: int, timeout: float | None, stall_after: float
+    rank: int,
+    size: int,
+    store: Any,
+    name: str,
+    *,
+    cache: int,
+    timeout: float | None,
+    stall_after: float,
+    wanted: Callable[[], bool],
 ) -> Any:
     """Return this rank's end of the control plane, once all ranks have come and are connected."""
     return connections.open_control(
         PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
-        patience=_BEGINS if timeout is None else timeout,
+        patience=_BEGINS if timeout is None else timeout, wanted=wanted,
     )  # fmt: skip
 
 

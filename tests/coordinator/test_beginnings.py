@@ -109,10 +109,59 @@ def test_a_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
         raise MemoryError("no plane")
 
     monkeypatch.setattr(carriers.OfGroup, "plane", plane)
-    assert refused(2, lambda rank: {}, MemoryError, timeline=tmp_path / "trace {rank}") == ["no plane"] * 2
+    # A rank that is slower may hear of the other one's error first.
+    said = refused(2, lambda rank: {}, (MemoryError, ncclpy.NcclRemoteError), timeline=tmp_path / "trace {rank}")
+    assert all("no plane" in each for each in said)
 
 
 def test_a_parent_that_cannot_be_called(nothing_left, monkeypatch):
     """Those below this rank have called already, and hang up."""
     monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
     refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)
+
+
+# What only rank 1 asks for, or what fails there: where it listens, and the call of the one above it when all have met.
+FAILURES = {
+    "argument": ({"cache": -1}, None, "ValueError: cache: expected an int from 0 "),
+    "device": ({"device": 99}, None, "ValueError: device 99 does not exist"),
+    "ears": ({}, "_Ears", "OSError: no socket"),
+    "call": ({}, "_call", "OSError: no socket"),
+}
+
+
+@pytest.mark.parametrize(
+    ("over", "failure"), [*(("store", failure) for failure in FAILURES), ("group", "argument"), ("group", "ears")]
+)
+def test_a_rank_that_cannot_begin_is_a_remote_error_on_the_others(nothing_left, monkeypatch, over, failure):
+    options, function, why = FAILURES[failure]
+    store, together, raised = LocalStore(), threading.Barrier(3), [None] * 3
+    if function is not None:
+        real = getattr(connections, function)
+
+        def fails(*arguments):
+            if threading.current_thread().name == "rank 1":
+                raise OSError("no socket")
+            return real(*arguments)
+
+        monkeypatch.setattr(connections, function, fails)
+
+    def rank(number):
+        group, device = None, {"device": number}
+        if over == "group":
+            group, device = ncclpy.ProcessGroup(store, number, 3, device=number, timeout=60), {}
+        with pytest.raises((OSError, ValueError, ncclpy.NcclError)) as caught:
+            Coordinator(group or (store, number, 3), **device | (options if number == 1 else {}))
+        raised[number] = caught.value
+        together.wait(60)
+        if group is not None:
+            group.close()
+
+    each = [threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in range(3)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join(60)
+    assert f"{type(raised[1]).__name__}: {raised[1]}".startswith(why)
+    for other in (0, 2):
+        assert type(raised[other]) is ncclpy.NcclRemoteError
+        assert "by rank 1 of 3" in str(raised[other]) and why in str(raised[other])

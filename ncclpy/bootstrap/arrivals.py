@@ -286,6 +286,14 @@ class Arrivals:
             for key in [self._outcome(place), *(self._here(place, member) for member in members)]:
                 self.store.delete(key)
 
+    def clear(self, place: str, members: Sequence[int]) -> None:
+        """Clear away a meeting, and that its members have been here: all have left."""
+        self.forget(place, members)
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for member in members:
+                self.store.delete(self.been(member))
+                self.store.delete(self.alive(member))
+
     @staticmethod
     def _here(place: str, rank: int) -> str:
         return f"{place}/here/{rank}"

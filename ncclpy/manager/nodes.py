@@ -95,8 +95,9 @@ class Nodes:
             raise error from None
         self._arrivals = arrivals
         circle = Circle(
-            self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals, self._ended
-        )
+            self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals, self._ended,
+            lambda: arrivals.clear(_PLACE, self._everyone),
+        )  # fmt: skip
         circle.listen()
         self._circle = circle
         if self._left is not None:  # meanwhile

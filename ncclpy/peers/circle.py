@@ -42,8 +42,6 @@ _LONG_AGO = 3.0
 #: Set by the first rank that ends the communicator, with why; what it and the question are below, which all watch.
 ENDED = "told/ended"
 _TOLD = "told/"
-#: How many ranks have left.
-_LEFT = "left"
 #: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
 #: looked into, whether somebody asks.
 _BEAT, _LOOK = 1.0, 0.2
@@ -89,6 +87,8 @@ class Circle:
     ended
         Called, in a thread that is not to be held up, once another process has ended the communicator, or has ended
         itself while an operation waits: with why and with the name of the exception's class.
+    forget
+        Called by the last process that lives, when it leaves, before all that this has written is cleared away.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Circle:
         ledgers: Mapping[int, Ledger],
         arrivals: Arrivals,
         ended: Callable[[str, str], object],
+        forget: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._name, self._size = store, name, size
         self._own, self._look_at = list(own), look
@@ -111,7 +112,7 @@ class Circle:
             for rank, device in own.items()
         ]
         self._inquiries = Inquiries(self._inquire, False, f"rank {self._own[0]} of communicator {name!r}")
-        self._arrivals, self._ended = arrivals, ended
+        self._arrivals, self._ended, self._forget = arrivals, ended, forget
         self.confirmation = Confirmation(store, self._own, size, self._condition_of)
         mine = weakref.ref(self)
         self._ears = _Ears(PeerProcesses(store, self._own, lambda rank, why: _call(mine, Circle._gone, rank, why)))
@@ -281,11 +282,12 @@ class Circle:
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
             for each in self._reports:
                 each.publish(closed=True)
-            if self._store.add(_LEFT, len(self._reports)) == self._size:  # all have: nobody asks any more
+            if all(self._reports[0].end_of(rank) for rank in range(self._size) if rank not in self._own):
+                self._forget()
                 standings = [Reports.key(rank) for rank in range(self._size)]
                 heard = [Confirmation.key(rank) for rank in range(self._size)]
                 self._ears.processes.forget()
-                for key in (*standings, *heard, ASKED, ENDED, _TROUBLE, _SAID, _LEFT):
+                for key in (*standings, *heard, ASKED, ENDED, _TROUBLE, _SAID):
                     self._store.delete(key)
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals, set_while_alive
+from ncclpy.bootstrap.asked import ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
-from ncclpy.peers.reports import MACHINE, has_closed, process, process_state
+from ncclpy.peers.reports import MACHINE, has_closed, has_ended, process, process_state
 
 __all__ = ["FIRST", "GroupStore", "Numbering", "leave"]
 
@@ -29,7 +30,7 @@ __all__ = ["FIRST", "GroupStore", "Numbering", "leave"]
 _LEASE = 1.0
 #: Set by the first rank of a group: which one it is, of how many, and its process.
 FIRST = "first"
-#: How many ranks have left a group.
+#: Below it each rank tells that it has left a group.
 _LEFT = "left"
 
 
@@ -150,9 +151,9 @@ class Numbering:
         last = self._last(rank)[1]
         return "ended" if last is not None and last.number < number and self.lives(last) is False else ""
 
-    def leave(self, number: int) -> None:
+    def leave(self, number: int, is_gone: Callable[[int], bool]) -> None:
         """Note that this rank has closed a group; the last of its ranks clears away what they have written."""
-        leave(self.part(number), self._rank, self._size, lambda: self._forget(number))
+        leave(self.part(number), self._rank, self._size, is_gone, lambda: self._forget(number))
 
     def part(self, number: int) -> PrefixStore:
         """Return the part of the store that belongs to a group."""
@@ -189,6 +190,20 @@ class Numbering:
                 packed, last = self._last(rank)
                 if last is not None and last.number <= number:
                     self._put(rank, packed, None)
+            self._forget_before(number)
+
+    def _forget_before(self, number: int) -> None:
+        """Clear away what failed attempts have left, all of whose processes have left too, or have ended.
+
+        All ranks have made a group behind them, so no other one comes there.
+        """
+        place = f"{self._place}/"
+        for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
+            if each.isdigit() and int(each) < number:
+                part = self.part(int(each))
+                there = ranks_of(part.keys(Arrivals.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
+                if all(has_ended(part, rank) for rank in there):  # of stores without leases
+                    _clear(part)
 
     # Who was here before.
 
@@ -267,15 +282,37 @@ class Numbering:
         return False
 
 
-def leave(store: Store, rank: int, size: int, forget: Callable[[], object] = lambda: None) -> None:
-    """Note that a rank has left a group, whose part of a store this is; the last one clears that away.
+def leave(
+    store: Store,
+    rank: int,
+    size: int,
+    is_gone: Callable[[int], bool],
+    forget: Callable[[], object] = lambda: None,
+) -> None:
+    """Note that a rank has left a group, whose part of a store this is; the last one that lives clears that away.
 
-    `forget` is called before.
+    `is_gone` is asked with a rank that has not left: whether its process has ended. `forget` is called before.
     """
     with contextlib.suppress(StoreError, NcclTimeout):  # a store that is gone keeps nothing
-        if store.compare_set(f"{_LEFT}/{rank}", None, b"")[0] and store.add(_LEFT) == size:
+        if store.compare_set(f"{_LEFT}/{rank}", None, b"")[0] and _is_last(store, rank, size, is_gone):
             forget()
             _clear(store)
+
+
+def _is_last(store: Store, rank: int, size: int, is_gone: Callable[[int], bool]) -> bool:
+    """Return whether all others have left or are gone.
+
+    Each rank begins with the next one, so that mostly one look finds a rank that is there, and asks for more at a time
+    where it has found none.
+    """
+    others = [(rank + each) % size for each in range(1, size)]
+    begin = 0
+    while some := others[begin : 2 * begin + 1]:
+        if not store.check([f"{_LEFT}/{each}" for each in some]):
+            if not all(store.check([f"{_LEFT}/{each}"]) or is_gone(each) for each in some):
+                return False
+        begin += len(some)
+    return True
 
 
 def _clear(store: Store) -> None:

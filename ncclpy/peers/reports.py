@@ -225,7 +225,7 @@ class Reports:
         if not self._has_made(rank):
             return RankState(rank, "absent" if last else "")
         here = told.get("process")
-        state = process_state(here["pid"], here["start"]) if here and here.get("machine") == MACHINE else None
+        state = _state_here(here)
         if state == "lives":
             return unpack(rank, packed, "silent") if last else RankState(rank, "")
         if state is not None:
@@ -253,11 +253,24 @@ def has_closed(store: Store, rank: int) -> bool:
     return bool(_told(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
 
 
+def has_ended(store: Store, rank: int) -> bool:
+    """Return whether a rank's process was on this machine and has ended."""
+    told = _told(store.compare_set(Reports.key(rank), None, None)[1])
+    return _state_here(told.get("process")) == "ended"
+
+
 def begun_until_closed(store: Store, rank: int) -> dict[str, int] | None:
     """Return how many operations a rank has begun that has closed the group, see `publish`; None if it has not."""
     told = _told(store.compare_set(Reports.key(rank), None, None)[1])
     begun = told.get("begun")
     return (begun if isinstance(begun, dict) else {}) if told.get("closed") else None
+
+
+def _state_here(process: dict[str, Any] | None) -> str | None:
+    """Return the state of a process that a standing tells of, None if it is not on this machine."""
+    if process is None or process["machine"] != MACHINE:
+        return None
+    return process_state(process["pid"], process["start"])
 
 
 def _told(packed: bytes | None) -> dict[str, Any]:

@@ -706,8 +706,10 @@ cdef class Lifecycle(BlockOwner):
     cdef int leave_places(self, bint closed) except -1:
         """Leave the places in a store where the group was before it went on with others; where it is now too, if it is `closed`."""
         places, self.places = self.places, []
-        for notices in [*places, self.notices] if closed else places:
-            notices.leave()
+        for notices in places:
+            notices.leave(went_on=True)
+        if closed:
+            self.notices.leave()
         return 0
 
     def _end(self, bint drained):

@@ -501,19 +501,27 @@ class Notices:
                 numbering = _numbering_of(store, name, rank, size)
                 number = numbering.enter()
                 _tell(numbering.part(number), rank, name, Told(text, kind=NcclRemoteError.__name__))
-                numbering.leave(number)
+                numbering.leave(number, lambda rank: False)
 
         if size > 1:
             _within(_TELLS, tell)
 
-    def leave(self) -> None:
-        """Have nothing more to do with the group: what all ranks have written goes with the last of them."""
+    def leave(self, *, went_on: bool = False) -> None:
+        """Have nothing more to do with the group: what all ranks have written goes with the last of them that lives.
+
+        Where some `went_on` without others, that is kept for a rank whose lease alone has ended: it may come, and is
+        to find that they did.
+        """
+        lost = ("ended",) if went_on else ("ended", "gone")
+
+        def is_gone(rank: int) -> bool:
+            return self._condition_of(rank) in lost
 
         def go() -> None:
             if self._numbering is not None:
-                self._numbering.leave(self.number)
+                self._numbering.leave(self.number, is_gone)
             else:
-                leave(self.store, self.rank, self.size)
+                leave(self.store, self.rank, self.size, is_gone)
 
         _within(_TELLS, go)
 

@@ -92,6 +92,7 @@ for attempt in (2, 3):
     has_made({1 - first}, attempt)
     both = start({first}), other
     assert [end(each) for each in both] == ["fine 2", "fine 2"]
+    assert there() == ["ncclpy/group/default/base"], there()
 """,
     )
 
@@ -106,6 +107,7 @@ other = start(1)
 has_made(1, 2)
 both = start(0), other
 assert [end(each) for each in both] == ["fine 2", "fine 2"]
+assert there() == ["ncclpy/group/default/base"], there()
 """,
     )
 
@@ -319,6 +321,24 @@ def test_a_group_that_all_ranks_have_closed_leaves_its_number_alone(host_engine)
     for check in ("off", "always"):
         run_groups(3, body, store=store, check=check)
     assert store.keys() == ["ncclpy/group/default/base"] and store.get("ncclpy/group/default/base") == b"2"
+
+
+@stores
+def test_the_last_rank_that_lives_leaves_nothing_of_a_group(host_engine, store):
+    run_processes(
+        store,
+        """
+def hears(group):
+    error = group.barrier().exception(60)
+    return type(error).__name__
+
+others = start(0, 3, body=hears), start(2, 3, body=hears)
+has_made(0), has_made(2)
+end(start(1, 3, body=dies))
+assert [end(each) for each in others] == ["NcclRemoteError"] * 2
+assert there() == ["ncclpy/group/default/base"], there()
+""",
+    )
 
 
 def test_a_part_goes_on_when_the_whole_is_closed_and_then_leaves_nothing(host_engine):

@@ -51,6 +51,9 @@ cdef double CALL_PATIENCE = 5.0
 # How long a call that was aborted has before it is looked whether there is now something to abort.
 cdef double LOOK_AGAIN = 0.02
 
+# How often it is looked whether there is something to abort of a communicator that is being made.
+cdef double BIRTH_LOOKS = 0.002
+
 # How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
 cdef double HANDLER_PATIENCE = 0.1
 
@@ -364,29 +367,33 @@ cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
     return 0
 
 
-def abort_for(Handle handle not None, object error):
-    """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on."""
-    if is_over(handle.state):
-        return
-    handle.verdict = error
-    note_failure([handle], error)
-    begin_abort(handle.tied(), str(error))
-
-
-def abort_new(Handle handle not None, object error):
-    """Abort a communicator that is being made for what another rank has told, as soon as there is something to abort.
+def await_birth(Handle handle not None, double seconds=ABORT_DEADLINE):
+    """Wait until an abort finds something of a communicator that is being made, if it is; some seconds at most.
 
     NCCL has that when the call has returned, and a communicator without a deadline not before all ranks have come. The
-    host engine has it as soon as its call has begun.
+    host engine has it as soon as its call has begun. What comes later is aborted by the thread that has called.
     """
-    while handle.state == UNBORN:
+    cdef double deadline = deadline_after(seconds)
+    while handle.state == UNBORN and now() < deadline:
         handle.tied()
         if handle.raw != NULL:
             break
-        time.sleep(0.01)
-    if not is_over(handle.state):
-        handle.verdict = error
-        begin_abort(handle.tied(), str(error))
+        time.sleep(BIRTH_LOOKS)
+
+
+def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
+    """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on.
+
+    One that is being made is aborted as soon as there is something to abort, or after so many seconds.
+    """
+    cdef bint made = handle.state != UNBORN
+    await_birth(handle, seconds)
+    if is_over(handle.state):
+        return
+    handle.verdict = error
+    if made:  # else it has had no operation
+        note_failure([handle], error)
+    begin_abort(handle.tied(), str(error))
 
 
 cdef int start_or_run(Call call) except -1:

@@ -16,7 +16,7 @@ from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
 from ncclpy.bootstrap.launched import arrivals_of_job, rendezvous
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.abort import abort_new
+from ncclpy.core.abort import abort_for
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.peers.circle import ENDED
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
@@ -158,7 +158,7 @@ class Start:
         failure = self._failure_of(told)
         if comm is not None and failure is not None:
             self._heard = failure
-            abort_new(comm, failure)
+            abort_for(comm, failure)
 
     def _failure_of(self, told: bytes) -> NcclError | None:
         """Return what a rank has told as the error that this one raises; None if this one has told it."""

@@ -1,11 +1,9 @@
 """One rank's communicator, made in the background when it is first needed, and what waits for it meanwhile."""
 
 import threading
-import time
 import weakref
 
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.creation cimport init
@@ -21,6 +19,7 @@ from ncclpy.engine.protocols cimport LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
 from ncclpy.core import device as _device
+from ncclpy.core.abort import await_birth
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
@@ -268,8 +267,6 @@ cdef class Connection(Clique):
 
 
 def _abort_soon(Communicator comm not None, reason):
-    """Abort a communicator once the call that begins it has returned, which waits for nobody."""
-    cdef double deadline = now() + ABORT_DEADLINE
-    while comm.state == UNBORN and now() < deadline:
-        time.sleep(0.001)
+    """Abort a communicator as soon as there is something to abort."""
+    await_birth(comm)
     abort_aside([comm], reason).join()

@@ -11,6 +11,7 @@ import pytest
 import in_flight
 import ncclpy
 import testing
+from ncclpy.core.abort import abort_for
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -472,3 +473,31 @@ def test_what_a_revoke_ends_is_not_told_to_be_done(host_engine):
     assert caught
     comms[0].close()  # as one that was revoked can be
     comms[1].abort()
+
+
+def test_abort_of_what_is_being_made_ends_it_as_soon_as_there_is_something(host_engine):
+    """Its call waits for a rank that does not come, and has no deadline."""
+    made, caught = [], []
+
+    class Seen(ncclpy.Communicator):
+        def __new__(cls):
+            made.append(super().__new__(cls))
+            return made[-1]
+
+    def call():
+        with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 has failed"):
+            Seen.init(2, 0, ncclpy.get_unique_id(), device=0)
+        caught.append(True)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    testing.wait_for(lambda: made, "the call")
+    testing.run_with_deadline(lambda: abort_for(made[0], ncclpy.NcclRemoteError("rank 1 has failed")))
+    thread.join(30)
+    assert caught
+
+
+def test_abort_of_what_nobody_makes_comes_to_its_deadline(host_engine):
+    comm = ncclpy.Communicator.__new__(ncclpy.Communicator)
+    testing.run_with_deadline(lambda: abort_for(comm, ncclpy.NcclRemoteError("rank 1 has failed"), 0.05))
+    assert comm.closed

@@ -128,7 +128,7 @@ cdef class Lifecycle(BlockOwner):
 
     def _enter(self, notices, past=None, is_lost=None):
         """Be the rank that these notices are of; it has no communicators yet. `recover` knows by `past` what it was before."""
-        cdef long long number
+        cdef long long number = 0
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
         who = f"rank {rank} of process group {self.name!r}"

@@ -10,11 +10,12 @@ Each rank makes as many operations however many ranks there are, but for the las
 
 from __future__ import annotations
 
+import functools
 import struct
 import time
 from typing import Any
 
-from ncclpy.bootstrap.asked import MEETINGS, StoreError, absent_ranks
+from ncclpy.bootstrap.asked import MEETINGS, StoreError, absent_ranks, decode, ranks_of
 
 __all__ = ["gather"]
 
@@ -27,7 +28,7 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     around = max(deadline, time.monotonic() + 5.0)  # for what only takes a round trip
     base = f"{MEETINGS}{name}\0"
     number = store._compare_set(base + "round", None, b"0", around)[1]
-    round_ = f"{base}{(number or b'0').decode()}/"
+    round_ = f"{base}{decode(_number, number or b'0', store, base + 'round')}/"
     sized, agreed = store._compare_set(round_ + "size", None, b"%d" % size, around)
     if not sized and agreed != b"%d" % size:
         raise StoreError(f"{store}: rank {rank} came to {name!r} as one of {size}, others as of {_text(agreed)}")
@@ -44,7 +45,7 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     if store._add(round_ + "left", 1, around) == size:
         for key in ("done", "count", "left", "size", "late"):
             store._delete(round_ + key, around)
-    return _unpacked(packed)
+    return decode(functools.partial(_unpacked, size), packed, store, round_ + "done")
 
 
 def _end(store: Store, base: str, round_: str, size: int, deadline: float) -> bytes:
@@ -84,9 +85,10 @@ def _leave(store: Store, round_: str, mine: str, size: int, deadline: float) -> 
     """Take this rank away again; return False if all have come meanwhile."""
     count = b"1"
     while True:
-        if int(count) >= size:
+        come = decode(_number, count, store, round_ + "count")
+        if come >= size:
             return False
-        left, now = store._compare_set(round_ + "count", count, b"%d" % (int(count) - 1), deadline)
+        left, now = store._compare_set(round_ + "count", count, b"%d" % (come - 1), deadline)
         if left:
             store._delete(mine, deadline)
             return True
@@ -94,8 +96,9 @@ def _leave(store: Store, round_: str, mine: str, size: int, deadline: float) -> 
 
 
 def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
-    there = {int(key.rpartition("/")[2]) for key in store._keys(round_ + "value/", deadline)} | {rank}
-    late = {int(each) for each in (store._compare_set(round_ + "late", None, None, deadline)[1] or b"").split()}
+    there = ranks_of(store._keys(round_ + "value/", deadline)) | {rank}
+    said = store._compare_set(round_ + "late", None, None, deadline)[1] or b""
+    late = set(decode(_numbers, said, store, round_ + "late"))
     absent = [each for each in range(size) if each not in there]
     return absent_ranks(
         store,
@@ -107,13 +110,27 @@ def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
     )
 
 
-def _unpacked(packed: bytes) -> list[bytes]:
-    (size,) = struct.unpack_from("<Q", packed)
-    values, at = [], 8 + 8 * size
-    for length in struct.unpack_from(f"<{size}Q", packed, 8):
+def _unpacked(size: int, packed: bytes) -> list[bytes]:
+    """Return the values of so many ranks, see `_end`."""
+    come, *lengths = struct.unpack_from(f"<Q{size}Q", packed)
+    at = 8 + 8 * size
+    if come != size or at + sum(lengths) != len(packed):
+        raise ValueError(f"the values of {come} ranks, with {sum(lengths)} bytes")
+    values = []
+    for length in lengths:
         values.append(packed[at : at + length])
         at += length
     return values
+
+
+def _number(value: bytes) -> int:
+    if not value.isdigit():
+        raise ValueError("no number")
+    return int(value)
+
+
+def _numbers(value: bytes) -> list[int]:
+    return [_number(each) for each in value.split()]
 
 
 def _text(number: bytes | None) -> str:

@@ -1,0 +1,61 @@
+"""Values under the keys of a meeting that are not what ranks put there: an error that names the key."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+import ncclpy
+from ncclpy.bootstrap import LocalStore, StoreDamaged
+from ncclpy.bootstrap.meeting import gather
+
+LONG = 20.0  # that only a hang meets
+BASE = "\0meeting/m\0"
+
+
+@pytest.fixture
+def store():
+    with LocalStore() as made:
+        yield made
+
+
+@pytest.mark.parametrize("junk", [b"\xff\xfe", b"", b"-1", b"1e3", "\u0663".encode()])
+def test_number_of_a_round_that_is_none_is_an_error(store, junk):
+    store.set(BASE + "round", junk)
+    with pytest.raises(StoreDamaged, match=r"meeting/m.*round") if junk else pytest.raises(ncclpy.NcclTimeout):
+        gather(store, "m", 0, 2, b"mine", 0.05)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\1",
+        struct.pack("<Q", 1 << 60),
+        struct.pack("<QQQ", 3, 0, 0),
+        struct.pack("<QQQ", 2, 1, 1 << 62) + b"ab",
+        struct.pack("<QQQ", 2, 1, 0),
+        struct.pack("<QQQ", 2, 1, 1) + b"abc",
+    ],
+)
+def test_values_of_a_meeting_that_are_none_are_an_error(store, junk):
+    store.set(BASE + "0/done", junk)
+    with pytest.raises(StoreDamaged, match=r"meeting/m.*done"):
+        gather(store, "m", 0, 2, b"mine", LONG)
+
+
+def test_count_and_who_was_late_that_are_no_numbers_are_an_error(store):
+    store.set(BASE + "0/count", b"1")  # of a rank that does not go on
+    for key, junk in (("late", b"1 two"), ("count", b"many")):
+        store.set(BASE + "0/" + key, junk)
+        with pytest.raises(ncclpy.NcclError) as caught:
+            gather(store, "m", 0, 3, b"mine", 0.05)
+        assert isinstance(caught.value, StoreDamaged) == (key == "late"), caught.value
+
+
+def test_key_of_no_rank_is_no_rank_that_has_come(store):
+    store.set(BASE + "0/value/x", b"")
+    store.set(BASE + "0/value/" + "9" * 30, b"")
+    with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):
+        gather(store, "m", 0, 2, b"mine", 0.05)

@@ -15,7 +15,7 @@ from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
 
-__all__ = ["Address", "as_host", "listen", "loopback", "resolve", "shown"]
+__all__ = ["Address", "as_host", "listen", "look_up", "loopback", "resolve", "shown"]
 
 log = logging.getLogger("ncclpy")
 
@@ -101,7 +101,7 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
         pass
     said: OSError | None = None
     while True:
-        found = _look_up(host, port, deadline)
+        found = look_up(host, port, deadline)
         if isinstance(found, list):
             return found
         if found is not None and said is None:
@@ -118,7 +118,7 @@ def _addresses(host: str, port: int, flags: int) -> list[Address]:
     return list(dict.fromkeys((family, tuple(address)) for family, _, _, _, address in found))
 
 
-def _look_up(host: str, port: int, deadline: float) -> list[Address] | OSError | None:
+def look_up(host: str, port: int, deadline: float) -> list[Address] | OSError | None:
     """Return the addresses of a name, or what the resolver says instead; None if it says nothing by the deadline."""
     done = threading.Lock()
     done.acquire()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.bootstrap.address import listen, resolve
+from ncclpy.bootstrap.address import listen, look_up, resolve
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.place import machine
 from ncclpy.coordinator.control import Control, await_readable
@@ -124,10 +124,8 @@ def _own_addresses(store: Store) -> list[str]:
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 return [probe.getsockname()[0]]
-    found = []
-    with contextlib.suppress(OSError):
-        for _, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            found.append(str(address[0]))
+    known = look_up(socket.gethostname(), 0, time.monotonic() + _HANDSHAKE)
+    found = [str(address[0]) for _, address in known] if isinstance(known, list) else []
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from typing import Any
 
+from ncclpy.bootstrap.address import look_up
 from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
 
 # What is broadcast has a fixed size, so that nobody has to unpickle it: address, port, token.
 _SIZE = 256
+#: Seconds for the system's resolver to say where this machine is.
+_LOOKS_UP = 5.0
 
 
 def adapt(obj: object) -> Store | None:
@@ -55,4 +59,10 @@ def _address() -> str:
             except OSError:
                 continue
             return str(way.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
+    name = socket.gethostname()
+    known = look_up(name, 0, time.monotonic() + _LOOKS_UP)
+    if not isinstance(known, list):
+        why = "the system's resolver does not answer" if known is None else str(known.strerror)
+        raise OSError(f"this machine has no address that others reach: no route leads out, and {name!r}: {why}")
+    first = next((address for family, address in known if family == socket.AF_INET), known[0][1])
+    return str(first[0])

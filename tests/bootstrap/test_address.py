@@ -2,12 +2,15 @@
 
 import errno
 import socket
+import threading
 
 import pytest
 
 import ncclpy
+import testing
 from ncclpy.bootstrap import TCPStore
 from ncclpy.cli.run import meeting
+from ncclpy.coordinator import connections
 
 LONG = 20.0  # that only a hang meets
 
@@ -50,11 +53,37 @@ def test_a_system_without_v6_serves_and_finds_a_name_that_has_an_address_there(n
         ncclpy.NcclTimeout, match=r"\[::1\]:1: Address family not .*; 127\.0\.0\.1:1: Connection refused"
     ):
         TCPStore(host, 1, timeout=0.3)
-    meeting._reserve(host).close()
+    meeting._reserve(host, LONG).close()
 
 
 def test_the_launcher_s_port_is_at_an_address_of_this_machine(name):
-    with meeting._reserve(name("192.0.2.1", "127.0.0.1")) as held:
+    with meeting._reserve(name("192.0.2.1", "127.0.0.1"), LONG) as held:
         assert held.getsockname()[0] == "127.0.0.1" and held.getsockname()[1] > 0
     with pytest.raises(OSError, match=r"Cannot assign requested address"):
-        meeting._reserve(name("192.0.2.1"))
+        meeting._reserve(name("192.0.2.1"), LONG)
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """A resolver that does not answer; what is asked of it ends with the test."""
+    over, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host, port, *args, **kwargs):
+        if kwargs.get("flags"):
+            return real(host, port, *args, **kwargs)
+        over.wait(LONG)
+        raise socket.gaierror(socket.EAI_AGAIN, "too late")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield
+    over.set()
+
+
+def test_launcher_whose_resolver_is_silent_ends_at_its_deadline(silent):
+    with pytest.raises(ncclpy.NcclTimeout, match="resolver has not answered"):
+        testing.run_with_deadline(lambda: meeting._reserve("silent.test", 0.1), LONG / 2)
+
+
+def test_coordinator_whose_resolver_is_silent_goes_on_without_a_name(silent, monkeypatch):
+    monkeypatch.setattr(connections, "_HANDSHAKE", 0.1)
+    assert testing.run_with_deadline(lambda: connections._own_addresses(None), LONG / 2) == ["127.0.0.1"]

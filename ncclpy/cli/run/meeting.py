@@ -7,10 +7,11 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 
 from ncclpy.bootstrap import PrefixStore, TCPStore
-from ncclpy.bootstrap.address import shown
+from ncclpy.bootstrap.address import resolve, shown
 from ncclpy.cli.run.others import Others
 
 log = logging.getLogger("ncclpy")
@@ -53,7 +54,7 @@ class Meeting:
         log.addFilter(_told)
         try:
             if node == 0:
-                self._port = _reserve(host)
+                self._port = _reserve(host, timeout)
             if nodes > 1:
                 Others.come(self._own, node)
             mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._port and self._port.getsockname()[1]}
@@ -104,15 +105,15 @@ class Meeting:
         self.close()
 
 
-def _reserve(host: str) -> socket.socket:
-    """Return a socket that holds a free port, without listening there.
+def _reserve(host: str, timeout: float) -> socket.socket:
+    """Return a socket that holds a free port, without listening there; `timeout` is for the look-up of the host.
 
     Nobody is given that port meanwhile, but for who asks for it by its number with SO_REUSEADDR, as servers do.
     """
     failed: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+    for family, address in resolve(host, 0, time.monotonic() + timeout):
         try:
-            held = socket.socket(family, kind, protocol)
+            held = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             failed = error  # a name may have addresses of v6 where there is none
             continue

@@ -27,7 +27,7 @@ from ncclpy.engine.monitor import call_at
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.processes import PeerProcesses
-from ncclpy.peers.reports import ASKED, Reports, number_of
+from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, as_data, from_data
 
@@ -173,7 +173,9 @@ class Circle:
                 self._hear_of_end(self.told())
         except NcclTimeout:  # the store may be well again
             pass
-        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
+        except (NcclError, ValueError) as error:  # it is gone, or closed: nobody hears any more
+            if not self._over:
+                log_silence(f"rank {self._own[0]} of communicator {self._name!r}", error)
             return
         call_at(time.monotonic() + (_BEAT if watched else _LOOK), _beater_of(weakref.ref(self), self._ears))
 

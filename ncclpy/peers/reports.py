@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.place import BOOT_ID
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.engine.stack import python_stack
 from ncclpy.peers.standing import RankState, pack, unpack
@@ -34,9 +35,12 @@ __all__ = [
     "begun_until_closed",
     "has_begun_to_end",
     "has_closed",
+    "log_silence",
     "process",
     "process_state",
 ]
+
+_log = logging.getLogger("ncclpy.peers")
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -127,10 +131,15 @@ class Reports:
                 self.publish(closed=True)
 
     def answer_all(self, number: int) -> None:
-        """Tell all who have asked, of whom this is the last one's number, and were not answered."""
-        for each in range(max(self._answered + 1, number - _MOST + 1), number + 1):
+        """Tell all who have asked, of whom this is the last one's number, and were not answered.
+
+        A number below the one before is answered alone: something else than a rank has written one of them, and ranks
+        that ask next count on from there.
+        """
+        first = max(self._answered + 1, number - _MOST + 1) if number > self._answered else number
+        for each in range(first, number + 1 if number != self._answered else number):
             self._answer_one(each)
-        self._answered = max(self._answered, number)
+        self._answered = number
 
     def _answer_one(self, number: int) -> None:
         told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
@@ -248,6 +257,22 @@ class Reports:
         return f"answer/{number}/{rank}"
 
 
+def log_silence(who: str, error: Exception) -> None:
+    """Log that ranks tell the others no more what they do, as a warning unless their store was closed or has ended.
+
+    Parameters
+    ----------
+    who
+        The ranks.
+    error
+        What their store has raised.
+    """
+    expected = type(error) is StoreError or isinstance(error, StoreEnded)
+    _log.log(
+        logging.DEBUG if expected else logging.WARNING, "%s tells the others no more what it does: %s", who, error
+    )
+
+
 def has_closed(store: Store, rank: int) -> bool:
     """Return whether a rank has closed the group that a part of a store belongs to."""
     return bool(_told(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
@@ -288,8 +313,8 @@ def _told(packed: bytes | None) -> dict[str, Any]:
 
 
 def number_of(asked: bytes | None) -> int:
-    """Return how many questions there have been, by the value of `ASKED`; 0 for what is no number."""
-    return int(asked) if asked is not None and asked.isdigit() and len(asked) < 16 else 0
+    """Return how many questions there have been, by the value of `ASKED`; 0 for what a store does not count up to."""
+    return int(asked) if asked is not None and asked.isdigit() and len(asked) < 20 else 0
 
 
 def _read(path: str) -> str:

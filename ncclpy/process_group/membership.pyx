@@ -28,6 +28,7 @@ from ncclpy.core.errors import seconds as as_text
 from ncclpy.core.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
+from ncclpy.peers.reports import log_silence
 from ncclpy.process_group.callers import caller_of
 from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.decision import Past, decide, decide_to_move
@@ -89,7 +90,10 @@ cdef class Membership(Lifecycle):
                 self._look_for_closed(number)
         except NcclTimeout:  # the store may be well again
             pass
-        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
+        except (NcclError, ValueError) as error:  # it is gone, or closed: nobody hears any more
+            if number == self.number and not self.is_ended():
+                who = f"rank {self.rank} of process group {self.name!r}"
+                users.give(functools.partial(log_silence, who, error))  # a logger's handlers are the user's
             return
         call_at(now() + _BEAT, functools.partial(caller_of(weakref.ref(self), "_beat"), number))
 

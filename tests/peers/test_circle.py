@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 import ncclpy
-from ncclpy.bootstrap import LeaseEnded, LocalStore
+from ncclpy.bootstrap import LeaseEnded, LocalStore, StoreError, StoreLost
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.peers.circle import Circle
 
@@ -25,3 +29,24 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
         assert circle.look_for_end()
         told = ": the other ranks take this process for lost: this process was stopped"
         assert ended == [(told, ncclpy.NcclRemoteError.__name__)]
+
+
+@pytest.mark.parametrize(("error", "told"), [(StoreLost("the server is gone"), 1), (StoreError("it is closed"), 0)])
+def test_beat_that_ends_is_told_unless_the_store_was_closed(monkeypatch, caplog, error, told):
+    with LocalStore() as store:
+        circle = Circle(
+            store, "all", {0: 0}, 2, lambda rank: {}, {}, Arrivals(store, "a test", 0, 2), lambda text, kind: None
+        )
+
+        def fails(*arguments):
+            raise error
+
+        monkeypatch.setattr(store, "set", fails)
+        circle._beat()
+        words = "rank 0 of communicator 'all' tells the others no more what it does: the server is gone"
+        found = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+        assert found == [words] * told
+        caplog.clear()
+        circle._over = True
+        circle._beat()
+        assert not caplog.records

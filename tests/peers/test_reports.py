@@ -1,0 +1,85 @@
+"""What ranks answer that are asked what they do, also where something else has written the number of the question."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import testing
+from ncclpy.bootstrap import LocalStore, PrefixStore, StoreLost
+from ncclpy.peers.reports import Reports, number_of
+
+IDLE = {"current": None, "finished": None}
+
+
+@pytest.fixture
+def store():
+    with LocalStore() as made:
+        yield made
+
+
+@pytest.mark.parametrize("written", [b"9" * 15, b"9" * 18, b"1" + b"0" * 16])
+@pytest.mark.parametrize("then", ["counted on", "set back"])
+def test_number_that_no_rank_has_counted_to_silences_nobody(store, written, then):
+    reports = Reports(store, 1, 2, lambda: dict(IDLE), lambda rank: False, lambda rank: True)
+    reports.answer_all(2)
+    reports.answer_all(number_of(written))
+    following = int(written) + 1 if then == "counted on" else 3
+    reports.answer_all(number_of(b"%d" % following))
+    assert store.check([f"answer/{each}/1" for each in (1, 2, following)])
+
+
+def test_question_is_answered_once(store):
+    answers = []
+    reports = Reports(
+        store, 1, 2, lambda: dict(IDLE), lambda rank: False, lambda rank: True, lambda: answers.append(1) or {}
+    )
+    for number in (0, 1, 1, 3, 3):
+        reports.answer_all(number)
+    assert len(answers) == 3
+
+
+def test_ranks_of_a_group_answer_behind_a_number_that_none_has_counted_to(host_engine, store):
+    def body(group):
+        store.barrier("both are there", group.rank, 2, DEADLINE)
+        found = []
+        for number in (b"9" * 18, b"7") if group.rank == 0 else ():
+            store.set("ncclpy/group/g/1/told/asked", number)
+            found.append([each.state for each in group.state(timeout=DEADLINE)])
+        store.barrier("both have answered", group.rank, 2, DEADLINE)
+        return found
+
+    assert run_groups(2, body, store=store, name="g")[0] == [["idle", "idle"]] * 2
+
+
+class Failing(PrefixStore):
+    """A store whose server is gone once that is asked for."""
+
+    lost = False
+
+    def _set(self, key, value, deadline):
+        if self.lost:
+            raise StoreLost("the server is gone")
+        super()._set(key, value, deadline)
+
+    def _watch(self, *arguments):
+        raise StoreLost("none")
+
+
+def test_rank_of_a_group_that_tells_no_more_is_logged(host_engine, store, caplog):
+    failing = Failing("failing", store)
+
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        store.barrier("both are there", group.rank, 2, DEADLINE)
+        failing.lost = True
+        group.barrier().wait(DEADLINE)  # there is something to tell
+        words = f"rank {group.rank} of process group 'g' tells the others no more what it does: the server is gone"
+        testing.wait_for(lambda: words in caplog.text, "the log")
+        store.barrier("both have logged", group.rank, 2, DEADLINE)
+        failing.lost = False
+
+    caplog.set_level(logging.WARNING, "ncclpy.peers")
+    run_groups(2, body, store=failing, name="g")

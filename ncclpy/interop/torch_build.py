@@ -8,6 +8,7 @@ want one at once, as the ranks of a node do, one builds and the others wait for 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -85,6 +86,8 @@ STANDARDS = ("c++17", "c++20")
 PATIENCE = 600.0
 #: So many of a compiler's last lines are shown.
 SHOWN = 25
+#: What this process keeps its own in, where it may keep them nowhere else.
+_made: Path | None = None
 
 
 def built(torch: Any, part: Part = ALLOCATOR) -> Path:
@@ -214,13 +217,23 @@ def cache_folder() -> Path:
         if not why:
             return folder
         refused.append(why)
-    made = Path(tempfile.mkdtemp(prefix="ncclpy-"))
+    global _made
+    if _made is not None and _made.parent == Path(tempfile.gettempdir()) and not _why_not(_made):
+        return _made
+    _made = made = Path(tempfile.mkdtemp(prefix="ncclpy-"))
+    atexit.register(_remove, made, os.getpid())
     _log.warning(
         "what is built against torch is kept in %s, for this process alone, and each process builds it again: %s. Set "
         "XDG_CACHE_HOME to a folder of user %d that no other user can write to, nor to those above it",
         made, "; ".join(refused), os.geteuid(),
     )  # fmt: skip
     return made
+
+
+def _remove(folder: Path, pid: int) -> None:
+    """Remove a folder at the end of the process that has made it; what was loaded from there stays loaded."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _why_not(folder: Path) -> str:

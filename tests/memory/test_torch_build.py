@@ -11,6 +11,7 @@ import pytest
 import torch_stand_in
 from paths import ROOT, SUPPORT
 
+import testing
 from ncclpy.interop import torch_build
 
 
@@ -192,6 +193,26 @@ def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path, elsewhere)
     other.chmod(0o777)
     third = torch_build.cache_folder()
     assert third != other and third.parent == elsewhere and third.stat().st_mode & 0o077 == 0
+
+
+def test_folder_for_one_process_is_made_once_and_goes_with_it(torch, tmp_path, elsewhere):
+    testing.run_python(f"""
+        import os, tempfile
+        from pathlib import Path
+        from ncclpy.interop import torch_build
+
+        tempfile.tempdir = {str(elsewhere)!r}
+        torch_build._why_not = lambda folder: "" if folder == torch_build._made else "a test"
+        made = torch_build.cache_folder()
+        assert made.parent == Path(tempfile.tempdir) and torch_build.cache_folder() == made
+        (made / "a.so").write_bytes(b"a library")
+        child = os.fork()
+        if child == 0:
+            raise SystemExit(0)  # with the functions for the exit
+        assert os.waitpid(child, 0)[1] == 0
+        assert made.is_dir(), "a child of the process has ended, and not the process"
+    """)
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_folder_below_one_that_others_can_change_is_not_loaded_from(torch, tmp_path, elsewhere):

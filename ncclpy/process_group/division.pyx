@@ -16,7 +16,11 @@ from ncclpy.engine.clique cimport GONE, MADE
 from ncclpy.process_group.pairs cimport wait_until_idle
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.core.types import MAX_INT as _MAX_INT
 from ncclpy.engine.launcher import abort_aside
+
+# Ranks whose colors an error names.
+cdef int _MOST_WRONG = 8
 
 
 cdef bint can_divide(Lifecycle group) except -1:
@@ -27,17 +31,32 @@ cdef bint can_divide(Lifecycle group) except -1:
     return main.state != MADE or main.is_well()
 
 
-cdef tuple divide(Lifecycle group, object number, list mine, double deadline):
-    """Return who is in this rank's part, and its communicator if NCCL has made that.
-
-    ``mine`` is what this rank brings to the meeting of this number: its color, its key, and what `can_divide` says.
-    """
-    color = mine[0]
+cdef object bring(Lifecycle group, object number, list mine):
+    """Return what all ranks bring to the meeting of this number: a color, a key, and what `can_divide` says."""
     try:
-        values = group._meet(f"split/{number}", mine, group.timeout, _part_of)
+        return group._meet(f"split/{number}", mine, group.timeout, _part_of)
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise
+
+
+cdef object wrong_colors(Lifecycle group, object values):
+    """Return what all ranks are told where some have brought what is no color, else None."""
+    wrong = [
+        f"{color} on rank {rank}" for rank, (color, _, _) in enumerate(values)
+        if color is not None and not 0 <= color <= _MAX_INT
+    ]
+    if not wrong:
+        return None
+    more = f" and on {len(wrong) - _MOST_WRONG} more ranks" if len(wrong) > _MOST_WRONG else ""
+    return (
+        f"split() of process group {group.name!r}: color: expected an int from 0 to {_MAX_INT}, or None to join no group, "
+        f"got {', '.join(wrong[:_MOST_WRONG])}{more}; no rank has made one"
+    )
+
+
+cdef tuple divide(Lifecycle group, object color, object values, double deadline):
+    """Return who is in the part of this rank's color, and its communicator if NCCL has made that."""
     everyone = [(*value, rank) for rank, value in enumerate(values)]
     members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
     if not all(can for _, _, can in values):

@@ -24,7 +24,7 @@ from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.captured cimport capture
 from ncclpy.process_group.checked cimport agree
 from ncclpy.process_group.connection cimport Connection
-from ncclpy.process_group.division cimport can_divide, divide
+from ncclpy.process_group.division cimport bring, can_divide, divide, wrong_colors
 from ncclpy.process_group.held cimport give, look_after, new_holder, wait_until_given
 from ncclpy.process_group.membership cimport Membership
 from ncclpy.process_group.pairs cimport disconnect, matched
@@ -42,6 +42,9 @@ from ncclpy.process_group.hooks import Tells
 from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
+
+# Colors that can be brought, if only to be refused.
+cdef long long _FAR = 1LL << 62
 
 
 cdef class ProcessGroup(Membership):
@@ -530,7 +533,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         color : int or None
-            Which group this rank goes to; None is none.
+            Which group this rank goes to, from 0 on. None, or NCCL's own -1: this rank joins none.
         key : int
             Where it stands there; ranks with one key are in the order of this group.
 
@@ -538,6 +541,11 @@ Work with other ranks from one thread or several: collectives and point-to-point
         -------
         ProcessGroup or None
             With the options of this one.
+
+        Raises
+        ------
+        ValueError
+            On all ranks alike, where the color of one is none.
 
         Notes
         -----
@@ -549,16 +557,24 @@ Work with other ranks from one thread or several: collectives and point-to-point
         self.check_usable()
         if PyThread_get_thread_ident() in self.blocks:
             raise ValueError("split() within coalescing(): leave the block first")
-        mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key"), can_divide(self)]
+        if color is not None:  # one that is too small or too large is brought, and refused by all
+            color = as_integer(color, "color", -_FAR, _FAR)
+            color = None if color == -1 else color
+        mine = [color, as_integer(key, "key"), can_divide(self)]
         number = self.next_child()
-        name = f"{self.name}/{number}:{mine[0]}"
+        name = f"{self.name}/{number}:{color}"
+        refused = None
         try:
-            members, comm = divide(self, number, mine, deadline)
-            return None if color is None else self._child(name, members, comm)
+            values = bring(self, number, mine)
+            refused = wrong_colors(self, values)
+            if refused is None:
+                members, comm = divide(self, color, values, deadline)
+                return None if color is None else self._child(name, members, comm)
         except BaseException as error:  # others may have made theirs, and would wait for this one
             if color is not None:
                 self.notices.tell_part(name, f"rank {self.rank} of process group {self.name!r} did not make it: {error}")
             raise
+        raise ValueError(refused)
 
     cdef long long next_child(self):
         """Number a part of the group; all ranks ask for them in the same order."""

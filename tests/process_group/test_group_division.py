@@ -13,6 +13,7 @@ from group_ranks import DEADLINE, run_groups
 
 import ncclpy
 import testing
+from ncclpy.bootstrap import LocalStore
 from ncclpy.process_group.notices import Notices
 
 
@@ -41,7 +42,7 @@ def test_parts_are_made_by_nccl_where_all_have_the_communicator(arrays, size, co
         elif connected == "one" and group.rank == 0:
             group.barrier()  # it is being made, until the others come
         array = arrays.make(np.full(3, group.rank + 1, np.float32), group.device)
-        parts = [group.split(group.rank % 2, key=-group.rank), group.split(-1 - group.rank // 2)]
+        parts = [group.split(group.rank % 2, key=-group.rank), group.split(5 + 3 * (group.rank // 2))]
         seen = []
         for part in parts:
             with part:
@@ -98,6 +99,55 @@ def test_what_was_begun_before_is_done_before_the_division(host_engine):
         return {float(array[0]) for array in arrays}
 
     assert run_groups(3, body) == [{9.0}] * 3
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_no_color_of_nccl_joins_no_group_as_none_does(host_engine, connected):
+    def body(group):
+        if connected:
+            group.connect()
+        part = group.split((0, -1, None, np.int64(-1))[group.rank])
+        if part is not None:
+            with part:
+                return part.size
+        return None
+
+    assert run_groups(4, body) == [1, None, None, None]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_color_that_is_none_is_refused_on_all_ranks_alike(host_engine, connected):
+    store = LocalStore()
+
+    def body(group):
+        if connected:
+            group.connect()
+        with pytest.raises(ValueError) as caught:
+            group.split((0, -2, None, 1 << 31)[group.rank])
+        group.health_check(DEADLINE)
+        with group.split(0) as part:
+            assert part.size == 4
+        return str(caught.value)
+
+    said = set(run_groups(4, body, store=store, name="g"))
+    assert said == {
+        "split() of process group 'g': color: expected an int from 0 to 2147483647, or None to join no group, "
+        "got -2 on rank 1, 2147483648 on rank 3; no rank has made one"
+    }
+
+
+def test_color_of_a_communicator_is_nccls(comms2, host_engine):
+    for color in (-2, 1 << 31):
+        with pytest.raises(ValueError, match="color: expected an int from 0 to 2147483647, or None"):
+            comms2[0].split(color)
+    parts = [None, None]
+
+    def body(rank):
+        parts[rank.rank] = comms2[rank.rank].split((0, -1)[rank.rank])
+
+    testing.run_threads(2, body, comms=comms2)
+    assert parts[0].nranks == 1 and parts[1] is None
+    parts[0].close()
 
 
 def test_who_does_not_come_to_a_division_is_named_and_the_group_stays(host_engine):

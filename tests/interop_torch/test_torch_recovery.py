@@ -56,6 +56,7 @@ def job(rank, size, path, pipe):
         world_size=size,
         pg_options={"on_error": "abort"},
     )
+    pipe.send("it has begun")
     died = 0.0
 
     def step_of(step):
@@ -84,6 +85,8 @@ def test_three_go_on_without_the_fourth(extension, tmp_path):
         processes[-1].start()
     found = []
     try:
+        for pipe in pipes:  # each imports torch, all at once
+            assert pipe.poll(2 * DEADLINE) and pipe.recv(), "a rank has not begun"
         for pipe in pipes:
             assert pipe.poll(DEADLINE), "a rank has not ended"
             found.append(pipe.recv())

@@ -490,6 +490,7 @@ cdef class Plane:
     cdef Work _inner(self, Carried carried, int kind, str name):
         """Return the work of a launch that others' works come behind."""
         cdef Work inner = new_work(kind, self.group.device)
+        inner.entry.code = None  # this thread may run it for another one's call
         inner.entry.key = name
         inner.timed = self.group.timing
         inner.held = carried.kept

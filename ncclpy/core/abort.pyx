@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free
 
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
+from ncclpy.core cimport tap as _tap
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport BELIEVED, Handle, lock_within, note_failure, tell_trouble
@@ -23,6 +24,7 @@ from ncclpy.core.kin cimport endings_of, error_of_kin, fence_kin, is_freed, kin_
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, UNBORN, is_over
+from ncclpy.core.tap cimport Tap
 from ncclpy.core.tenant cimport Tenant
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, this_thread
 
@@ -391,9 +393,23 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     if is_over(handle.state):
         return
     handle.verdict = error
+    text = str(error)
     if made:  # else it has had no operation
         note_failure([handle], error)
-    begin_abort(handle.tied(), str(error))
+        _say_where_called(handle, error)
+    begin_abort(handle.tied(), text)
+
+
+cdef int _say_where_called(Handle handle, object error) except -1:
+    """Have an error say where the first operation was called that the device has not ended, if calls are told of."""
+    cdef Tap tap = _tap.tap
+    if tap is None:
+        return 0
+    with nogil:
+        handle.look_at_marks()
+    if handle.unfinished_since != 0:
+        tap.explain(tap.find(handle, &handle.unfinished), error)
+    return 0
 
 
 cdef int start_or_run(Call call) except -1:

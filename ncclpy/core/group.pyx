@@ -51,6 +51,10 @@ cdef extern from *:
     PyObject* ncclpy_current_group
 
 
+# Operations of a group that an error says the places of.
+cdef int EXPLAINED = 3
+
+
 cdef PyObject* open_group() noexcept nogil:
     return ncclpy_current_group
 
@@ -116,7 +120,18 @@ Record the calls of a ``with`` block and start them together when the outermost 
         held.send = <PyObject*>send
         held.recv = <PyObject*>recv
         self.count += 1
+        if _tap.tap is not None:
+            self._note_place()
         return 0
+
+    def _note_place(self):
+        """Note where the last operation was recorded."""
+        cdef Py_ssize_t before = self.count - 1
+        cdef list places = self.places or []
+        places += [None] * (before - len(places))  # nobody wanted to know then
+        del places[before:]  # of what was dropped
+        places.append((<Tap>_tap.tap).here())
+        self.places = places
 
     cdef list everything(self):
         """Return what the operations keep alive."""
@@ -205,7 +220,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         finally:
             aborts = self.aborts
             self.recent = self.awaited = NULL
-            self.handles = self.births = self.waits = self.aborts = None
+            self.handles = self.births = self.waits = self.aborts = self.places = None
             self.drop(0)
             Py_DECREF(self)
             # Whatever became of the calls: who asks for an abort wants an end.
@@ -423,6 +438,7 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
     cdef Step* step
     cdef list noted = []
     cdef dict earlier = {}
+    cdef Py_ssize_t nplaces = 0 if group.places is None else len(group.places)
     waited = {(id(handle), stream) for handle, stream, _ in group.waits}
     for i in range(group.count):
         step = &group.held[i].step
@@ -433,7 +449,8 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
         number = <uintptr_t>step.handle
         step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
         earlier[number] = earlier.get(number, 0) + 1
-        noted.append(tap.begin(<Handle>step.handle, &step.operation))
+        place = group.places[i] if <Py_ssize_t>i < nplaces else None
+        noted.append(tap.begin(<Handle>step.handle, &step.operation, place))
     failure = None
     begin_whole()
     try:
@@ -450,6 +467,17 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
                 tap.end(noted[i], &step.operation, done, failure)
         if failure is not None:
             tell_trouble(group.handles + [child for _, child in group.births], failure)
+            _explain(tap, noted, failure)
+    return 0
+
+
+cdef int _explain(Tap tap, list noted, object error) except -1:
+    """Have an error say where a group's first operations were called."""
+    cdef int left = EXPLAINED
+    for each in noted:
+        if each is not None and left > 0:
+            tap.explain(each, error)
+            left -= 1
     return 0
 
 

@@ -489,12 +489,12 @@ cdef class Handle:
 
     cdef void look_at_marks(self) noexcept nogil:
         cdef CUstreamCaptureMode mode
-        cdef double limit
+        cdef Mark overdue
         cdef const Mark* first
         if self.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
             return
         mode = relax()
-        find_overdue(self.marks, now(), &limit)
+        find_overdue(self.marks, now(), &overdue)
         restore(mode)
         first = first_marked(self.marks)
         self.unfinished_since = 0 if first == NULL else first.made

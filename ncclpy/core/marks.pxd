@@ -32,8 +32,8 @@ cdef void free_marks(Marks* marks) noexcept nogil
 cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil
 cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
 
-# The kind of an operation that is overdue, and the seconds that it had; -1 if none is. What is over is forgotten.
-cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
+# Whether an operation is overdue, and a copy of its mark. What is over is forgotten.
+cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil
 
 # The first whose operation the device has not ended, as far as was looked; NULL if there is none.
 cdef const Mark* first_marked(const Marks* marks) noexcept nogil

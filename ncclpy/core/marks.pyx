@@ -127,10 +127,10 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
         driver.cuCtxSetCurrent(saved)
 
 
-cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil:
+cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil:
     cdef Mark* mark
     cdef size_t i
-    cdef int found = -1
+    cdef bint overdue = False
     for i in range(marks.count):
         mark = &marks.ring[(marks.first + i) % marks.capacity]
         if mark.over or mark.open:  # the end of one that is open is that of an earlier operation
@@ -141,13 +141,13 @@ cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
             if driver.cuEventQuery(mark.begin) != CUDA_ERROR_NOT_READY:
                 mark.began = moment
         elif moment - mark.began > mark.limit:
-            found = mark.what.kind
-            limit[0] = mark.limit
+            overdue = True
+            found[0] = mark[0]
             break
     while marks.count and marks.ring[marks.first].over:
         marks.first = (marks.first + 1) % marks.capacity
         marks.count -= 1
-    return found
+    return overdue
 
 
 cdef const Mark* first_marked(const Marks* marks) noexcept nogil:

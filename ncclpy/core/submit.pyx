@@ -72,7 +72,7 @@ cdef int _submit_tapped(
 ) except -1:
     """Make a call at once, and have it told of."""
     operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
-    noted = tap.begin(handle, operation)
+    noted = tap.begin(handle, operation, None)
     begin_whole()
     try:
         if wait_host:
@@ -85,6 +85,7 @@ cdef int _submit_tapped(
         end_whole()
         tap.end(noted, operation, False, error)
         tell_trouble([handle], error)
+        tap.explain(noted, error)
         raise
     end_whole()
     return tap.end(noted, operation, wait_host, None)

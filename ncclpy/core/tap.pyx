@@ -4,10 +4,19 @@
 cdef class Tap:
     """Nobody in particular; those who listen build on it."""
 
-    cdef object begin(self, Handle handle, const Operation* operation):
+    cdef object here(self):
+        raise NotImplementedError
+
+    cdef object begin(self, Handle handle, const Operation* operation, object here):
         raise NotImplementedError
 
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1:
+        raise NotImplementedError
+
+    cdef object find(self, Handle handle, const Operation* operation):
+        raise NotImplementedError
+
+    cdef int explain(self, object noted, object error) except -1:
         raise NotImplementedError
 
 

@@ -14,11 +14,13 @@ import threading
 import weakref
 
 from ncclpy.abi.locks cimport mutex_trylock
+from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport begin_abort
 from ncclpy.core.handle cimport note_failure
-from ncclpy.core.marks cimport find_overdue
-from ncclpy.core.operation cimport function_of
+from ncclpy.core.marks cimport Mark, find_overdue
+from ncclpy.core.operation cimport Operation, function_of
 from ncclpy.core.state cimport READY, is_over
+from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport Call, now
 
 cdef extern from *:
@@ -139,8 +141,9 @@ cdef double _round() except? -1:
 
 
 cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
-    cdef double moment = now(), inside = handle.inside, limit = 0
-    cdef int overdue = -1
+    cdef double moment = now(), inside = handle.inside
+    cdef Mark late
+    cdef bint overdue = False
     if inside != 0 and moment - inside > handle.inside_limit:
         return _end(handle, "a call of NCCL", moment - inside)
     if inside != 0 and asked_to_stop and handle.inside_main and inside < ncclpy_sigint_at:
@@ -149,16 +152,20 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
     if handle.marks != NULL:
         with nogil:
             if mutex_trylock(&handle.mutex) == 0:
-                overdue = find_overdue(handle.marks, moment, &limit)
+                overdue = find_overdue(handle.marks, moment, &late)
                 handle.unlock()
-        if overdue >= 0:
-            return _end(handle, function_of(overdue).decode(), limit)
+        if overdue:
+            return _end(handle, function_of(late.what.kind).decode(), late.limit, &late.what)
     return 0
 
 
-cdef int _end(Handle handle, str what, double waited) except -1:
-    """Abort a communicator, and leave word for whoever calls it next."""
-    handle.verdict = handle.timeout_error(what, waited)
+cdef int _end(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
+    """Abort a communicator, and leave word for whoever calls it next: of an operation, also where it was called."""
+    cdef Tap tap = _tap.tap
+    error = handle.timeout_error(what, waited)
+    if operation != NULL and tap is not None:
+        tap.explain(tap.find(handle, operation), error)
+    handle.verdict = error
     note_failure([handle], handle.verdict)  # what is stuck is known now: the abort ends it on the device
     begin_abort(handle.tied(), f"{what} passed its deadline")
     return 0

@@ -15,6 +15,7 @@ from ncclpy.core.state cimport ABORTED
 from ncclpy.engine.callbacks cimport errands
 from ncclpy.engine.message cimport ended_by, words_of
 from ncclpy.engine.protocols cimport Together
+from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
@@ -64,6 +65,7 @@ cdef class _Failing:
         try:
             if not work.is_settled():
                 error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
+                error._where_called = where_called(work.entry)  # for what ends by it
                 launch = work.launch
                 if launch is None:
                     work.settle(error)

@@ -15,5 +15,9 @@ cdef object message(str before, object key, str after)
 cdef object around(str before, object words, str after)
 # A text, which may be a Message, with another end.
 cdef object ended_by(object words, cut, str after)
+# An error with another sentence at its end, which only this error has: a copy, unless it says that already.
+cdef object with_sentence(object error, str sentence)
+# The same in place: for an error that only the caller has.
+cdef int add_sentence(object error, str sentence) except -1
 # What an error says, as a str or a Message.
 cdef object words_of(object error)

@@ -6,7 +6,11 @@ somebody reads it, in the thread of that reader; until then it is a `Message`. K
 
 cimport cython
 
+from ncclpy.core.errors import NcclError
 from ncclpy.engine.recorder import show, text_of
+
+# Errors of Python's own that are raised for what ranks disagree about.
+cdef tuple _PLAIN = (TypeError, ValueError, RuntimeError)
 
 # Tuples in tuples that are looked into.
 cdef int _DEPTH = 4
@@ -71,6 +75,50 @@ cdef object ended_by(object words, cut, str after):
     made = Message.__new__(Message)
     made.before, made.key, made.after = inner.before, inner.key, cut(inner.after) + after
     return made
+
+
+cdef object with_sentence(object error, str sentence):
+    """Return a copy of an error with another sentence at its end; the error itself if it says that already.
+
+    Works that have failed together share an error; those that were called at one place share the copy as well, however
+    many they are.
+    """
+    cdef dict copies
+    if not _takes(error, sentence):
+        return error
+    error.__traceback__ = None  # which has frames, in which arrays hang, and is seen by nobody: the copy is raised
+    copies = error.__dict__.setdefault("_copies", {})
+    made = copies.get(sentence)
+    if made is None:
+        made = type(error)(error.args[0])
+        made.__dict__.update(error.__dict__)
+        made.__dict__.pop("_copies", None)
+        made.__cause__, made.__context__ = error.__cause__, error.__context__
+        made.__suppress_context__ = error.__suppress_context__
+        add_sentence(made, sentence)
+        made = copies.setdefault(sentence, made)  # another thread may have been here
+    return made
+
+
+cdef int add_sentence(object error, str sentence) except -1:
+    """Have an error end with another sentence, unless it says that already."""
+    if _takes(error, sentence):
+        error.args = (ended_by(words_of(error), _without_stop, f". {sentence}"),)
+    return 0
+
+
+cdef bint _takes(object error, str sentence) except -1:
+    """Return whether an error is of a class that has a text for its only argument, without this sentence."""
+    if sentence is None or not (isinstance(error, NcclError) or type(error) in _PLAIN) or len(error.args) != 1:
+        return False
+    words = error.args[0]
+    if type(words) is Message:
+        return sentence not in (<Message>words).after
+    return isinstance(words, str) and sentence not in words
+
+
+def _without_stop(text):
+    return text.rstrip(". ")
 
 
 cdef object words_of(object error):

@@ -52,5 +52,9 @@ cdef Entry new_entry()
 cdef dict began_of(Entry entry)
 # The name of the method that was called.
 cdef str called(Entry entry)
+# The sentence of an error that says where this rank called an operation; None if that was not noted.
+cdef str where_called(Entry entry)
+# The first operation of a process group, by its number, that has not ended; None if none is recorded.
+cdef Entry unfinished_of(long long group)
 # Note what an operation calls, and the size of its buffer.
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept

@@ -36,10 +36,11 @@ from ncclpy.engine.ledger cimport (
 from ncclpy.engine.native cimport now
 
 from ncclpy.core import library as _library
+from ncclpy.core.errors import NcclError
 from ncclpy.core.types import as_integer as _as_integer
 from ncclpy.engine.ledger import DTYPES as _DTYPES
 from ncclpy.engine.ledger import method_name, op_name
-from ncclpy.engine.stack import python_stack
+from ncclpy.engine.stack import in_short, python_stack
 
 cdef extern from "ncclpy/engine/site.h":
     PyObject* ncclpy_frame()
@@ -236,6 +237,26 @@ cdef str _site_of(Entry entry):
     return f"{file[-_FILE:]}:{ncclpy_code_line(entry.code, entry.at)}"
 
 
+cdef str where_called(Entry entry):
+    """Return the sentence that says where this rank called an operation, None if that was not noted."""
+    if entry.code is None:
+        return None
+    number = f" #{entry.sequence}" if entry.sequence >= 0 else ""
+    return f"This rank called {called(entry)}{number} at {in_short([_site_of(entry)])}"
+
+
+cdef Entry unfinished_of(long long group):
+    """Return the first operation of a process group that has not ended, as far as it is recorded; else None."""
+    cdef Entry entry
+    cdef Entry first = None
+    for entry in list(_ring):
+        if entry is None or entry.group != group or entry.state > LAUNCHED:
+            continue
+        if first is None or entry.id < first.id:
+            first = entry
+    return first
+
+
 cdef dict began_of(Entry entry):
     return {
         "operation": called(entry),
@@ -260,8 +281,15 @@ cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes)
 cdef class _Calls(Tap):
     """Record what communicators are asked for."""
 
-    cdef object begin(self, Handle handle, const Operation* operation):
+    cdef object here(self):
+        cdef Entry entry = Entry.__new__(Entry)
+        note_site(entry)
+        return None if entry.code is None else (entry.code, entry.at)
+
+    cdef object begin(self, Handle handle, const Operation* operation, object here):
         cdef Entry entry = new_entry()
+        if here is not None:
+            entry.code, entry.at = here
         entry.operation = operation.kind
         # A wait counts ranks.
         nbytes = operation.count * ITEMSIZE[operation.datatype] if operation.kind != WAIT_SIGNAL else 0
@@ -284,14 +312,30 @@ cdef class _Calls(Tap):
         entry.state = FAILED if error is not None else COMPLETED if done else CALLED
         return 0
 
+    cdef object find(self, Handle handle, const Operation* operation):
+        cdef Entry entry
+        for entry in list(_ring):
+            if (
+                entry is not None and entry.operation == operation.kind and entry.sequence == operation.sequence
+                and entry.rank == handle.rank and entry.communicator == handle.group_name and entry.device == handle.device
+            ):
+                return entry
+        return None
+
+    cdef int explain(self, object noted, object error) except -1:
+        sentence = None if noted is None else where_called(noted)
+        if sentence is not None and isinstance(error, NcclError) and sentence not in str(error):
+            error.args = (f"{str(error).rstrip('. ')}. {sentence}",)
+        return 0
+
 
 def record_all(enabled=True):
     """Record the calls of plain communicators too, or no longer.
 
     They are recorded when they are made, each alone or at the end of a group; launches of plans and graphs are not.
-    An entry has the line of the program that made the call, the name of the communicator, the same on all ranks (those
-    that `join` a grown one have another), and
-    the number of the call on it, which counts whether or not it is recorded. It is ``"pending"`` while NCCL has it
+    An entry has the line of the program that made the call, which the error of a call that fails says then as well; the
+    name of the communicator, the same on all ranks (those that `join` a grown one have another); and the number of the
+    call on it, which counts whether or not it is recorded. It is ``"pending"`` while NCCL has it
     (then its number may be too small, where several threads call at once), ``"completed"`` if the call has waited for
     data in CPU memory, ``"failed"`` with the error, and else ``"called"``: nobody asks the device when it is done.
 

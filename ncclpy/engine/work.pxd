@@ -53,6 +53,7 @@ cdef class Work:
     cdef object __weakref__
 
     cdef int settle(self, object error) except -1
+    cdef object failure(self)
     cdef int withdraw(self, object error) except -1
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1

@@ -31,9 +31,9 @@ from ncclpy.engine.callbacks cimport begin_callback, end_callback, hurry, ring, 
 from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.fence cimport is_doubted
 from ncclpy.engine.lock cimport is_quiet
-from ncclpy.engine.message cimport is_plain, message, words_of
+from ncclpy.engine.message cimport add_sentence, is_plain, message, with_sentence, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
-from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry
+from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 
@@ -196,6 +196,16 @@ What an asynchronous operation returns.
         if self.launch is None or load(&self.phase) == COMPLETED:
             self.held = None
         return 0
+
+    cdef object failure(self):
+        """Return its error, None if it has none, with where this operation was called; in a thread that may run Python."""
+        error = self.error
+        if error is None:
+            return None
+        told = with_sentence(error, where_called(self.entry))
+        if self.error is error:  # else another thread was here meanwhile: all are given the same
+            self.error = told
+        return self.error
 
     cdef int withdraw(self, object error) except -1:
         """Forget an operation that could not be begun: the caller is told, and nobody else."""
@@ -443,7 +453,9 @@ What an asynchronous operation returns.
         if not ended:
             state, awaited = self.state, self.gathering  # it may end, and give that up, while a key shows itself
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
-            raise NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
+            error = NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
+            add_sentence(error, where_called(self.entry))
+            raise error
         self._refuse_if_captured()
         self.tidy()
         return 0
@@ -466,7 +478,7 @@ What an asynchronous operation returns.
         """
         self._must_end(timeout)
         if self.error is not None:
-            raise self.error.with_traceback(None)  # it would grow with every wait, and keep the frames of all
+            raise self.failure().with_traceback(None)  # it would grow with every wait, and keep the frames of all
 
     def result(self, timeout=None):
         """Wait as `wait` does and return the array that received, None on a rank that receives nothing."""
@@ -476,7 +488,7 @@ What an asynchronous operation returns.
     def exception(self, timeout=None):
         """Wait until the operation is done and return its error, None if it has succeeded."""
         self._must_end(timeout)
-        return self.error
+        return self.failure()
 
     def synchronize(self, stream=None):
         """Let a stream wait for the operation; the CPU waits only until it is launched.
@@ -506,7 +518,7 @@ What an asynchronous operation returns.
             self.reader = PyThread_get_thread_ident()
             self.loosen(raw)
         elif self.error is not None:
-            raise self.error.with_traceback(None)
+            raise self.failure().with_traceback(None)
         elif load(&self.phase) == CAPTURED:
             self._join(raw)
 

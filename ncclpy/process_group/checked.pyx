@@ -5,6 +5,7 @@ import logging
 
 from ncclpy.core.wait cimport deadline_after
 from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.recorder cimport where_called
 from ncclpy.process_group.agreement cimport Agreement
 
 from ncclpy.core.errors import NcclError
@@ -38,6 +39,7 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
                 error.ranks = getattr(group.failure, "ranks", None)
                 raise
             group.collectives += 1  # on all ranks
+            error._where_called = where_called(request.work.entry)
             _disagreed(group, connection, error)
             raise
         except BaseException as error:

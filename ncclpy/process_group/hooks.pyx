@@ -26,5 +26,5 @@ cdef class Tells:
         cdef Entry entry = work.entry
         self.hook(Completion(
             self.rank, self.group, called(entry), entry.sequence, entry.count, entry.nbytes,
-            entry.created, entry.launched or None, entry.completed or None, work.duration, work.error,
+            entry.created, entry.launched or None, entry.completed or None, work.duration, work.failure(),
         ))

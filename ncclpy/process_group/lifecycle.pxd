@@ -61,6 +61,7 @@ cdef class Lifecycle(BlockOwner):
     # Raise for what was begun by what this group was before it was reconfigured.
     cdef int refuse_old(self) except -1
     cdef int end_connections(self, error, bint drained) except -1
+    cdef int _say_where_called(self, error) except -1
     cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=*) except -1
     cdef int end_notices(self, bint says_so) except -1
     cdef int leave_places(self, bint closed) except -1

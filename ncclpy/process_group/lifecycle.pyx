@@ -18,8 +18,10 @@ from ncclpy.engine.callbacks cimport errands, users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.fence cimport is_doubted, stops
 from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.message cimport add_sentence
 from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport LaunchOwner
+from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner
@@ -367,6 +369,16 @@ cdef class Lifecycle(BlockOwner):
             add_answer(error, said, states)
         return said, states
 
+    cdef int _say_where_called(self, error) except -1:
+        """Have an error say where this rank called the operation that has failed, else the first one that has not ended."""
+        cdef Entry entry
+        sentence = getattr(error, "_where_called", None)
+        if sentence is None:
+            entry = unfinished_of(self.number)
+            sentence = None if entry is None else where_called(entry)
+        add_sentence(error, sentence)
+        return 0
+
     def _explain(self, error, inquire, bint says=True):
         """Do so with an error that does not end the group; the ranks are asked by `inquire`."""
         if self.size > 1 and not self.is_ended():
@@ -466,6 +478,7 @@ cdef class Lifecycle(BlockOwner):
             return
         if not self.is_ended():
             self._inquire(error)
+        self._say_where_called(error)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
@@ -506,6 +519,8 @@ cdef class Lifecycle(BlockOwner):
     def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states, bint asked):
         """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
         cdef Connection one
+        if not asked:  # else the error is in users' hands already; the others are told the text without this
+            self._say_where_called(error)
         with self.lock:
             if number is not None and number != self.number:
                 return

@@ -11,6 +11,7 @@ from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
 import ncclpy
+import testing
 from ncclpy.coordinator.names import key_of, names_of
 from ncclpy.coordinator.signature import Kind, Signature, as_error, pack, pack_all, unpack, unpack_all
 
@@ -60,7 +61,7 @@ def test_every_value_is_told_to_every_rank(odd, said):
     even = lambda c: c.all_reduce("x", np.ones(4, np.float32))  # noqa: E731
     errors = bring_differently([even, odd, even])
     assert said in str(errors[0])
-    assert len({str(error) for error in errors}) == 1
+    assert len({testing.without_line(str(error)) for error in errors}) == 1
     assert [each.ranks for each in errors[0].ranks] == [(0, 2), (1,)]
     assert errors[0].result == ncclpy.Result.INVALID_USAGE
 
@@ -110,7 +111,7 @@ def test_all_that_differs_is_listed():
 def test_of_other_operations(brings, said):
     errors = bring_differently(brings)
     assert said in str(errors[0])
-    assert len({str(error) for error in errors}) == 1
+    assert len({testing.without_line(str(error)) for error in errors}) == 1
 
 
 def test_a_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
@@ -218,7 +219,7 @@ def test_a_type_of_many_fields():
     cut = r"\[\('field_0', '<f8'\), .*\.\.\. \(300 fields, 2400 bytes, #\w+\)"
     said = re.search(f"broadcast 'x': dtype ({cut}) on ranks 0, 2, ({cut}) on rank 1", str(errors[0]))
     assert said[1] != said[2]
-    assert len({str(error) for error in errors}) == 1
+    assert len({testing.without_line(str(error)) for error in errors}) == 1
 
 
 def test_a_sentence():

@@ -273,7 +273,7 @@ def test_collectives_behind_one_that_fails(make_manager, host_engine):
         first, _ = sum_works(manager, "hurried", range(2))
         begun = time.monotonic()
         assert isinstance(one_error(first), ncclpy.NcclTimeout)
-        errors = {id(work.exception(DEADLINE)) for work in works}
+        errors = {testing.without_line(str(work.exception(DEADLINE))) for work in works}
         assert len(errors) <= 2 and time.monotonic() - begun < 10
     sum_works(manager, "after", range(2), timeout=DEADLINE)[1]()
 

@@ -163,6 +163,25 @@ def test_the_timeout_of_a_wait_ends_the_wait_alone(ranks2):
     assert mine == 2 and others == (None, 2)
 
 
+def calls_alone(rank, size, how):
+    dist.barrier()
+    if rank == 1:
+        testing.wait_for(lambda: backend_of().group.error is not None, "the end")
+        return error_of(dist.barrier)
+    dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=0.5))
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    return error_of(work.wait if how == "wait" else work.get_future().wait)
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_error_says_where_this_rank_called_what_has_failed(ranks2, how):
+    """Not where it waits, nor where torch's own lines are."""
+    first, second = ranks2.run(calls_alone, how)
+    line = calls_alone.__code__.co_firstlineno + 6
+    assert f"This rank called all_reduce #1 at interop_torch/test_torch_ends.py:{line}" in first, first
+    assert "rank 0 of 2: all_reduce" in second and "This rank called" not in second, second
+
+
 def disagree(rank, size):
     tensor = torch.ones(2 if rank else 3)
     future = dist.all_reduce(tensor, async_op=True).get_future()

@@ -54,7 +54,7 @@ def refuse_memory(monkeypatch):
 
 
 def errors_of(size, body, *, store=None, **options):
-    """Return what each rank's program raises, as text; the group then closes."""
+    """Return what each rank's program raises, as text without the rank's own line; the group then closes."""
 
     def each(rank):
         with_store = options | {"timeout": options.get("timeout", DEADLINE / 2)}
@@ -62,7 +62,7 @@ def errors_of(size, body, *, store=None, **options):
         try:
             body(group)
         except ncclpy.NcclError as error:
-            return f"{type(error).__name__} {error.result}: {error}"
+            return testing.without_line(f"{type(error).__name__} {error.result}: {error}")
         finally:
             group.close(DEADLINE / 4)
         return None

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -479,6 +480,11 @@ def check_takes_its_turn(comms, all_reduce, call) -> None:
         abort_all(comms)
         _join(threads, time.monotonic() + 30)
     assert sorted(map(id, ended)) == sorted(map(id, (all_reduce, call)))
+
+
+def without_line(text: str) -> str:
+    """Return the text of an error without the lines at which this rank has called what has failed."""
+    return re.sub(r"(\. This rank called \S+(?: #\d+)? at \S+:\d+)+$", "", text)
 
 
 def run_with_deadline(fn, timeout: float = 30.0):

@@ -11,6 +11,7 @@ _HEAD = re.compile(
 )
 _DURATION = re.compile(r"\d+(?:\.\d+)? m?s\b")
 _PYTHON = ". Python of rank"
+_CALLED = "This rank called "
 #: Two are the same if one begins with the other and has so many characters at least.
 _ENOUGH = 40
 #: So many different ones are told apart; of more, the others are left out.
@@ -53,6 +54,6 @@ def _reason_of(text: str) -> str:
 
 
 def _without_advice(text: str) -> str:
-    """Leave out the sentences that tell to do what is being done."""
+    """Leave out the sentences that tell to do what is being done, or where an operation was called, as entries do."""
     sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", text)
-    return " ".join(each for each in sentences if "ncclpy trace" not in each)
+    return " ".join(each for each in sentences if "ncclpy trace" not in each and not each.startswith(_CALLED))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from test_cli_trace import document, entry, launched, lines_of, trace
 
+from ncclpy.cli.trace.reasons import Reasons
+
 __all__ = ["trace"]  # the fixture
 
 TITLE = "ranks wait for each other: they came to these in different order"
@@ -161,3 +163,10 @@ def test_a_reason_that_is_cut_has_the_python_of_ranks_all_the_same(trace):
     _, said, _ = trace(document(launched(0, 1, state="failed", completed=115.0, error=error)))
     (line,) = [line for line in said.splitlines() if "was not done within" in line]
     assert line.endswith("..." + stack) and len(line) < 600
+
+
+def test_reason_of_ranks_that_have_called_at_different_lines_is_said_once():
+    reasons = Reasons()
+    text = "all_reduce on device 0 was not done within its timeout of 1 s; its communicator is aborted"
+    assert reasons.say(f"{text}. This rank called all_reduce #1 at job/train.py:41", "rank 0") == f"{text}."
+    assert reasons.say(f"{text}. This rank called all_reduce #1 at job/train.py:88", "rank 1") == "same as rank 0"

@@ -378,6 +378,11 @@ class Arrivals:
         reasons = {reason: [rank for rank in why if why[rank] == reason] for reason in why.values()}
         return "; ".join(f"{self._who(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether the store knows whose process has ended."""
+        return self._leases
+
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank has been here and its process has ended, as far as the store knows."""
         return self._leases and self.has_made(rank) and not self.store.check([self.alive(rank)])

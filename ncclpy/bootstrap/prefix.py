@@ -89,6 +89,9 @@ class PrefixStore(Store):
     def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
         return self.store._tell(self._under(key), rest, self._under(asked), source)
 
+    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+        return self.store._beat(self._under(key), before, period)
+
     def _close(self) -> None:
         pass
 

@@ -393,6 +393,14 @@ class Store:
         """
         return None
 
+    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+        """Have the store itself count up under a key from now on, by a thread that needs no GIL.
+
+        The value is `before`, a space, and the count; `period` is the seconds between two of them. None: this store
+        has no such thread.
+        """
+        return None
+
     def close(self) -> None:
         """Let go of the store; threads that wait in it raise `StoreError`. May be called again."""
         if not self._closed:

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch_heartbeat.hpp"
 #include "torch_python.hpp"
 #include "torch_reader.hpp"
 
@@ -568,6 +569,9 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
     // Who has left before is in torch's frames, and asks for the GIL there.
     without_gil([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
   });
+  py::class_<Heartbeat>(module, "Heartbeat")
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, std::string, std::string, double, int>())
+      .def("close", &Heartbeat::close, py::call_guard<py::gil_scoped_release>());
 #if TORCH_IS_AT_LEAST(2, 8)
   py::class_<ForwardedOptions, c10d::Backend::Options, c10::intrusive_ptr<ForwardedOptions>>(module, "ForwardedOptions")
       .def("__deepcopy__", [](const ForwardedOptions& options, const py::dict&) {

@@ -71,7 +71,7 @@ ALLOCATOR = Part(
 BACKEND = Part(
     "torch-backend",
     Path(__file__).with_name("torch_backend.cpp"),
-    ("torch_python.hpp", "torch_reader.hpp", "../abi/tensor_reader.h"),
+    ("torch_heartbeat.hpp", "torch_python.hpp", "torch_reader.hpp", "../abi/tensor_reader.h"),
     (
         "-fvisibility=hidden", f"-isystem{sysconfig.get_path('include')}", "-ltorch_python", "-ltorch_cpu", "-ltorch",
         "-lc10", "-pthread",

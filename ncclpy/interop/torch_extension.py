@@ -19,7 +19,7 @@ from ncclpy.core.readers import read_by
 from ncclpy.interop.torch_backend import TorchBackend
 from ncclpy.interop.torch_build import BACKEND, Part, built
 
-__all__ = ["read_tensors_natively", "wrapped"]
+__all__ = ["heartbeat", "read_tensors_natively", "wrapped"]
 
 _NAME = "ncclpy_torch_backend"
 _READER = BACKEND._replace(
@@ -33,6 +33,11 @@ _loading = threading.Lock()
 def wrapped(rank: int, size: int, backend: TorchBackend) -> Any:
     """Return a ``torch.distributed.Backend`` whose operations are those of `backend`, which it keeps."""
     return _extension().ForwardedBackend(rank, size, backend)
+
+
+def heartbeat(store: Any, key: str, before: str, period: float, idle: int) -> Any:
+    """Return what counts up under a key of a store of torch's until it is closed, see `torch_heartbeat.hpp`."""
+    return _extension().Heartbeat(store, key, before, period, idle)
 
 
 @atexit.register

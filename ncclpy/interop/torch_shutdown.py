@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,10 @@ class IdleConnection:
             return False
         except OSError:
             return True
+
+    def fileno(self) -> int | None:
+        """Return the number of the connection, None if there is none."""
+        return None if self._socket is None or self._socket.fileno() < 0 else self._socket.fileno()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -121,6 +126,8 @@ class StoreShutdown:
         self._inside = 0
         self._pid = os.getpid()
         self._has_ended = False
+        #: Heartbeats, which call the store by threads of their own; they are made between `enter` and `leave`.
+        self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Which process serves, for errors.
         self.server = "its server"
         self._server: tuple[int, str] | None = None  # number and start of that process, if it is of this machine
@@ -161,6 +168,8 @@ class StoreShutdown:
         atexit.unregister(self.end)
         deadline = time.monotonic() + _CONFIRM
         _until(lambda: self._inside == 0, deadline)
+        for beat in list(self.beats):
+            beat.close()
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
             if not self._serves:
                 # Its answer is sent before the server sees another call.

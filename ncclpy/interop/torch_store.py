@@ -7,14 +7,16 @@ import contextlib
 import datetime
 import os
 import secrets
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ncclpy.bootstrap.asked import names
 from ncclpy.bootstrap.local import summed
-from ncclpy.bootstrap.store import Store, StoreError, StoreLost
+from ncclpy.bootstrap.store import Store, StoreError, StoreLost, Telling
 from ncclpy.interop.torch_shutdown import StoreShutdown, connection_to
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ _MADE = "\0ncclpy/made/"
 _LEAVES = 5.0
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST, _LAST = 0.0005, 0.02
+#: The module that heartbeats are in; only who uses the backend of torch.distributed has it built.
+_EXTENSION = "ncclpy.interop.torch_extension"
 # What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
 _NOT_KEYS = ("efcount/", "leanup/")
 
@@ -48,6 +52,8 @@ class _Exit:
         self._lock = threading.Lock()
         self._inside = 0
         self._has_begun = False
+        #: Heartbeats, which call by threads of their own.
+        self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def enter(self) -> None:
         """Begin a call; once the end has begun a daemon thread ends here."""
@@ -64,6 +70,8 @@ class _Exit:
     def begin(self) -> None:
         """Wait for the calls that others are in; they are short, as none of them waits for a key."""
         self._has_begun = True
+        for beat in list(self.beats):
+            beat.close()
         deadline = time.monotonic() + _LEAVES
         while self._inside and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -346,6 +354,24 @@ class TorchStore(Store):
                 if name not in _NOT_KEYS or self._ask(self._theirs.check, [name]):
                     found.append(name)
         return found
+
+    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+        extension = sys.modules.get(_EXTENSION)
+        idle = None if self._idle is None else self._idle.fileno()
+        if extension is None or idle is None:
+            return None
+        name = self._name(key)
+        self._note(name, time.monotonic() + self.timeout)
+        theirs = self._theirs.clone()  # its calls wait for none of the others
+
+        def begin() -> Telling:
+            beat: Telling = extension.heartbeat(theirs, name, before.decode(), period, idle)
+            _exit.beats.add(beat)
+            if self._shutdown is not None:
+                self._shutdown.beats.add(beat)
+            return beat
+
+        return self._ask(begin)
 
     def _close(self) -> None:
         """Leave torch's store as it is; threads that wait in this one see that it is closed at their next look."""

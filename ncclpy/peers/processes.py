@@ -34,10 +34,16 @@ class PeerProcesses:
         The ranks of this process.
     gone
         Called with a rank whose process has ended, and with a text that says so; in a thread that must not block.
+
+    Attributes
+    ----------
+    here
+        The ranks of this machine that have told their process, as of the last look.
     """
 
     def __init__(self, store: Store, own: Sequence[int], gone: Callable[[int, str], object]) -> None:
         self._store, self._own, self._gone = store, own, gone
+        self.here = set(own)
         self._watched: dict[int, Callable[[], object]] = {}  # by rank, what ends the watch
         self._over = False
 
@@ -56,6 +62,7 @@ class PeerProcesses:
             told = self._store.compare_set(_PROCESSES, None, None)[1] or b""
             for line in told.decode().splitlines():
                 rank, pid, start = line.split()
+                self.here.add(int(rank))
                 if int(pid) != os.getpid() and int(rank) not in self._watched:
                     self._watch(int(rank), int(pid), start)
 

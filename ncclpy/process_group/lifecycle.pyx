@@ -161,7 +161,8 @@ cdef class Lifecycle(BlockOwner):
         if size > 1:
             fence.listen(self)
         notices.listen(
-            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number), ledger
+            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number),
+            functools.partial(caller_of(mine, "_silent"), number), ledger,
         )
 
     def _come_from(self, before):

@@ -2,6 +2,7 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 
 
 cdef class Membership(Lifecycle):
+    cdef bint _waits(self) except -1
     cdef object _stand(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
     )

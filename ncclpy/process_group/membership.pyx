@@ -17,7 +17,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from ncclpy.core.library cimport check_process
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport errands, users
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport next_number
@@ -113,14 +113,24 @@ cdef class Membership(Lifecycle):
         """Take the news that a rank is gone, and why: what still waits in a while waits for it."""
         call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), number, rank, why))
 
-    def _without(self, number, rank, why):
-        cdef Agreement agreement = self.agreement
+    def _silent(self, number, rank, why):
+        """Take the news that a rank was not heard of for long while something waited."""
+        errands.give(functools.partial(self._without, number, rank, why, False))
+
+    def _without(self, number, rank, why, again=True):
         if number != self.number or self.is_ended():
             return
-        # Unless something waits.
-        if not self.pending() and not self.meetings and not (agreement is not None and agreement.turn.locked()):
+        if self._waits():
+            self._end_without(number, rank, why)
+        elif again:
             self._gone(number, rank, why)
-            return
+
+    cdef bint _waits(self) except -1:
+        cdef Agreement agreement = self.agreement
+        return self.pending() or self.meetings or (agreement is not None and agreement.turn.locked())
+
+    def _end_without(self, number, rank, why):
+        """End the group, or log that it goes on, as a rank that something waits for is gone."""
         told = None
         with contextlib.suppress(NcclError, ValueError):  # it may be gone since the group has ended: then that is why
             told = self.notices.told()

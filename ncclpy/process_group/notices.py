@@ -22,6 +22,7 @@ from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, s
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
+from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports, begun_until_closed, number_of
@@ -173,7 +174,7 @@ class Notices:
         has_made = None if self._numbering is None else self._has_made
         self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, has_made, is_lost=self._why_lost)
         self.reports = Reports(
-            self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around,
+            self.store, rank, size, self._look, self._is_gone, self._has_made, self._look_around,
             thread=threading.get_ident(),
         )  # fmt: skip
         self.clocks = Clocks(self.store, rank, self.known)
@@ -183,6 +184,10 @@ class Notices:
         self._processes = PeerProcesses(self.store, (rank,), lambda rank, why: self._gone(rank, why))
         self._gone: Callable[[int, str], object] = _nobody_told
         self._looks = _LOOKS
+        self._heartbeats: Heartbeats | None = None
+        if size > 1 and not self.arrivals.has_leases:
+            self._heartbeats = Heartbeats(self.store, rank, size, self._processes)
+        self._waited_for: object = None  # at the last look
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
@@ -331,10 +336,17 @@ class Notices:
             self._looks -= 1
             self._processes.look()
 
-    def listen(self, ended: Callable[[Told], object], gone: Callable[[int, str], object], source: Any) -> None:
+    def listen(
+        self,
+        ended: Callable[[Told], object],
+        gone: Callable[[int, str], object],
+        silent: Callable[[int, str], object],
+        source: Any,
+    ) -> None:
         """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
 
-        Other ranks that ask what this one does are answered there too; `source` tells it where no Python runs.
+        Or `silent`, once a rank of another machine beats no more while this one waits. Other ranks that ask what this
+        one does are answered there too; `source` tells it where no Python runs.
         """
 
         def take(told: bytes | None) -> None:
@@ -361,7 +373,9 @@ class Notices:
             self._watches.append(self.store.watch(_TOLD, look))
         except StoreError:  # it cannot tell of changes
             self.reports.watched = False
-            threading.Thread(target=self._ask, args=(take,), name="ncclpy-group", daemon=True).start()
+            if self._heartbeats is not None:
+                self._heartbeats.tell()
+            threading.Thread(target=self._ask, args=(take, silent), name="ncclpy-group", daemon=True).start()
             return
         if self.size > 1:
             self._watches += self.clocks.listen()
@@ -378,8 +392,9 @@ class Notices:
                     if not self.reports.has_closed(rank):
                         self.store.set(f"{_GONE}{rank}", b"")
 
-    def _ask(self, take: Callable[[bytes | None], None]) -> None:
+    def _ask(self, take: Callable[[bytes | None], None], silent: Callable[[int, str], object]) -> None:
         while not self._over.is_set():
+            self._hear_beats(silent)
             try:
                 take(self.store.get(_ENDED, _SLICE))
                 return
@@ -391,6 +406,28 @@ class Notices:
                 return
             with contextlib.suppress(StoreError, NcclTimeout):
                 self.reports.answer_all(number_of(self.store.compare_set(ASKED, None, None)[1]))
+
+    def _hear_beats(self, silent: Callable[[int, str], object]) -> None:
+        """Beat, and listen to ranks of other machines once this one has waited for one thing since the last look."""
+        beats = self._heartbeats
+        if beats is None:
+            return
+        with contextlib.suppress(StoreError, NcclTimeout):  # the next question says that the store is gone
+            beats.beat()
+            if not beats.begun:
+                return
+            before, self._waited_for = self._waited_for, self._begun().get("current") or self._meetings[:1]
+            if not self._waited_for or self._waited_for != before:
+                beats.rest()
+                return
+            for rank, why in beats.listen():
+                silent(rank, why)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank has made this group, and its lease or its heartbeats have ended."""
+        if self._heartbeats is None:
+            return self.arrivals.is_gone(rank)
+        return self._heartbeats.is_silent(rank)
 
     def inquire(self, subject: Began | None, alone: bool) -> tuple[str | None, tuple[RankState, ...] | None]:
         """Return what all ranks do, in a sentence and as data; (None, None) if nobody could find out.
@@ -477,7 +514,10 @@ class Notices:
     def _condition_of(self, rank: int) -> str:
         if not self._has_made(rank):
             return "absent"
-        return "gone" if self.arrivals.is_gone(rank) else self.reports.process_of(rank)
+        if self.arrivals.is_gone(rank):
+            return "gone"
+        state = self.reports.process_of(rank)
+        return "silent" if state == "gone" else state  # by its heartbeats alone: it may live, and is waited for
 
     def goes_on(self, handle: str) -> bool:
         """Return whether the group has ended here because it goes on with others, of whom this rank is one."""
@@ -540,6 +580,8 @@ class Notices:
         self.known.closed()
         self._over.set()
         self._processes.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         watches, self._watches = self._watches, []
         for watch in watches:
             with contextlib.suppress(StoreError):

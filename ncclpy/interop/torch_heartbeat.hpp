@@ -1,0 +1,95 @@
+// Heartbeats through a store of torch's, by a thread that needs no GIL: other machines know by them that this process is there,
+// also while a call of the program keeps the GIL.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// Counts up under a key until it is closed, or the store's server has ended.
+class Heartbeat {
+ public:
+  // `before` comes before the count, and `period` is the seconds between two. `idle` is a connection to the server which has
+  // ended once that has: torch prints where in C++ it finds that out, so that no call is made then.
+  Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string before, double period, int idle)
+      : state_(std::make_shared<State>()), process_(::getpid()) {
+    state_->store = std::move(store);
+    state_->key = std::move(key);
+    state_->before = std::move(before);
+    state_->period = std::chrono::duration<double>(period);
+    state_->idle = ::fcntl(idle, F_DUPFD_CLOEXEC, 0);
+    std::thread([state = state_] { state->run(); }).detach();
+  }
+  Heartbeat(const Heartbeat&) = delete;
+  Heartbeat& operator=(const Heartbeat&) = delete;
+  ~Heartbeat() { end(std::chrono::seconds(0)); }
+
+  // Count no more; without the GIL. Return whether no call is on its way, after 5 s at most.
+  bool close() { return end(std::chrono::seconds(5)); }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool over = false, left = false;
+    c10::intrusive_ptr<c10d::Store> store;
+    std::string key, before;
+    std::chrono::duration<double> period{};
+    int idle = -1;
+
+    bool server_has_ended() const {
+      char one;
+      return idle >= 0 && ::recv(idle, &one, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+    }
+
+    void run() {
+      std::unique_lock lock(mutex);
+      for (long long count = 1; !over; ++count) {
+        lock.unlock();
+        bool fails = server_has_ended();
+        if (!fails) {
+          const std::string value = before + " " + std::to_string(count);
+          try {
+            store->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+          } catch (const std::exception&) {
+            fails = true;
+          }
+        }
+        lock.lock();
+        if (fails) break;
+        changed.wait_for(lock, period, [this] { return over; });
+      }
+      lock.unlock();
+      store.reset();
+      if (idle >= 0) ::close(idle);
+      lock.lock();
+      left = true;
+      changed.notify_all();
+    }
+  };
+
+  bool end(std::chrono::seconds patience) {
+    if (::getpid() != process_) return true;  // a child of fork has no such thread, and may not have its mutex
+    std::unique_lock lock(state_->mutex);
+    state_->over = true;
+    state_->changed.notify_all();
+    return state_->changed.wait_for(lock, patience, [this] { return state_->left; });
+  }
+
+  const std::shared_ptr<State> state_;
+  const pid_t process_;
+};
+
+}  // namespace

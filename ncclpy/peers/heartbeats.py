@@ -1,0 +1,160 @@
+"""Heartbeats: how a rank knows that those on other machines are there, in a store that does not know who is alive.
+
+Each rank with others on another machine counts up under a key of its own, in a thread that needs no GIL where the
+store has one. A rank that waits reads the counts of the others. One that does not change for as long as its writer has
+said is silent: the process or its machine has ended, stands still, or cannot reach the store any more. Which of these
+it is cannot be known: so before an abort a silent rank is waited for like one that lives (`confirmation`), and if it
+goes on it raises what the others have raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import seconds as as_text
+from ncclpy.peers.processes import PeerProcesses
+
+if TYPE_CHECKING:
+    from ncclpy.bootstrap.store import Telling
+
+__all__ = ["Heartbeats"]
+
+#: How many ranks have made the group; and each rank's count, behind the seconds without a change that it asks for.
+_COME, _BEAT = "processes/come", "beat/"
+#: Seconds between two beats, and without one until a rank is silent: of a thread that needs no GIL, and of Python.
+_PERIOD, _SILENCE = 0.2, 1.25
+_PERIOD_OF_PYTHON, _SILENCE_OF_PYTHON = 1.0, 6.0
+#: Seconds that the time between two reads counts for at most: longer ones are the reader's silence, or the store's.
+_READS = 0.4
+#: How many of the ranks on other machines one rank reads at most, those behind it.
+_MOST = 32
+
+
+@dataclass
+class _Heard:
+    """What was read of one rank: its value, for how many seconds it has not changed, and when it was read last."""
+
+    value: bytes
+    silent: float
+    read: float
+
+
+class Heartbeats:
+    """The heartbeats of one rank of a group, and what it hears of the others'.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    rank, size
+        Which of how many this is.
+    processes
+        Which ranks are of this machine: the system tells of their ends.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, processes: PeerProcesses) -> None:
+        self._store, self._rank, self._size, self._processes = store, rank, size, processes
+        self._native: Telling | None = None
+        self._begun = self._over = False
+        self._have_come = False  # all ranks
+        self._count, self._due = 0, 0.0
+        self._heard: dict[int, _Heard] = {}
+        self._silent: dict[int, bytes] = {}
+
+    def tell(self) -> None:
+        """Tell the others that this rank has made the group; `PeerProcesses.tell` comes before."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            self._store.add(_COME)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are ranks on other machines."""
+        return self._begun
+
+    def beat(self) -> None:
+        """Begin to beat once a rank of another machine has come; beat, unless the store does so itself."""
+        if self._over or (self._have_come and not self._begun):
+            return
+        moment = time.monotonic()
+        if moment < self._due:
+            return
+        self._due = moment + _PERIOD_OF_PYTHON
+        if not self._have_come:
+            self._look_who_has_come()
+        if self._begun and self._native is None:
+            self._count += 1
+            self._store.set(self.key(self._rank), b"%g %d" % (_SILENCE_OF_PYTHON, self._count))
+        if self._over:  # meanwhile
+            self.close()
+
+    def _look_who_has_come(self) -> None:
+        come = int(self._value(_COME) or b"0")  # those of this machine among them have told that before
+        self._processes.look()
+        self._have_come = come >= self._size
+        if not self._begun and come > len(self._processes.here):
+            self._native = self._store._beat(self.key(self._rank), b"%g" % _SILENCE, _PERIOD)
+            self._begun = True
+
+    def listen(self) -> list[tuple[int, str]]:
+        """Read the counts of ranks on other machines, while this rank waits; return who has become silent, and why."""
+        found = []
+        behind = [(self._rank + step) % self._size for step in range(1, self._size)]
+        for rank in [each for each in behind if each not in self._processes.here][:_MOST]:
+            value, moment = self._value(self.key(rank)), time.monotonic()
+            heard = self._heard.get(rank)
+            if value is None:  # it has not come, or has closed the group
+                self._heard.pop(rank, None)
+            elif heard is None or heard.value != value:
+                self._heard[rank] = _Heard(value, 0.0, moment)
+                self._silent.pop(rank, None)
+            else:
+                heard.silent += min(moment - heard.read, _READS)
+                heard.read = moment
+                if rank not in self._silent and heard.silent >= _patience(value):
+                    self._silent[rank] = value
+                    found.append((rank, f"its heartbeats in the store have stopped {as_text(heard.silent)} ago"))
+        return found
+
+    def rest(self) -> None:
+        """Begin anew to listen the next time: this rank waits for nobody."""
+        self._heard.clear()
+
+    def is_silent(self, rank: int) -> bool:
+        """Return whether a rank was found silent, and has not beaten since."""
+        value = self._silent.get(rank)
+        return value is not None and self._value(self.key(rank)) == value
+
+    def close(self) -> None:
+        """Beat no more, and take the key away."""
+        self._over = True
+        native, self._native = self._native, None
+        if native is not None:
+            native.close()
+        if self._begun:
+            with contextlib.suppress(StoreError, NcclTimeout):
+                self._store.delete(self.key(self._rank))
+
+    def _value(self, key: str) -> bytes | None:
+        with contextlib.suppress(NcclTimeout):
+            return self._store.get(key, 0.0)
+        return None
+
+    @staticmethod
+    def key(rank: int) -> str:
+        """Return the key that a rank counts up."""
+        return f"{_BEAT}{rank}"
+
+
+def _patience(value: bytes) -> float:
+    """Return the seconds without a change that a rank asks for; infinity for what is no heartbeat."""
+    with contextlib.suppress(ValueError):
+        asked = float(value.split(b" ")[0])
+        if asked >= _SILENCE:
+            return asked
+    return math.inf

@@ -25,6 +25,7 @@ from ncclpy.engine.known import Known, elsewhere, note_communicator
 from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
 from ncclpy.peers.confirmation import Confirmation
+from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
@@ -53,12 +54,14 @@ _LOOKS, _GRACE = 5, 0.7
 class _Ears:
     """What hears of the other ranks: it is kept by a timer, which ends it once the circle is dropped."""
 
-    def __init__(self, processes: PeerProcesses) -> None:
+    def __init__(self, processes: PeerProcesses, heartbeats: Heartbeats | None) -> None:
         self.watch: Watch | None = None
-        self.processes = processes
+        self.processes, self.heartbeats = processes, heartbeats
 
     def close(self) -> None:
         self.processes.close()
+        if self.heartbeats is not None:
+            self.heartbeats.close()
         watch, self.watch = self.watch, None
         if watch is not None:
             with contextlib.suppress(StoreError):
@@ -107,15 +110,20 @@ class Circle:
         self._own, self._look_at = list(own), look
         self._look = functools.partial(look, self._own[0])
         self._ledgers = ledgers
+        mine = weakref.ref(self)
+        processes = PeerProcesses(store, self._own, lambda rank, why: _call(mine, Circle._gone, rank, why))
+        heartbeats = None if arrivals.has_leases else Heartbeats(store, self._own, size, processes)
+        self._ears = _Ears(processes, heartbeats)
+        is_gone = arrivals.is_gone if heartbeats is None else heartbeats.is_silent
         self._reports = [
-            _reports(store, size, note_communicator(name, rank, device, functools.partial(look, rank)), arrivals)
+            _reports(
+                store, size, note_communicator(name, rank, device, functools.partial(look, rank)), arrivals, is_gone
+            )
             for rank, device in own.items()
         ]
         self._inquiries = Inquiries(self._inquire, False, f"rank {self._own[0]} of communicator {name!r}")
         self._arrivals, self._ended, self._forget = arrivals, ended, forget
         self.confirmation = Confirmation(store, self._own, size, self._condition_of)
-        mine = weakref.ref(self)
-        self._ears = _Ears(PeerProcesses(store, self._own, lambda rank, why: _call(mine, Circle._gone, rank, why)))
         self._looks = _LOOKS
         self._published = 0.0
         self._over = False
@@ -143,6 +151,8 @@ class Circle:
             if each.rank in self._ledgers:
                 each.begin(self._ledgers[each.rank])
         self._ears.processes.tell()
+        if self._ears.heartbeats is not None and self._ears.watch is None:
+            self._ears.heartbeats.tell()
         self._beat()
         if self._over:  # meanwhile
             self._hear_no_more()
@@ -168,6 +178,8 @@ class Circle:
                 if self._looks > 0:
                     self._looks -= 1
                     self._ears.processes.look()
+            if not watched:
+                self._hear_beats()
             if first or not watched:  # before the watch began
                 self._answer(number_of(self._store.compare_set(ASKED, None, None)[1]))
                 self._hear_of_end(self.told())
@@ -178,6 +190,19 @@ class Circle:
                 log_silence(f"rank {self._own[0]} of communicator {self._name!r}", error)
             return
         call_at(time.monotonic() + (_BEAT if watched else _LOOK), _beater_of(weakref.ref(self), self._ears))
+
+    def _hear_beats(self) -> None:
+        """Beat, and end the communicator without a rank of another machine that beats no more while this one waits."""
+        if self._ears.heartbeats is None:
+            return
+        for rank, why in self._ears.heartbeats.look(self._waits_for):
+            if not self._over and not self.look_for_end():
+                self._ended(f": rank {rank} of {self._size} is gone: {why}", NcclRemoteError.__name__)
+
+    def _waits_for(self) -> list[object]:
+        """Return in which operations its ranks wait, nothing if none does."""
+        waits = [self._awaited(each) for each in self._own]
+        return waits if any(waits) else []
 
     def ask(self) -> Said:
         """Return what all ranks do, in a sentence and as data, or None for either; within some seconds in any case."""
@@ -240,8 +265,8 @@ class Circle:
         with contextlib.suppress(NcclError, ValueError):  # the store may be gone with that process
             if self._reports[0].has_closed(rank) or self.look_for_end():
                 return
-        waits = [self._awaited(each) for each in self._own]
-        if waits == waiting and any(waits):
+        waits = self._waits_for()
+        if waits and waits == waiting:
             self._ended(f": rank {rank} of {self._size} is gone: {why}", NcclRemoteError.__name__)
         else:
             self._gone(rank, why, waits)
@@ -253,7 +278,10 @@ class Circle:
     def _condition_of(self, rank: int) -> str:
         if not self._arrivals.has_made(rank):
             return "absent"
-        return "gone" if self._arrivals.is_gone(rank) else self._reports[0].process_of(rank)
+        if self._arrivals.is_gone(rank):
+            return "gone"
+        state = self._reports[0].process_of(rank)
+        return "silent" if state == "gone" else state  # by its heartbeats alone: it may live, and is waited for
 
     def leave(self, text: str = "", kind: str = "") -> threading.Thread | None:
         """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
@@ -293,7 +321,7 @@ class Circle:
                     self._store.delete(key)
 
 
-def _reports(store: Store, size: int, known: Known, arrivals: Arrivals) -> Reports:
+def _reports(store: Store, size: int, known: Known, arrivals: Arrivals, is_gone: Callable[[int], bool]) -> Reports:
     """Return what a rank tells of itself; its answers say also what keeps it in another communicator or group."""
 
     def answer() -> dict[str, Any]:
@@ -302,7 +330,7 @@ def _reports(store: Store, size: int, known: Known, arrivals: Arrivals) -> Repor
             told.update(elsewhere(known))
         return told
 
-    return Reports(store, known.rank, size, known.look, arrivals.is_gone, arrivals.has_made, answer)
+    return Reports(store, known.rank, size, known.look, is_gone, arrivals.has_made, answer)
 
 
 def _heard(packed: bytes) -> Said:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,40 +48,67 @@ class _Heard:
 
 
 class Heartbeats:
-    """The heartbeats of one rank of a group, and what it hears of the others'.
+    """The heartbeats of one process of a group, and what it hears of the others'.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the group.
-    rank, size
-        Which of how many this is.
+    own, size
+        The ranks of this process, of how many. The first of them beats for all.
     processes
         Which ranks are of this machine: the system tells of their ends.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, processes: PeerProcesses) -> None:
-        self._store, self._rank, self._size, self._processes = store, rank, size, processes
+    def __init__(self, store: Store, own: Sequence[int], size: int, processes: PeerProcesses) -> None:
+        self._store, self._own, self._size, self._processes = store, own, size, processes
+        self._key = self.key(own[0])
         self._native: Telling | None = None
-        self._begun = self._over = False
+        self._over = threading.Event()
+        self._begun = False
         self._have_come = False  # all ranks
+        self._waited_for: object = None  # at the last look
         self._count, self._due = 0, 0.0
         self._heard: dict[int, _Heard] = {}
         self._silent: dict[int, bytes] = {}
 
     def tell(self) -> None:
-        """Tell the others that this rank has made the group; `PeerProcesses.tell` comes before."""
+        """Tell the others that these ranks have made the group; `PeerProcesses.tell` comes before."""
         with contextlib.suppress(StoreError, NcclTimeout):
-            self._store.add(_COME)
+            self._store.add(_COME, len(self._own))
 
-    @property
-    def begun(self) -> bool:
-        """Whether there are ranks on other machines."""
-        return self._begun
+    def look(self, waits_for: Callable[[], object]) -> list[tuple[int, str]]:
+        """Beat; listen to the others, if this process has waited for one thing since the last look.
+
+        Called several times a second, by one thread at a time.
+
+        Parameters
+        ----------
+        waits_for
+            Returns what it waits for, something false if it does not wait.
+
+        Returns
+        -------
+        list
+            The ranks that have become silent, each with a text that says so.
+
+        Raises
+        ------
+        StoreError, NcclTimeout
+            Of the store.
+        """
+        self.beat()
+        if not self._begun:
+            return []
+        before, self._waited_for = self._waited_for, waits_for()
+        if self._waited_for and self._waited_for == before:
+            return self.listen()
+        self._heard.clear()
+        return []
 
     def beat(self) -> None:
         """Begin to beat once a rank of another machine has come; beat, unless the store does so itself."""
-        if self._over or (self._have_come and not self._begun):
+        if self._over.is_set() or (self._have_come and not self._begun):
             return
         moment = time.monotonic()
         if moment < self._due:
@@ -89,8 +118,8 @@ class Heartbeats:
             self._look_who_has_come()
         if self._begun and self._native is None:
             self._count += 1
-            self._store.set(self.key(self._rank), b"%g %d" % (_SILENCE_OF_PYTHON, self._count))
-        if self._over:  # meanwhile
+            self._store.set(self._key, b"%g %d" % (_SILENCE_OF_PYTHON, self._count))
+        if self._over.is_set():  # meanwhile
             self.close()
 
     def _look_who_has_come(self) -> None:
@@ -98,17 +127,17 @@ class Heartbeats:
         self._processes.look()
         self._have_come = come >= self._size
         if not self._begun and come > len(self._processes.here):
-            self._native = self._store._beat(self.key(self._rank), b"%g" % _SILENCE, _PERIOD)
+            self._native = self._store._beat(self._key, b"%g" % _SILENCE, _PERIOD)
             self._begun = True
 
     def listen(self) -> list[tuple[int, str]]:
-        """Read the counts of ranks on other machines, while this rank waits; return who has become silent, and why."""
+        """Read the counts of ranks on other machines; return which have become silent, and why."""
         found = []
-        behind = [(self._rank + step) % self._size for step in range(1, self._size)]
+        behind = [(self._own[0] + step) % self._size for step in range(1, self._size)]
         for rank in [each for each in behind if each not in self._processes.here][:_MOST]:
             value, moment = self._value(self.key(rank)), time.monotonic()
             heard = self._heard.get(rank)
-            if value is None:  # it has not come, or has closed the group
+            if value is None:  # it has not come, has closed the group, or another rank of its process beats
                 self._heard.pop(rank, None)
             elif heard is None or heard.value != value:
                 self._heard[rank] = _Heard(value, 0.0, moment)
@@ -121,10 +150,6 @@ class Heartbeats:
                     found.append((rank, f"its heartbeats in the store have stopped {as_text(heard.silent)} ago"))
         return found
 
-    def rest(self) -> None:
-        """Begin anew to listen the next time: this rank waits for nobody."""
-        self._heard.clear()
-
     def is_silent(self, rank: int) -> bool:
         """Return whether a rank was found silent, and has not beaten since."""
         value = self._silent.get(rank)
@@ -132,13 +157,13 @@ class Heartbeats:
 
     def close(self) -> None:
         """Beat no more, and take the key away."""
-        self._over = True
+        self._over.set()
         native, self._native = self._native, None
         if native is not None:
             native.close()
         if self._begun:
             with contextlib.suppress(StoreError, NcclTimeout):
-                self._store.delete(self.key(self._rank))
+                self._store.delete(self._key)
 
     def _value(self, key: str) -> bytes | None:
         with contextlib.suppress(NcclTimeout):
@@ -147,7 +172,7 @@ class Heartbeats:
 
     @staticmethod
     def key(rank: int) -> str:
-        """Return the key that a rank counts up."""
+        """Return the key that the process of a rank counts up, if this is the first of its ranks."""
         return f"{_BEAT}{rank}"
 
 

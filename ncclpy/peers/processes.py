@@ -19,8 +19,9 @@ from ncclpy.peers.reports import MACHINE, process, process_state
 
 __all__ = ["PeerProcesses"]
 
-#: Which processes of this machine have ranks of a group, a line each: rank, process, when that was started.
-_PROCESSES = f"processes/{quote(MACHINE, safe='')}"
+#: Below it, which processes of a machine have ranks of a group, a line each: rank, process, when that was started.
+_TOLD = "processes/"
+_PROCESSES = f"{_TOLD}{quote(MACHINE, safe='')}"
 
 
 class PeerProcesses:
@@ -67,8 +68,9 @@ class PeerProcesses:
                     self._watch(int(rank), int(pid), start)
 
     def forget(self) -> None:
-        """Clear away what was told: no rank looks any more."""
-        self._store.delete(_PROCESSES)
+        """Clear away what the processes of all machines have told: no rank looks any more."""
+        for key in self._store.keys(_TOLD):
+            self._store.delete(key)
 
     def close(self) -> None:
         """Watch no more."""

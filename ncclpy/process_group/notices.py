@@ -186,8 +186,7 @@ class Notices:
         self._looks = _LOOKS
         self._heartbeats: Heartbeats | None = None
         if size > 1 and not self.arrivals.has_leases:
-            self._heartbeats = Heartbeats(self.store, rank, size, self._processes)
-        self._waited_for: object = None  # at the last look
+            self._heartbeats = Heartbeats(self.store, (rank,), size, self._processes)
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
@@ -408,20 +407,11 @@ class Notices:
                 self.reports.answer_all(number_of(self.store.compare_set(ASKED, None, None)[1]))
 
     def _hear_beats(self, silent: Callable[[int, str], object]) -> None:
-        """Beat, and listen to ranks of other machines once this one has waited for one thing since the last look."""
-        beats = self._heartbeats
-        if beats is None:
-            return
-        with contextlib.suppress(StoreError, NcclTimeout):  # the next question says that the store is gone
-            beats.beat()
-            if not beats.begun:
-                return
-            before, self._waited_for = self._waited_for, self._begun().get("current") or self._meetings[:1]
-            if not self._waited_for or self._waited_for != before:
-                beats.rest()
-                return
-            for rank, why in beats.listen():
-                silent(rank, why)
+        """Beat, and listen to ranks of other machines, see `Heartbeats.look`."""
+        if self._heartbeats is not None:
+            with contextlib.suppress(StoreError, NcclTimeout):  # the next question says that the store is gone
+                for rank, why in self._heartbeats.look(lambda: self._begun().get("current") or self._meetings[:1]):
+                    silent(rank, why)
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank has made this group, and its lease or its heartbeats have ended."""

@@ -147,7 +147,7 @@ def listens(beats, moments, seconds, step=0.2):
 def pair(moments):
     """Return the heartbeats of two ranks, each of a machine of its own, and their store."""
     store = LocalStore()
-    both = [Heartbeats(store, rank, 2, Here(rank)) for rank in range(2)]
+    both = [Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2)]
     for each in both:
         each.tell()
     for each in both:
@@ -157,26 +157,25 @@ def pair(moments):
 
 def test_heartbeats_begin_only_when_a_rank_of_another_machine_has_come(moments):
     store = LocalStore()
-    first, second = (Heartbeats(store, rank, 2, Here(rank)) for rank in range(2))
+    first, second = (Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2))
     first.tell()
     first.beat()
-    assert not first.begun and store.keys("beat/") == []
+    assert store.keys("beat/") == []
     second.tell()
     moments.now += 1
     first.beat()
-    assert first.begun and store.keys("beat/") == ["beat/0"]
+    assert store.keys("beat/") == ["beat/0"]
 
 
 def test_heartbeats_are_not_written_where_all_ranks_share_one_machine(moments):
     store = LocalStore()
-    both = [Heartbeats(store, rank, 2, Here(0, 1)) for rank in range(2)]
+    both = [Heartbeats(store, (rank,), 2, Here(0, 1)) for rank in range(2)]
     for each in both:
         each.tell()
     for each in both:
         each.beat()
         moments.now += 100
         each.beat()
-        assert not each.begun
     assert store.keys("") == ["processes/come"]
 
 
@@ -203,7 +202,7 @@ def test_time_in_which_the_reader_or_the_store_stood_still_is_no_silence(pair, m
     store.set("beat/1", b"1.25 1")
     listens(first, moments, 0.2)
     assert listens(first, moments, 200, step=100) == []  # two reads
-    first.rest()
+    first.look(lambda: None)
     assert listens(first, moments, 1.2) == []  # it begins anew
 
 
@@ -230,3 +229,24 @@ def test_store_that_is_gone_is_no_silence(pair, moments):
     with pytest.raises(StoreError):
         first.listen()
     first.close()
+
+
+def test_process_listens_only_while_it_waits_for_one_thing(pair, moments, monkeypatch):
+    first, _, _ = pair
+    reads = []
+    monkeypatch.setattr(first, "listen", lambda: reads.append(moments.now) or [])
+    for waits_for in (None, None, "one", "two", "two", "two", None):
+        moments.now += 0.2
+        first.look(lambda waits_for=waits_for: waits_for)
+    assert len(reads) == 2
+
+
+def test_first_rank_of_a_process_beats_for_all(moments):
+    store = LocalStore()
+    nodes = [Heartbeats(store, own, 4, Here(*own)) for own in ((0, 1), (2, 3))]
+    for each in nodes:
+        each.tell()
+    for each in nodes:
+        each.beat()
+    assert store.keys("beat/") == ["beat/0", "beat/2"]
+    assert [rank for rank, _ in listens(nodes[1], moments, 7)] == [0]

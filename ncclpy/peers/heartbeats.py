@@ -21,6 +21,7 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 from ncclpy.peers.processes import PeerProcesses
+from ncclpy.peers.reports import number_of
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
@@ -40,11 +41,22 @@ _MOST = 32
 
 @dataclass
 class _Heard:
-    """What was read of one rank: its value, for how many seconds it has not changed, and when it was read last."""
+    """What was read of one rank while this one waits for one thing.
+
+    Attributes
+    ----------
+    value, read
+        Its count, and when it was read last.
+    silent
+        For how many seconds it has not changed.
+    told
+        Whether the rank was said to be silent.
+    """
 
     value: bytes
-    silent: float
     read: float
+    silent: float = 0.0
+    told: bool = False
 
 
 class Heartbeats:
@@ -123,7 +135,7 @@ class Heartbeats:
             self.close()
 
     def _look_who_has_come(self) -> None:
-        come = int(self._value(_COME) or b"0")  # those of this machine among them have told that before
+        come = number_of(self._value(_COME))  # those of this machine among them have told that before
         self._processes.look()
         self._have_come = come >= self._size
         if not self._begun and come > len(self._processes.here):
@@ -140,12 +152,13 @@ class Heartbeats:
             if value is None:  # it has not come, has closed the group, or another rank of its process beats
                 self._heard.pop(rank, None)
             elif heard is None or heard.value != value:
-                self._heard[rank] = _Heard(value, 0.0, moment)
+                self._heard[rank] = _Heard(value, moment)
                 self._silent.pop(rank, None)
             else:
                 heard.silent += min(moment - heard.read, _READS)
                 heard.read = moment
-                if rank not in self._silent and heard.silent >= _patience(value):
+                if not heard.told and heard.silent >= _patience(value):
+                    heard.told = True
                     self._silent[rank] = value
                     found.append((rank, f"its heartbeats in the store have stopped {as_text(heard.silent)} ago"))
         return found

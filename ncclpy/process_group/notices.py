@@ -169,6 +169,7 @@ class Notices:
             self.before = self._before
         self.name, self.rank, self.size = name, rank, size
         self._meetings: list[tuple[str, float]] = []  # this rank is at, and since when
+        self._joins: list[str] = []  # the communicators that this rank meets others to make
         self._begun = look
         self.known = note_group(name, self.number, rank, size, device, self._look)
         has_made = None if self._numbering is None else self._has_made
@@ -214,7 +215,11 @@ class Notices:
         def first(come: list[bytes]) -> bytes:
             return bytes(decode(UniqueId, come[0], self.store, f"{place}/here/{members[0]}", members[0]))
 
-        met = self.arrivals.meet(place, members, what, mine, first, timeout, wanted)
+        self._joins.append(label)
+        try:
+            met = self.arrivals.meet(place, members, what, mine, first, timeout, wanted)
+        finally:
+            self._joins.remove(label)
         return bytes(decode(UniqueId, met, self.store, f"{place}/outcome", members[0]))
 
     def made(self, label: str, members: list[int]) -> None:
@@ -410,8 +415,12 @@ class Notices:
         """Beat, and listen to ranks of other machines, see `Heartbeats.look`."""
         if self._heartbeats is not None:
             with contextlib.suppress(StoreError, NcclTimeout):  # the next question says that the store is gone
-                for rank, why in self._heartbeats.look(lambda: self._begun().get("current") or self._meetings[:1]):
+                for rank, why in self._heartbeats.look(self._waits_for):
                     silent(rank, why)
+
+    def _waits_for(self) -> object:
+        """Return the operation, the meeting or the communicator that this rank waits for, something false if none."""
+        return self._begun().get("current") or self._meetings[:1] or self._joins[:1]
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank has made this group, and its lease or its heartbeats have ended."""

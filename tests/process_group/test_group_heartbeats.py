@@ -39,6 +39,26 @@ BEAT = "ncclpy/group/default/1/beat/"
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
+def test_rank_of_another_machine_that_is_gone_ends_the_wait_for_a_communicator(tmp_path):
+    testing.need_processes(2)
+    said = run(
+        tmp_path,
+        f"""
+        store.wait(["{BEAT}0", "{BEAT}1"], 60)
+        if rank == 1:
+            {STOPS}
+        try:
+            group.connect(timeout=60)
+        except ncclpy.NcclError as error:
+            print(type(error).__name__, error, flush=True)
+        os._exit(0)
+        """,
+        only=[0],
+    )[1]
+    assert "NcclRemoteError rank 1 of 2 will not come to make communicator 'all' of process group 'default'" in said
+    assert "cannot be reached any more" in said, said
+
+
 @pytest.mark.parametrize("when", ["in an operation", "before the first one"])
 def test_rank_of_another_machine_that_is_gone_is_known_long_before_the_deadline(tmp_path, when):
     """Before the first operation the ranks that live wait for the communicator."""
@@ -185,6 +205,8 @@ def test_rank_is_silent_once_it_has_not_beaten_for_as_long_as_it_says(pair, mome
     [(rank, why)] = listens(first, moments, 0.6)
     assert rank == 1 and re.fullmatch(r"its heartbeats in the store have stopped 6 s ago", why), why
     assert first.is_silent(1) and listens(first, moments, 10) == []  # it is told once
+    first.look(lambda: None)
+    assert first.is_silent(1) and len(listens(first, moments, 6.4)) == 1  # and once more for what is waited for next
     store.set("beat/1", b"1.25 7")
     assert not first.is_silent(1)
     assert listens(first, moments, 1.4) == [] and len(listens(first, moments, 0.4)) == 1

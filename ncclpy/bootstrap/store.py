@@ -397,7 +397,7 @@ class Store:
         """Have the store itself count up under a key from now on, by a thread that needs no GIL.
 
         The value is `before`, a space, and the count; `period` is the seconds between two of them. None: this store
-        has no such thread.
+        has no such thread. `StoreError`: a call of this store may have to wait for a call that waits for a key.
         """
         return None
 

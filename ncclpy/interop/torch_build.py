@@ -30,6 +30,8 @@ from ncclpy.core.ownership import make_folder, open_own, why_exposed
 
 _log = logging.getLogger("ncclpy")
 
+#: The name by which Python knows the extension module.
+EXTENSION = "ncclpy_torch_backend"
 SOURCE = Path(__file__).with_name("torch_shim.cpp")
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from ncclpy.core.readers import read_by
 from ncclpy.interop.torch_backend import TorchBackend
-from ncclpy.interop.torch_build import BACKEND, Part, built
+from ncclpy.interop.torch_build import BACKEND, EXTENSION, Part, built
 
-__all__ = ["heartbeat", "read_tensors_natively", "wrapped"]
+__all__ = ["read_tensors_natively", "wrapped"]
 
-_NAME = "ncclpy_torch_backend"
 _READER = BACKEND._replace(
     what="the extension that reads tensors",
     asked="read_tensors_natively()",
@@ -35,16 +34,11 @@ def wrapped(rank: int, size: int, backend: TorchBackend) -> Any:
     return _extension().ForwardedBackend(rank, size, backend)
 
 
-def heartbeat(store: Any, key: str, before: str, period: float, idle: int) -> Any:
-    """Return what counts up under a key of a store of torch's until it is closed, see `torch_heartbeat.hpp`."""
-    return _extension().Heartbeat(store, key, before, period, idle)
-
-
 @atexit.register
 def _end_of_process() -> None:
     """Have threads that are in a backend stay there, as Python's end would abort the process with them."""
-    if _NAME in sys.modules:
-        sys.modules[_NAME].end_process()
+    if EXTENSION in sys.modules:
+        sys.modules[EXTENSION].end_process()
 
 
 def read_tensors_natively() -> None:
@@ -70,16 +64,16 @@ def _extension(part: Part = BACKEND) -> Any:
     """Return the extension, built and loaded if it has not been; `part` has the words for errors."""
     import torch.distributed  # by whose classes the extension's own are made
 
-    if _NAME not in sys.modules:
+    if EXTENSION not in sys.modules:
         path = built(torch, part)
         with _loading:
-            if _NAME not in sys.modules:  # no other thread has been faster
-                sys.modules[_NAME] = _loaded(torch, path)
-    return sys.modules[_NAME]
+            if EXTENSION not in sys.modules:  # no other thread has been faster
+                sys.modules[EXTENSION] = _loaded(torch, path)
+    return sys.modules[EXTENSION]
 
 
 def _loaded(torch: Any, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(_NAME, path)
+    spec = importlib.util.spec_from_file_location(EXTENSION, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ncclpy.bootstrap.asked import names
 from ncclpy.bootstrap.local import summed
 from ncclpy.bootstrap.store import Store, StoreError, StoreLost, Telling
+from ncclpy.interop.torch_build import EXTENSION
 from ncclpy.interop.torch_shutdown import StoreShutdown, connection_to
 
 T = TypeVar("T")
@@ -34,8 +35,6 @@ _MADE = "\0ncclpy/made/"
 _LEAVES = 5.0
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST, _LAST = 0.0005, 0.02
-#: The module that heartbeats are in; only who uses the backend of torch.distributed has it built.
-_EXTENSION = "ncclpy.interop.torch_extension"
 # What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
 _NOT_KEYS = ("efcount/", "leanup/")
 
@@ -142,10 +141,11 @@ class TorchStore(Store):
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
         self._idle, self._shutdown = connection_to(theirs), shutdown
         self._nothing = secrets.token_bytes(16)
+        self._is_own = True  # no call of the program's holds up ours
         try:
             self._theirs = theirs.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
-            self._theirs = theirs  # one that cannot be had twice
+            self._theirs, self._is_own = theirs, False  # one that cannot be had twice, as before torch 2.8
         self._lists = hasattr(self._theirs, "list_keys")
 
     def __repr__(self) -> str:
@@ -356,7 +356,9 @@ class TorchStore(Store):
         return found
 
     def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
-        extension = sys.modules.get(_EXTENSION)
+        if not self._is_own:
+            raise StoreError(f"{self}: a wait of the program in this store would hold up heartbeats")
+        extension = sys.modules.get(EXTENSION)  # a program that uses the backend of torch.distributed has it built
         idle = None if self._idle is None else self._idle.fileno()
         if extension is None or idle is None:
             return None
@@ -365,7 +367,7 @@ class TorchStore(Store):
         theirs = self._theirs.clone()  # its calls wait for none of the others
 
         def begin() -> Telling:
-            beat: Telling = extension.heartbeat(theirs, name, before.decode(), period, idle)
+            beat: Telling = extension.Heartbeat(theirs, name, before.decode(), period, idle)
             _exit.beats.add(beat)
             if self._shutdown is not None:
                 self._shutdown.beats.add(beat)

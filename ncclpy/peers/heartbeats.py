@@ -139,8 +139,11 @@ class Heartbeats:
         self._processes.look()
         self._have_come = come >= self._size
         if not self._begun and come > len(self._processes.here):
-            self._native = self._store._beat(self._key, b"%g" % _SILENCE, _PERIOD)
-            self._begun = True
+            try:
+                self._native = self._store._beat(self._key, b"%g" % _SILENCE, _PERIOD)
+                self._begun = True
+            except StoreError:  # no heartbeats in this store
+                self._have_come = True
 
     def listen(self) -> list[tuple[int, str]]:
         """Read the counts of ranks on other machines; return which have become silent, and why."""

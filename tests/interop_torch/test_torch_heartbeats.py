@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import testing
+from ncclpy.bootstrap import StoreError
+from ncclpy.interop import torch_extension
 from ncclpy.interop.torch_store import TorchStore
 
 #: Two ranks, each on a machine of its own if that is asked for; rank 0 serves the store.
@@ -110,9 +113,12 @@ REDUCES = """
 """
 
 
-@pytest.mark.parametrize("seconds", [1, 3])
+@pytest.mark.parametrize("seconds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_rank_that_was_stopped_and_goes_on_yields_no_wrong_number(tmp_path, seconds):
-    """After a second it may go on with the others, as is the rule; after three they have gone on without it."""
+    """After a second it may go on with the others, as is the rule; after three they have ended the group.
+
+    Its call is one on a group that has ended already, if it has heard of that before.
+    """
     with ranks(tmp_path, REDUCES) as both:
         for process in both:
             assert process.stdout.readline() == "ready\n"
@@ -121,9 +127,9 @@ def test_rank_that_was_stopped_and_goes_on_yields_no_wrong_number(tmp_path, seco
         both[1].send_signal(signal.SIGCONT)
         both[1].stdin.write("go on\n")
         both[1].stdin.flush()
-        for process in reversed(both):
-            said, errors = process.communicate(timeout=80)
-            assert "NcclRemoteError" in said or (seconds == 1 and said == "a number: 4.0\n"), said + errors
+        said = [process.communicate(timeout=80)[0] for process in reversed(both)]
+    if seconds > 1 or said != ["a number: 4.0\n"] * 2:
+        assert said[1].startswith("NcclRemoteError ") and re.match("NcclRemoteError |NcclAborted ", said[0]), said
 
 
 def test_rank_whose_gil_is_held_for_longer_is_not_taken_for_gone(tmp_path):
@@ -132,7 +138,7 @@ def test_rank_whose_gil_is_held_for_longer_is_not_taken_for_gone(tmp_path):
         before = store.get(mine)
         dist.barrier()
         if rank == 1:
-            ctypes.PyDLL(None).sleep(4)
+            ctypes.PyDLL(None).sleep(3)
         dist.all_reduce(one)
         counted = [int(each.split()[1]) for each in (before, store.get(mine))]
         print("a number:", one.item(), counted[1] - counted[0] > 3, flush=True)
@@ -187,7 +193,8 @@ def test_heartbeats_end_with_the_group_and_torch_prints_nothing(tmp_path, how):
 
 @pytest.fixture
 def stores():
-    """Return a list of a TCPStore of torch's that serves, and of a client of it."""
+    """Return a list of a TCPStore of torch's that serves, and of a client of it; the extension is loaded."""
+    torch_extension._extension()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
 
@@ -200,6 +207,25 @@ def test_heartbeats_of_a_server_that_has_ended_print_nothing(stores, capfd):
     gc.collect()
     time.sleep(0.1)  # several more would be due
     assert beat.close() and "c10d" not in capfd.readouterr().err
+
+
+class Old:
+    """A store of torch's that cannot be cloned, as none could before torch 2.8."""
+
+    def __init__(self, theirs):
+        self._theirs = theirs
+
+    def __getattr__(self, name):
+        if name == "clone":
+            raise AttributeError(name)
+        return getattr(self._theirs, name)
+
+
+def test_store_whose_calls_wait_for_those_of_the_program_has_no_heartbeats(stores):
+    store = TorchStore(Old(stores[1]))
+    with pytest.raises(StoreError, match="would hold up heartbeats"):
+        store._beat("beat", b"1.25", 0.01)
+    assert store.keys("") == []
 
 
 def test_heartbeats_of_a_child_of_fork_are_the_parents(stores):

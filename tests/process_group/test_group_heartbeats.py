@@ -199,6 +199,22 @@ def test_heartbeats_are_not_written_where_all_ranks_share_one_machine(moments):
     assert store.keys("") == ["processes/come"]
 
 
+def test_heartbeats_are_not_written_where_a_wait_of_the_program_holds_them_up(moments):
+    class HeldUp(LocalStore):
+        def _beat(self, key, before, period):
+            raise StoreError("held up")
+
+    store = HeldUp()
+    both = [Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2)]
+    for each in both:
+        each.tell()
+    for each in both:
+        each.beat()
+        moments.now += 100
+        assert each.look(lambda: "one") == []
+    assert store.keys("beat/") == []
+
+
 def test_rank_is_silent_once_it_has_not_beaten_for_as_long_as_it_says(pair, moments):
     first, _, store = pair
     assert listens(first, moments, 5.8) == []  # Python may be held up for so long

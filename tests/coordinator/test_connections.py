@@ -135,7 +135,8 @@ def call(listener, says=b""):
     stranger = socket.socket(listener.family, socket.SOCK_STREAM)
     stranger.settimeout(DEADLINE)
     stranger.connect(listener.getsockname())
-    stranger.sendall(says)
+    with contextlib.suppress(BrokenPipeError):  # the other end may have closed it by now
+        stranger.sendall(says)
     return stranger
 
 

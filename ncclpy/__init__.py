@@ -44,15 +44,13 @@ from ncclpy.core.errors import (
     NcclUnsupported,
 )
 from ncclpy.core.faults import Faults as faults  # noqa: N813 - used in a with statement, like group
-from ncclpy.core.flight import in_flight
 from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
-from ncclpy.core.stream import Event, Stream, synchronize
+from ncclpy.core.stream import Event, Stream, in_flight, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.core.window import Window
-from ncclpy.engine.graph import Graph
-from ncclpy.engine.plan import Plan
+from ncclpy.engine.plan import Graph, Plan
 from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
 

@@ -31,12 +31,6 @@ Nothing is checked beyond the Python types: a wrong address crashes the process,
 comfortable way to the same functions.
 """
 
-from ncclpy.core.bindings.children import (
-    comm_get_unique_id,
-    comm_grow,
-    comm_shrink,
-    comm_split,
-)
 from ncclpy.core.bindings.collectives import (
     all_gather,
     all_reduce,
@@ -47,6 +41,7 @@ from ncclpy.core.bindings.collectives import (
     group_end,
     group_simulate_end,
     group_start,
+    put_signal,
     recv,
     red_op_create_pre_mul_sum,
     red_op_destroy,
@@ -54,14 +49,22 @@ from ncclpy.core.bindings.collectives import (
     reduce_scatter,
     scatter,
     send,
+    signal,
+    wait_signal,
 )
 from ncclpy.core.bindings.communicators import (
+    all_gather_config,
+    all_reduce_config,
+    all_to_all_config,
+    broadcast_config,
     comm_abort,
     comm_count,
     comm_cu_device,
     comm_destroy,
     comm_finalize,
     comm_get_async_error,
+    comm_get_unique_id,
+    comm_grow,
     comm_init_all,
     comm_init_rank,
     comm_init_rank_config,
@@ -69,16 +72,12 @@ from ncclpy.core.bindings.communicators import (
     comm_mem_stats,
     comm_resume,
     comm_revoke,
+    comm_shrink,
+    comm_split,
     comm_suspend,
     comm_user_rank,
-    get_unique_id,
-)
-from ncclpy.core.bindings.configured import (
-    all_gather_config,
-    all_reduce_config,
-    all_to_all_config,
-    broadcast_config,
     gather_config,
+    get_unique_id,
     reduce_config,
     reduce_scatter_config,
     scatter_config,
@@ -102,25 +101,16 @@ from ncclpy.core.bindings.device_api import (
     team_rank_to_world,
     team_world,
 )
-from ncclpy.core.bindings.memory import (
+from ncclpy.core.bindings.library import (
     comm_deregister,
     comm_register,
     comm_window_deregister,
     comm_window_register,
-    mem_alloc,
-    mem_free,
-    win_get_user_ptr,
-)
-from ncclpy.core.bindings.one_sided import (
-    put_signal,
-    signal,
-    wait_signal,
-)
-from ncclpy.core.bindings.results import PendingHandle
-from ncclpy.core.bindings.settings import (
     get_error_string,
     get_last_error,
     get_version,
+    mem_alloc,
+    mem_free,
     param_bind,
     param_dump_all,
     param_get,
@@ -136,7 +126,9 @@ from ncclpy.core.bindings.settings import (
     param_get_u32,
     param_get_u64,
     set_encryption,
+    win_get_user_ptr,
 )
+from ncclpy.core.bindings.results import PendingHandle
 from ncclpy.core.bindings.structs import CommProperties, Team
 
 __all__ = [

@@ -79,10 +79,10 @@ class Side:
 
 def _apart(shares: bool):
     """Let this rank take itself for one of a machine that nobody knows, unless it may share memory."""
-    from ncclpy.process_group import agreement, route
+    from ncclpy.process_group import agreement, messages
 
     patched = contextlib.ExitStack()
-    for module in () if shares else (agreement, route):
+    for module in () if shares else (agreement, messages):
         patched.enter_context(mock.patch.object(module, "BOOT_ID", ""))
     return patched
 

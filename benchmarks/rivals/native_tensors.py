@@ -13,7 +13,7 @@ def reading(setting: Setting) -> Callable[[Road], Road] | None:
     """Return what makes of a road one whose tensors are read natively; None, and a note, where none can be."""
     import torch
 
-    from ncclpy.core.readers import read_by
+    from ncclpy.core.exports import read_by
     from ncclpy.interop import torch_extension
 
     try:

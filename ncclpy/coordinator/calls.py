@@ -8,8 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.coordinator.brought import Brought
-from ncclpy.coordinator.call import Call
 from ncclpy.coordinator.names import as_name
+from ncclpy.coordinator.plan import Call
 from ncclpy.coordinator.reductions import op_of, reduction, signature_of
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
 from ncclpy.core.types import as_integer
@@ -17,7 +17,7 @@ from ncclpy.process_group.sparse import SparseSum, maker_of
 
 if TYPE_CHECKING:
     from ncclpy.coordinator.carriers import Plane
-    from ncclpy.coordinator.slots import Carried
+    from ncclpy.coordinator.fusion_buffers import Carried
 
 __all__ = ["AllGather", "AllReduceSparse", "AllToAll", "Barrier", "Broadcast", "ReduceScatter"]
 

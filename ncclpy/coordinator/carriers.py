@@ -9,7 +9,7 @@ from ncclpy.coordinator import plane as _of_groups
 
 if TYPE_CHECKING:
     from ncclpy.coordinator.brought import Brought
-    from ncclpy.coordinator.slots import Carried
+    from ncclpy.coordinator.fusion_buffers import Carried
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["Both", "Carrier", "OfGroup", "Plane"]

@@ -16,9 +16,7 @@ from typing import Any
 
 from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.carriers import Both, Carrier, OfGroup
-from ncclpy.coordinator.counts import Counts
-from ncclpy.coordinator.entrance import Entrance
-from ncclpy.coordinator.member import Member
+from ncclpy.coordinator.member import Counts, Entrance, Member
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.plane import (
     OVER_STORE,

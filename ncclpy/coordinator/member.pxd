@@ -1,10 +1,38 @@
 from ncclpy.coordinator.brought cimport Brought
-from ncclpy.coordinator.call cimport Call, Memory
-from ncclpy.coordinator.counts cimport Counts
-from ncclpy.coordinator.pending cimport Pending
-from ncclpy.coordinator.plan cimport Ready, Step
-from ncclpy.coordinator.slots cimport Carried
-from ncclpy.coordinator.turns cimport Turns
+from ncclpy.coordinator.fusion_buffers cimport Carried
+from ncclpy.coordinator.plan cimport Call, Memory, Pending, Ready, Step
+from ncclpy.coordinator.plane cimport Turns
+from ncclpy.process_group.group cimport ProcessGroup
+
+
+# Numbers that several threads add to.
+cdef class Counts:
+    cdef readonly dict operations
+    cdef dict numbers
+
+    cpdef int add(self, str what, long long number=*) except -1
+    cdef int launched(self, str kind, long long number, long long nbytes) except -1
+
+
+# Whether a session lets operations out.
+cdef class Gate:
+    cdef public bint shut
+
+
+# A rank's way into one process set.
+cdef class Entrance:
+    cdef object session
+    cdef readonly Member member
+    cdef readonly int device
+    cdef Gate gate
+    cdef object send
+    cdef Counts counts
+    cdef object timeline
+    cdef int forks
+    cdef ProcessGroup group
+    cdef long long number
+
+    cpdef int bring(self, Call call) except -1
 
 
 # A rank in one process set.

@@ -3,12 +3,51 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.coordinator.call import Memory
 from ncclpy.coordinator.carriers import Plane
-from ncclpy.coordinator.counts import Counts
-from ncclpy.coordinator.pending import Pending
-from ncclpy.coordinator.plan import Ready
-from ncclpy.coordinator.turns import Turns
+from ncclpy.coordinator.plan import Call, Memory, Pending, Ready
+from ncclpy.coordinator.plane import Turns
+from ncclpy.coordinator.timeline import Timeline
+from ncclpy.core.types import BufferLike, OpLike
+from ncclpy.engine.work import Work
+from ncclpy.process_group.group import ProcessGroup
+
+@disjoint_base
+class Counts:
+    @property
+    def operations(self) -> dict[str, int]: ...
+    def add(self, what: str, number: int = 1) -> int: ...
+    def as_dict(self) -> dict[str, Any]: ...
+
+@disjoint_base
+class Gate:
+    shut: bool
+
+@disjoint_base
+class Entrance:
+    def __init__(
+        self,
+        session: Any,
+        member: Member,
+        gate: Gate,
+        control: Any,
+        counts: Counts,
+        timeline: Timeline | None = None,
+    ) -> None: ...
+    @property
+    def member(self) -> Member: ...
+    @property
+    def device(self) -> int: ...
+    def follow(self, group: ProcessGroup, number: int) -> None: ...
+    def is_outdated(self) -> bool: ...
+    def all_reduce(
+        self,
+        name: str,
+        array: BufferLike,
+        op: OpLike,
+        prescale: float | None = None,
+        postscale: float | None = None,
+    ) -> Work: ...
+    def bring(self, call: Call) -> int: ...
 
 @disjoint_base
 class Member:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ncclpy.coordinator.call import AllReduce
 from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
-from ncclpy.coordinator.entrance import Entrance
+from ncclpy.coordinator.member import Entrance
+from ncclpy.coordinator.plan import AllReduce
 from ncclpy.core.types import SUM, BufferLike, OpLike
 from ncclpy.engine.work import Work
 

@@ -1,4 +1,33 @@
-from ncclpy.coordinator.call cimport Call
+from libc.stdint cimport uintptr_t
+
+from ncclpy.coordinator.brought cimport Brought
+from ncclpy.engine.protocols cimport Awaited
+
+
+# One operation, or several that are brought together; its works wait for the other ranks.
+cdef class Call(Awaited):
+    cdef public tuple names
+    cdef public bytes key
+    cdef public list parts
+    cdef public bytes fixed
+    cdef public bytes own
+    cdef public tuple signatures
+    cdef public bint joinable
+    cdef object place  # who knows which ranks have brought it: a `Pending`
+
+
+# What was brought last under each name.
+cdef class Memory:
+    cdef dict known
+    cdef Py_ssize_t most
+
+
+# Arrays that are reduced in place, all of them or none.
+cdef class AllReduce(Call):
+    cdef int _take(self, names, arrays, op, int device, int size, Memory memory, prescale, postscale) except -1
+
+
+cdef AllReduce new_all_reduce(name, array, op, int device, int size, Memory memory, prescale, postscale)
 
 
 # What all ranks have brought alike.
@@ -39,3 +68,40 @@ cdef class Step:
 
 # The launches of what all have brought.
 cpdef list plan(list operations, long long fusion_bytes, long long large, bint staged)
+
+
+# The memory of one array in flight.
+cdef struct Use:
+    uintptr_t start
+    size_t nbytes
+    bint writes
+
+
+cdef class UsedMemory:
+    cdef Use* rows  # in the order of their starts
+    cdef Py_ssize_t count, capacity
+    cdef size_t longest  # in bytes, since there were none: no row that begins earlier than that reaches an address
+
+    cdef Py_ssize_t _first(self, uintptr_t start) noexcept
+    cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept
+    cdef int add(self, uintptr_t start, size_t nbytes, bint writes) except -1
+    cdef int remove(self, uintptr_t start, size_t nbytes) noexcept
+
+
+# What one rank has in flight in one process set.
+cdef class Pending:
+    cdef readonly str label
+    cdef readonly int rank
+    cdef readonly tuple members
+    cdef readonly int number
+    cdef public object have
+    cdef dict calls  # by keys
+    cdef set names
+    cdef UsedMemory uses
+
+    cdef int enter(self, Call call) except -1
+    cdef Brought _use(self, list parts)
+    cdef int _leave(self, list parts, Py_ssize_t number) except -1
+    cdef str _other(self, Call call, Brought clash)
+    cdef Call _take(self, bytes key)
+    cdef int _release(self, Call call) except -1

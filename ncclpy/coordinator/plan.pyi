@@ -1,7 +1,47 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from typing_extensions import disjoint_base
 
-from ncclpy.coordinator.call import Call
+from ncclpy.coordinator.brought import Brought
+from ncclpy.coordinator.carriers import Plane
+from ncclpy.coordinator.fusion_buffers import Carried
 from ncclpy.coordinator.signature import Signature
+from ncclpy.core.types import OpLike
+from ncclpy.engine.work import Work
+
+@disjoint_base
+class Call:
+    names: tuple[str, ...]
+    key: bytes
+    parts: list[Brought]
+    fixed: bytes
+    own: bytes
+    signatures: tuple[Signature, ...]
+    joinable: bool
+    @property
+    def work(self) -> Work: ...
+    def begin(self, part: Brought, signature: Signature) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def withdraw(self, error: BaseException) -> None: ...
+    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | list[Carried] | None: ...
+
+@disjoint_base
+class Memory:
+    def __init__(self, most: int) -> None: ...
+
+class AllReduce(Call):
+    def __init__(
+        self,
+        names: str | tuple[str, ...],
+        arrays: Any,
+        op: OpLike,
+        device: int,
+        size: int,
+        memory: Memory,
+        prescale: float | None = None,
+        postscale: float | None = None,
+    ) -> None: ...
 
 @disjoint_base
 class Packed:
@@ -48,3 +88,24 @@ class Step:
     def __len__(self) -> int: ...
 
 def plan(operations: list[Ready], fusion_bytes: int, large: int, staged: bool) -> list[Step]: ...
+
+@disjoint_base
+class Pending:
+    have: Callable[[int, bytes], Sequence[int]]
+    def __init__(self, label: str, rank: int, members: tuple[int, ...], number: int) -> None: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    @property
+    def number(self) -> int: ...
+    def take(self, key: bytes) -> Call | None: ...
+    def ready(self, key: bytes, fixed: bytes, owns: tuple[bytes, ...], absent: tuple[int, ...]) -> Ready: ...
+    def forget(self, call: Call) -> None: ...
+    def take_all(self) -> list[Call]: ...
+    def missing(self, key: bytes) -> str: ...
+    def __len__(self) -> int: ...
+    def keys(self) -> list[bytes]: ...
+    def sizes(self) -> tuple[int, int, int]: ...

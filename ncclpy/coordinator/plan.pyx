@@ -1,10 +1,156 @@
-"""Which operations of one frame are one launch: from what all ranks know alike, so that all launch the same."""
+"""Calls, and the plan of what to launch of those that all ranks have brought."""
 
-from ncclpy.coordinator.brought cimport Brought
-from ncclpy.coordinator.call cimport Call
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memmove
 
-from ncclpy.coordinator.signature import Kind, pack, unpack_all
+from ncclpy.coordinator.brought cimport Brought, Remembered, new_brought
+from ncclpy.core.operation cimport ALL_REDUCE
+from ncclpy.core.overlap cimport lie_apart
+from ncclpy.engine.protocols cimport Awaited
+
+from ncclpy.coordinator.names import as_name, key_of
+from ncclpy.coordinator.reductions import pack_reductions
+from ncclpy.coordinator.signature import Kind, pack, pack_all, unpack_all
+from ncclpy.core.errors import ranks, spans
 from ncclpy.core.types import DataType, ReduceOp
+
+
+cdef class Call(Awaited):
+    """One operation, or several that are brought together.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of the operations.
+    key : bytes
+        By which the ranks find each other's.
+    parts : list of Brought
+        The arrays.
+    fixed : bytes
+        What has to be the same on all ranks, by array: signatures as bytes.
+    own : bytes
+        What is this rank's own, for the others to know.
+    signatures : tuple of Signature
+        Of what `begin` has begun.
+    joinable : bool
+        Whether it has a meaning without ranks that have joined.
+    """
+
+    def __cinit__(self):
+        self.own = b""
+        self.names = self.signatures = ()
+        self.parts = []
+
+    cdef str missing(self):
+        return self.place.missing(self.key)
+
+    @property
+    def work(self):
+        """Return the work of its only, or its last, array."""
+        return (<Brought>self.parts[-1]).work
+
+    def begin(self, Brought part not None, signature):
+        """Be an operation of one array."""
+        self.names, self.key = (part.name,), key_of((part.name,))
+        self.parts, self.signatures = [part], (signature,)
+        self.fixed = pack_all(self.signatures)
+
+    def fail(self, error):
+        """Bring all of its works to their end."""
+        for part in self.parts:
+            part.fail(error)
+
+    def withdraw(self, error):
+        """Forget it, as it could not be begun: the caller is told, and nobody else."""
+        for part in self.parts:
+            part.withdraw(error)
+
+    def launch(self, plane, owns, absent):
+        """Launch it, once all ranks have brought it; all-reduces are launched by their plan."""
+        raise NotImplementedError
+
+
+cdef class Memory:
+    """What was brought last under each name, alone or together.
+
+    Parameters
+    ----------
+    most : int
+        So many are remembered, and then all are forgotten.
+    """
+
+    def __init__(self, Py_ssize_t most):
+        self.known, self.most = {}, most
+
+
+cdef class AllReduce(Call):
+    """Arrays that are reduced in place, each by itself; all of them or none.
+
+    Parameters
+    ----------
+    names : str or tuple of str
+        One, or those of arrays that are brought together.
+    arrays : buffer or tuple of buffer
+        As many.
+    op : ReduceOp or str
+        Of all.
+    device, size : int
+        The device of this rank, and how many ranks there are.
+    memory : Memory
+        What was brought under which names: mostly it is the same again, and need not be looked at as closely.
+    prescale, postscale : float, optional
+        See `Coordinator.all_reduce`.
+    """
+
+    def __init__(
+        self, names, arrays, op, int device, int size, Memory memory not None, prescale=None, postscale=None
+    ):
+        if isinstance(names, tuple):
+            self._take(tuple([as_name(name) for name in names]), arrays, op, device, size, memory, None, None)
+        else:
+            self._take(as_name(names), arrays, op, device, size, memory, prescale, postscale)
+
+    cdef int _take(self, names, arrays, op, int device, int size, Memory memory, prescale, postscale) except -1:
+        """Be what is brought under a name or under several, which are texts of Python's own."""
+        cdef Remembered known = None
+        cdef bint plain = prescale is None and postscale is None
+        cdef Py_ssize_t i
+        self.joinable = True
+        if plain:
+            known = memory.known.get(names)
+        if known is None:
+            self.names = names if isinstance(names, tuple) else (names,)
+            self.key = key_of(self.names)
+        else:
+            self.names, self.key = known.names, known.key
+        try:
+            if not isinstance(names, tuple):
+                self.parts.append(new_brought(ALL_REDUCE, device, names, arrays, True, known, 0))
+            else:
+                for i in range(len(self.names)):
+                    self.parts.append(new_brought(ALL_REDUCE, device, self.names[i], arrays[i], True, known, i))
+            if known is not None and known.is_of(self.parts, op):
+                self.fixed = known.fixed
+                return 0
+            self.fixed = pack_reductions(self.parts, op, size, prescale, postscale)
+        except BaseException as error:
+            self.withdraw(error)
+            raise
+        if plain:
+            if len(memory.known) >= memory.most:
+                memory.known.clear()
+            memory.known[names] = Remembered(self.names, self.parts, op, self.key, self.fixed)
+        return 0
+
+
+cdef AllReduce new_all_reduce(name, array, op, int device, int size, Memory memory, prescale, postscale):
+    cdef AllReduce made = AllReduce.__new__(AllReduce)
+    if type(name) is not str:
+        name = as_name(name)
+    made._take(name, array, op, device, size, memory, prescale, postscale)
+    return made
+
 
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE
 cdef dict _looked_at = {}
@@ -186,3 +332,232 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
         if step.signature.kind is _ALL_REDUCE:
             step.fused = len(step.operations) > 1 or (staged and not step.signature.on_device)
     return steps
+
+
+cdef class UsedMemory:
+    """The memory of arrays in flight, in the order of where it begins; what is written overlaps nothing else."""
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    cdef Py_ssize_t _first(self, uintptr_t start) noexcept:
+        """Return the place of the first row that does not begin before an address."""
+        cdef Py_ssize_t low = 0, high = self.count, middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.rows[middle].start < start:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept:
+        """Return whether memory may be read, or written, beside all that is in flight."""
+        cdef Py_ssize_t first = self._first(start), at = first
+        while at < self.count and self.rows[at].start < start + nbytes:
+            if writes or self.rows[at].writes:
+                return False
+            at += 1
+        at = first - 1
+        while at >= 0 and start - self.rows[at].start < self.longest:
+            if (writes or self.rows[at].writes) and start - self.rows[at].start < self.rows[at].nbytes:
+                return False
+            at -= 1
+        return True
+
+    cdef int add(self, uintptr_t start, size_t nbytes, bint writes) except -1:
+        cdef Py_ssize_t at = self._first(start), capacity
+        cdef Use* grown
+        if self.count == self.capacity:
+            capacity = 2 * self.capacity + 16
+            grown = <Use*>realloc(self.rows, capacity * sizeof(Use))
+            if grown == NULL:
+                raise MemoryError
+            self.rows, self.capacity = grown, capacity
+        memmove(&self.rows[at + 1], &self.rows[at], (self.count - at) * sizeof(Use))
+        self.rows[at].start, self.rows[at].nbytes, self.rows[at].writes = start, nbytes, writes
+        self.count += 1
+        self.longest = max(self.longest, nbytes)
+        return 0
+
+    cdef int remove(self, uintptr_t start, size_t nbytes) noexcept:
+        """Remove one use of this memory, if there is any."""
+        cdef Py_ssize_t at = self._first(start)
+        while at < self.count and self.rows[at].start == start:
+            if self.rows[at].nbytes == nbytes:
+                self.count -= 1
+                memmove(&self.rows[at], &self.rows[at + 1], (self.count - at) * sizeof(Use))
+                break
+            at += 1
+        if self.count == 0:
+            self.longest = 0
+        return 0
+
+
+cdef class Pending:
+    """The operations in flight of one rank in one process set.
+
+    Threads of the user's enter what they bring, and one takes what is launched. Each name, and each array that is
+    written, is here once. Arrays are known by their memory: what is only read may be under several names, and what has no
+    elements under any.
+
+    Nothing is locked. To enter, to take and to forget are steps under the GIL in which no code of Python's runs: names
+    and keys are texts and bytes of Python's own, and no object is made that the garbage collector would know of.
+
+    Parameters
+    ----------
+    label : str
+        The set, for people.
+    rank : int
+        This one in the set.
+    members : tuple of int
+        Those of the set among all ranks.
+    number : int
+        The set's.
+
+    Attributes
+    ----------
+    have : callable
+        ``have(number, key)`` returns the ranks that this one knows to have brought an operation.
+    """
+
+    def __init__(self, str label not None, int rank, tuple members not None, int number):
+        self.label, self.rank, self.members, self.number = label, rank, members, number
+        self.calls, self.names, self.uses = {}, set(), UsedMemory()
+        self.have = None
+
+    cdef int enter(self, Call call) except -1:
+        """Know what this rank is about to bring.
+
+        Raises
+        ------
+        ValueError
+            If one of its names is in flight, or one of its arrays that would be written or is.
+        """
+        cdef Brought part, clash = None
+        cdef str name, taken = None
+        if len(call.names) > 1 and len(set(call.names)) < len(call.names):
+            twice = next(name for name in call.names if call.names.count(name) > 1)
+            raise ValueError(f"names: {twice!r} comes twice. Nothing of this call was sent")
+        for name in call.names:
+            if name in self.names and (taken is None or name < taken):
+                taken = name
+        if taken is not None:
+            raise ValueError(
+                f"name: {taken!r} is in flight on this rank already: a name can be brought again once its "
+                "operation was launched, which waiting for its work tells. Nothing of this call was sent"
+            )
+        clash = self._use(call.parts)
+        if clash is None:
+            for name in call.names:
+                self.names.add(name)
+            self.calls[call.key] = call
+        else:
+            raise ValueError(
+                f"array: memory of that of {clash.name!r} is in flight on this rank already, as that of "
+                f"{self._other(call, clash)!r}, and one of them is written: bring memory under one name at a time. "
+                "Nothing of this call was sent"
+            )
+        call.place = self
+        for part in call.parts:
+            part.work.entry.communicator = self.label
+            part.work.entry.rank, part.work.entry.nranks = self.rank, len(self.members)
+            part.work.gathering = call
+        return 0
+
+    cdef Brought _use(self, list parts):
+        """Note what is brought; return the first part whose array is in use, and then nothing was noted."""
+        cdef Brought part
+        cdef Py_ssize_t entered
+        for entered in range(len(parts)):
+            part = parts[entered]
+            if part.view.nbytes and part.view.pointer != NULL:
+                if not self.uses.is_free(<uintptr_t>part.view.pointer, part.view.nbytes, part.receives):
+                    self._leave(parts, entered)
+                    return part
+                self.uses.add(<uintptr_t>part.view.pointer, part.view.nbytes, part.receives)
+                part.entered = True
+        return None
+
+    cdef int _leave(self, list parts, Py_ssize_t number) except -1:
+        """Forget the first arrays of these; also what was not entered, or is forgotten already."""
+        cdef Brought part
+        cdef Py_ssize_t i
+        for i in range(number):
+            part = parts[i]
+            if part.entered:
+                part.entered = False
+                self.uses.remove(<uintptr_t>part.view.pointer, part.view.nbytes)
+        return 0
+
+    cdef str _other(self, Call call, Brought clash):
+        """Return the name under which an array is in use."""
+        cdef Brought part
+        cdef Call each
+        for each in [*self.calls.values(), call]:
+            for part in each.parts:
+                if (
+                    part is not clash and (part.receives or clash.receives)
+                    and not lie_apart(part.view.pointer, part.view.nbytes, clash.view.pointer, clash.view.nbytes)
+                ):
+                    return part.name
+        return clash.name  # it was taken meanwhile
+
+    def take(self, bytes key not None):
+        """Return what this rank has brought, which is in flight no more; None if that is nothing."""
+        return self._take(key)
+
+    cdef Call _take(self, bytes key):
+        cdef Call call = self.calls.pop(key, None)
+        if call is not None:
+            self._release(call)
+        return call
+
+    cdef int _release(self, Call call) except -1:
+        for name in call.names:
+            self.names.discard(name)
+        return self._leave(call.parts, len(call.parts))
+
+    def ready(self, bytes key not None, bytes fixed not None, tuple owns not None, tuple absent not None):
+        """Take it, as an operation that all ranks have brought."""
+        cdef Ready made = Ready.__new__(Ready)
+        made.call, made.packed, made.owns, made.absent = self._take(key), packed_as(fixed), owns, absent
+        return made
+
+    def forget(self, Call call not None):
+        """Take back what could not be brought, as far as it was noted: a handler of signals may raise anywhere."""
+        if self.calls.get(call.key) is call:
+            del self.calls[call.key]
+            self._release(call)
+        else:
+            self._leave(call.parts, len(call.parts))
+
+    def take_all(self):
+        """Return all that it has brought."""
+        cdef dict calls = {}
+        cdef UsedMemory uses = UsedMemory()
+        cdef set names = set()
+        calls, self.calls, self.names, self.uses = self.calls, calls, names, uses
+        return list(calls.values())
+
+    def missing(self, bytes key not None):
+        """Say which ranks an operation waits for."""
+        if key not in self.calls:
+            return "its launch; all ranks have brought it"
+        have = set(self.have(self.number, key))
+        absent = [rank for rank in self.members if rank not in have]
+        if not absent:
+            return "its launch; all ranks have brought it"
+        return f"{ranks(spans(absent))} to bring it, as far as this rank knows"
+
+    def __len__(self):
+        """Return how many operations wait for other ranks."""
+        return len(self.calls)
+
+    def keys(self):
+        """Return the keys of these."""
+        return list(self.calls)
+
+    def sizes(self):
+        """Return how many operations, names and arrays are known, for tests."""
+        return len(self.calls), len(self.names), self.uses.count

@@ -5,11 +5,20 @@ from typing_extensions import disjoint_base
 
 from ncclpy.bootstrap.store import Store
 from ncclpy.coordinator.brought import Brought
-from ncclpy.coordinator.slots import Carried
+from ncclpy.coordinator.fusion_buffers import Carried
 from ncclpy.core.config import Config
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import DeviceLike
 from ncclpy.process_group.group import ProcessGroup
+
+@disjoint_base
+class Turn: ...
+
+@disjoint_base
+class Turns:
+    def __init__(self, name: str) -> None: ...
+    def __len__(self) -> int: ...
+    def end(self, timeout: float) -> bool: ...
 
 OVER_STORE: str
 

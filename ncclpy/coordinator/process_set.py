@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ncclpy.coordinator.entrance import Entrance
+from ncclpy.coordinator.member import Entrance
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Session
 from ncclpy.core.errors import NcclAborted

@@ -17,12 +17,9 @@ from ncclpy.coordinator import connections, ends
 from ncclpy.coordinator.brought import is_as_on_gpus
 from ncclpy.coordinator.carriers import Carrier
 from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
-from ncclpy.coordinator.counts import Counts
-from ncclpy.coordinator.entrance import Entrance, Gate
-from ncclpy.coordinator.member import Member
+from ncclpy.coordinator.member import Counts, Entrance, Gate, Member
 from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of
-from ncclpy.coordinator.pending import Pending
-from ncclpy.coordinator.plan import Ready
+from ncclpy.coordinator.plan import Pending, Ready
 from ncclpy.coordinator.plane import aside
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline

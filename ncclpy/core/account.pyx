@@ -8,9 +8,8 @@ from libc.string cimport memcmp, memset
 
 from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.handle cimport BROKEN, LOOK_PATIENCE, Handle, lock_within
-from ncclpy.core.marks cimport Mark, first_marked
+from ncclpy.core.state cimport ABORTED, FINALIZED, READY, SUSPENDED, Mark, first_marked
 from ncclpy.core.operation cimport Operation, has_root, reduces
-from ncclpy.core.state cimport ABORTED, FINALIZED, READY, SUSPENDED
 from ncclpy.core.wait cimport now
 
 cdef enum:

@@ -50,9 +50,8 @@ from ncclpy.core.datatypes cimport (
     times_overflows,
 )
 from ncclpy.core.device cimport as_device
-from ncclpy.core.exports cimport dlpack_capsule, numpy_view, typestr
+from ncclpy.core.exports cimport Reader, dlpack_capsule, exchange_api_of, numpy_view, reader_of, typestr
 from ncclpy.core.library cimport driver, host_engine, require_driver
-from ncclpy.core.readers cimport Reader, exchange_api_of, reader_of
 
 import numpy as np
 

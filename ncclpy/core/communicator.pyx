@@ -6,35 +6,17 @@ their data are there. What NCCL has no call for (parts of different sizes, the b
 """
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.one_sided cimport Signals, shape_put, shape_signal, shape_wait
+from ncclpy.core.start cimport (
+    Signals, fill_barrier, op_code, root_rank, shape_put, shape_signal, shape_wait, spread_over, start, start_bare,
+    start_or_lower, start_pair, start_spread,
+)
 from ncclpy.core.operation cimport SENDRECV, Operation
 from ncclpy.core.overlap cimport check_overlap
-from ncclpy.core.parts cimport Spread
-from ncclpy.core.progress cimport check_alive
 from ncclpy.core.shape cimport (
-    read_on_device,
-    shape_all_gather,
-    shape_all_reduce,
-    shape_all_to_all,
-    shape_broadcast,
-    shape_gather,
-    shape_recv,
-    shape_reduce,
-    shape_reduce_scatter,
-    shape_scatter,
-    shape_send,
+    Spread, read_on_device, shape_all_gather, shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather,
+    shape_recv, shape_reduce, shape_reduce_scatter, shape_scatter, shape_send,
 )
-from ncclpy.core.start cimport (
-    fill_barrier,
-    op_code,
-    root_rank,
-    spread_over,
-    start,
-    start_bare,
-    start_or_lower,
-    start_pair,
-    start_spread,
-)
+from ncclpy.core.watch cimport check_alive
 from ncclpy.core.state cimport READY
 
 from ncclpy.core.resources import CustomOp, Registration

@@ -9,18 +9,15 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
-from ncclpy.core cimport overdue as _overdue
-from ncclpy.core.abort cimport leave
-from ncclpy.core.birth cimport Cradle
+from ncclpy.core cimport observers as _overdue
+from ncclpy.core.abort cimport leave, note_kin
+from ncclpy.core.state cimport READY, Cradle
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.handle cimport WAS_ABORTED
-from ncclpy.core.kin cimport note_kin
-from ncclpy.core.library cimport nccl, require, version_code
+from ncclpy.core.library cimport look_up_overrides, nccl, require, version_code
 from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
-from ncclpy.core.overrides cimport look_up_overrides
-from ncclpy.core.progress cimport check_alive
-from ncclpy.core.state cimport READY
+from ncclpy.core.watch cimport check_alive
 from ncclpy.core.submit cimport give_birth
 from ncclpy.core.wait cimport FOREVER, as_timeout
 

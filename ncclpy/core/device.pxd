@@ -1,4 +1,10 @@
-from ncclpy.abi.driver cimport CUcontext
+from ncclpy.abi.driver cimport CUcontext, CUstreamCaptureMode
+
+
+# From here on this thread's calls of the driver disturb no capture, its own neither; returns what `restore` takes.
+cdef CUstreamCaptureMode relax() noexcept nogil
+cdef void restore(CUstreamCaptureMode mode) noexcept nogil
+
 
 cdef int current_device() except -2
 cdef CUcontext context_of(int ordinal) except NULL

@@ -1,29 +1,42 @@
-"""Devices: which there are, which is current, and plain device memory.
+"""Devices, contexts and plain device memory.
+
+While a stream is captured in global mode, CUDA refuses calls that it holds to be unsafe (to ask an event, to allocate)
+in all threads, in thread-local mode in the thread that captures, and invalidates the capture. What we do does not touch
+the captured stream, so it is done in relaxed mode: a thread of ours for as long as it lives, one of the user's around
+the call.
 
 A device is an ordinal, as in CUDA. ncclpy only uses primary contexts, those of the CUDA runtime, torch and CuPy, and
 leaves the calling thread's current device as it found it.
 """
 
 import contextlib
-import uuid as _uuid
 from operator import index as _index
+
+import uuid as _uuid
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc
 
 from ncclpy.abi.driver cimport (
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-    CUdevice,
-    CUdeviceptr,
-    CUresult,
-    CUstream,
-    CUstreamCaptureMode,
-    CUuuid,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    CU_STREAM_CAPTURE_MODE_RELAXED, CUdevice, CUdeviceptr, CUresult, CUstream, CUstreamCaptureMode, CUuuid,
 )
-from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.library cimport driver, host_engine, require_driver
+
+
+cdef CUstreamCaptureMode relax() noexcept nogil:
+    """Have CUDA take this thread's calls for safe, and return how it took them before."""
+    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    if driver.cuThreadExchangeStreamCaptureMode != NULL:
+        driver.cuThreadExchangeStreamCaptureMode(&mode)
+    return mode
+
+
+cdef void restore(CUstreamCaptureMode mode) noexcept nogil:
+    if driver.cuThreadExchangeStreamCaptureMode != NULL:
+        driver.cuThreadExchangeStreamCaptureMode(&mode)
+
 
 # Primary contexts are retained once and kept, as the CUDA runtime does: releasing one while a library still has
 # streams in it would pull the ground from under that library.

@@ -1,30 +1,68 @@
-"""Memory that a `Buffer` stands for, as other packages read it: numpy's arrays, DLPack, the CUDA array interface."""
+"""Objects of other libraries as buffers, and buffers as other libraries read them.
 
+The latter come from above, since nothing here knows of frameworks, and may come when objects of the type were read already.
+"""
+
+import numpy as np
+
+cimport numpy as cnp
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
-cimport numpy as cnp
 
 from ncclpy.abi.dlpack cimport (
-    DLDataType,
-    DLManagedTensor,
-    DLManagedTensorVersioned,
-    DLPACK_FLAG_BITMASK_READ_ONLY,
-    DLTensor,
-    kDLBfloat,
-    kDLBool,
-    kDLComplex,
-    kDLCPU,
-    kDLCUDA,
-    kDLFloat,
-    kDLFloat8_e4m3fn,
-    kDLFloat8_e5m2,
-    kDLInt,
-    kDLUInt,
+    DLPACK_FLAG_BITMASK_READ_ONLY, DLPACK_MAJOR_KNOWN, DLDataType, DLManagedTensor, DLManagedTensorVersioned,
+    DLPackExchangeAPIHeader, DLTensor, kDLBfloat, kDLBool, kDLCPU, kDLCUDA, kDLComplex, kDLFloat, kDLFloat8_e4m3fn,
+    kDLFloat8_e5m2, kDLInt, kDLUInt,
 )
+from ncclpy.abi.tensor_reader cimport NCCLPY_TENSOR_READER_NAME
 
-import numpy as np
+
+cdef dict _readers = {}
+
+
+cdef class Reader:
+    """The place of the function that was built for a type; who reads objects of the type keeps it."""
+
+
+cdef Reader reader_of(object kind):
+    reader = _readers.get(kind)
+    if reader is None:
+        reader = _readers[kind] = Reader()
+    return reader
+
+
+def read_by(kinds, capsule):
+    """Have objects of some types read by a C function first, and as before if it does not know what they are.
+
+    Parameters
+    ----------
+    kinds : iterable of type
+        Types are compared for identity: what is derived from them is read as before.
+    capsule : capsule or None
+        Holds an ``ncclpy_tensor_reader`` (abi/tensor_reader.h), which stays for good. None takes away what there is.
+    """
+    cdef ncclpy_tensor_reader read = NULL
+    if capsule is not None:
+        read = <ncclpy_tensor_reader>PyCapsule_GetPointer(capsule, NCCLPY_TENSOR_READER_NAME)
+    for kind in kinds:
+        reader_of(kind).read = read
+
+
+cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
+    """Return a version of the type's exchange API whose layout is known and that gives a DLTensor without copying."""
+    cdef const DLPackExchangeAPIHeader* header
+    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if capsule is None or not PyCapsule_IsValid(capsule, b"dlpack_exchange_api"):
+        return NULL
+    header = <const DLPackExchangeAPIHeader*>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
+    while header != NULL and header.version.major > DLPACK_MAJOR_KNOWN:
+        header = header.prev_api
+    if header == NULL or (<const DLPackExchangeAPI*>header).dltensor_from_py_object_no_sync == NULL:
+        return NULL
+    return <const DLPackExchangeAPI*>header
+
 
 cnp.import_array()
 

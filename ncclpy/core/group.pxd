@@ -1,7 +1,7 @@
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.abi.nccl cimport ncclSimInfo_t
+from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.stretch cimport Step, Stretch
@@ -9,7 +9,6 @@ from ncclpy.core.stretch cimport Step, Stretch
 
 cdef enum:
     FEW = 4  # operations for which a group needs no memory of its own
-
 
 # One operation, and what it keeps alive until its group ends: owned references, that of the step's handle as well.
 cdef struct Held:
@@ -58,7 +57,23 @@ cdef class Group:
 # The outermost group of the calling thread, borrowed, or NULL; and the same as an object, or None.
 cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
+
 # Raise unless NCCL takes the communicators in one group; those of `newborn`, by id (None are none), are not made yet.
 cdef int check_together(list handles, set newborn) except -1
+
 # Raise unless its operations can run at the same time: what one of them writes is used by no other.
 cdef int check_memory(Group group) except -1
+
+
+# The seconds of a wait: those of the whole group, or its own, and not for ever once another member has failed.
+cdef double patience(double whole, double limit, list errors) noexcept
+
+# Take over what NCCL has made, is making, or failed to make; and wait for a communicator. Errors are noted.
+cdef int adopt(list errors, Handle child, ncclResult_t result) except -1
+cdef int await_member(list errors, Handle handle, double deadline, double started=*) except -1
+
+# End what NCCL has made for children that were aborted in the middle of the calls.
+cdef int end_orphans(list children, list errors) except -1
+
+# Poll all children that NCCL is making; `whole` are the seconds of the group.
+cdef int bring_up(list children, double whole, list errors) except -1

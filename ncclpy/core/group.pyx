@@ -1,47 +1,43 @@
-"""Groups: several calls that NCCL starts as one.
+"""Groups of calls, and waits for all communicators of one.
 
 A group records what is called inside its block and makes the calls when the outermost block ends, between
 `ncclGroupStart` and `ncclGroupEnd`, all in one stretch without the GIL. NCCL itself cannot take a call back once it is
 inside a group; recording can, so an exception inside the block launches nothing.
+
+A member that fails hides no other: its error goes to the list of all, and the rest have their deadlines, or, where they
+have none, a patience.
 """
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
+from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
 from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
-from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport count_waits, in_lock_order, tell_trouble
 from ncclpy.core.library cimport abort_preempts, nccl, require
-from ncclpy.core.members cimport adopt, await_member, bring_up, end_orphans, patience
+from ncclpy.core.observers cimport begin_whole, end_whole
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
-from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.overlap cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
-from ncclpy.core.progress cimport (
-    Waiting,
-    begin_wait,
-    check_alive,
-    end_wait,
-    forget_wait,
-    give_up,
-    make_wait,
-    raise_if_fenced,
-    wait_stream,
-)
-from ncclpy.core.state cimport ABORTED, FINALIZED, READY
+from ncclpy.core.state cimport ABORTED, ASKED, FINALIZED, INITIALISING, READY
+from ncclpy.core.stream cimport hold
 from ncclpy.core.stretch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.tap cimport Tap
-from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now
+from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
+from ncclpy.core.watch cimport (
+    Waiting, begin_wait, born, check_alive, end_wait, finish, forget_wait, give_up, make_wait, raise_if_fenced,
+    wait_stream,
+)
 
 from ncclpy.core.errors import NcclError, attach, not_copied
+
 
 cdef extern from *:
     """
@@ -49,7 +45,6 @@ cdef extern from *:
     static __thread PyObject* ncclpy_current_group = NULL;
     """
     PyObject* ncclpy_current_group
-
 
 # Operations of a group that an error says the places of.
 cdef int EXPLAINED = 3
@@ -648,4 +643,86 @@ cdef int _hold_all(Group group) except -1:
         if pair not in seen and operation.kind < WINDOW:
             seen.add(pair)
             handle.hold([objects], operation.stream, f"arrays of a group on {handle!r}")
+    return 0
+
+
+# How long the other members of a group that has failed may take, where they have no deadline of their own.
+cdef double GROUP_PATIENCE = 5.0
+
+
+cdef double patience(double whole, double limit, list errors) noexcept:
+    if whole != FOREVER:
+        limit = whole
+    return GROUP_PATIENCE if errors and limit == FOREVER else limit
+
+
+cdef int end_orphans(list children, list errors) except -1:
+    """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
+    cdef Handle child
+    orphans = [child for child in children if child.state == ABORTED and child.cradle.stage == ASKED]
+    if orphans:
+        try:
+            abort_late(orphans, "aborted while its group ended")
+        except NcclError as error:
+            errors.append(error)
+    return 0
+
+
+cdef int bring_up(list children, double whole, list errors) except -1:
+    """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
+    cdef Handle child
+    cdef ncclResult_t result
+    cdef double started = now(), moment
+    making = [(child, started + patience(whole, child.limit, errors)) for child in children]
+    while True:
+        still, late = [], []
+        moment = now()
+        for child, deadline in making:
+            if child.state != INITIALISING:
+                if child.state == ABORTED:
+                    errors.append(child.aborted_error(f"initialisation of {child!r} ended: the communicator was aborted"))
+                continue
+            with nogil:
+                result = child.poll_once()
+            if result != ncclInProgress:
+                await_member(errors, child, moment, started)
+            elif moment >= deadline:
+                late.append(child)
+            else:
+                if errors:  # of another one
+                    deadline = min(deadline, deadline_after(patience(whole, child.limit, errors)))
+                still.append((child, deadline))
+        if late:
+            _give_up(late, errors, started)
+        if not still:
+            return 0
+        making = still
+        with nogil:
+            pause(now() - started)
+        PyErr_CheckSignals()
+
+
+cdef int _give_up(list late, list errors, double started) except -1:
+    """Abort what has passed its deadline, together: the abort of one alone would be an error of NCCL to the others."""
+    cdef Handle child
+    failures = [child.timeout_error("initialisation", now() - started) for child in late]
+    tied = [each for child in late for each in child.tied()]
+    leave(tied, "initialisation passed its deadline", failures[0])
+    errors += failures
+    return 0
+
+
+cdef int adopt(list errors, Handle child, ncclResult_t result) except -1:
+    try:
+        born(child, result)
+    except NcclError as error:
+        errors.append(error)
+    return 0
+
+
+cdef int await_member(list errors, Handle handle, double deadline, double started=0) except -1:
+    try:
+        finish(handle, "initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
+    except NcclError as error:
+        errors.append(error)
     return 0

@@ -3,12 +3,10 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
-from ncclpy.core.birth cimport Cradle
-from ncclpy.core.fellows cimport Fellows
-from ncclpy.core.marks cimport Mark, Marks
+from ncclpy.core.state cimport Cradle, Mark, Marks
+from ncclpy.core.observers cimport Door, Fellows, Tenant
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.ranges cimport Ranges
-from ncclpy.core.tenant cimport Door, Tenant
 from ncclpy.core.wait cimport Waiting
 
 # Results of ours beside ncclResult_t, of polling.

@@ -26,30 +26,16 @@ from ncclpy.abi.locks cimport (
     mutex_unlock,
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
-from ncclpy.core.capture cimport relax, restore
-from ncclpy.core.check cimport check
-from ncclpy.core.flight cimport hold
-from ncclpy.core.library cimport abort_preempts, nccl, require
-from ncclpy.core.marks cimport find_overdue, first_marked, free_marks, mark_begin, mark_end, threads_marked
-from ncclpy.core.missing cimport who_is_missing
-from ncclpy.core.overdue cimport in_whole, tell_overdue
-from ncclpy.core.overrides cimport guarded_was_in_progress
-from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport (
-    ABORTED,
-    CLOSED,
-    FAILED,
-    FINALIZED,
-    INITIALISING,
-    READY,
-    SUSPENDED,
-    UNBORN,
-    may_become,
-    shown,
+    ABORTED, ASKED, BY_ITSELF, CLOSED, FAILED, FINALIZED, FROM_GUARD, INITIALISING, IN_PARENT, MADE, READY, SUSPENDED,
+    UNBORN, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
 )
-from ncclpy.core.stream cimport Stream, event_behind
-from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
+from ncclpy.core.device cimport relax, restore
+from ncclpy.core.check cimport check
+from ncclpy.core.stream cimport Stream, event_behind, hold
+from ncclpy.core.library cimport abort_preempts, guarded_was_in_progress, nccl, require, who_is_missing
+from ncclpy.core.observers cimport has_ended, in_whole, shut_door, tell_ended, tell_overdue
+from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
 
 from ncclpy.core.errors import ADVICE as _ADVICE

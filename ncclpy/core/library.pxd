@@ -1,6 +1,17 @@
 from ncclpy.abi.driver cimport CUevent, CUresult, CUstream, ncclpy_driver_table
 from ncclpy.abi.nccl cimport ncclComm_t, ncclWindow_t, ncclpy_nccl_table
 
+
+cdef str who_is_missing(ncclComm_t comm)
+
+
+# Warn of variables of NCCL's that override what a guard needs, as far as the process's environment shows them.
+cdef int look_up_overrides() except -1
+
+# The same, found out from what a call has returned.
+cdef int guarded_was_in_progress() except -1
+
+
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
 # process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
 # driver's table is filled whole or not at all.
@@ -19,11 +30,13 @@ ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
+
 # The same of who wants to be told when an event is ready, instead of asking: by a call of `tell`; or of who sleeps until
 # then, for so many seconds at most.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
 cdef EventHelp event_await
+
 # Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 
@@ -31,7 +44,6 @@ cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 # window; NULL if there is no such window. What it returns is given back, in any thread.
 cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
 cdef void (*host_let_window_go)(void*) noexcept nogil
-
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1
 cdef int load_driver() except -1

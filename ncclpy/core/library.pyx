@@ -1,4 +1,10 @@
-"""The one loaded library: which one, from where, and the two function tables filled from it.
+"""The library in use: where libraries may be, one dlopen, the tables of its functions, and NCCL's environment.
+
+`NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` come before what a communicator is asked for. They may stand
+in NCCL's configuration file as well. NCCL puts those into the environment when it first reads them, behind the back of
+`os.environ`; so the environment of C is looked at, again when a guard has been made. Where even that shows nothing, as
+with a plugin that answers for the environment, a call shows that was to block and is in progress. The others show in no
+result: a guard that was to work in the background may be quick as well, and say success at once.
 
 Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol comes
 from that handle, so that no communicator is ever driven by two libraries. The driver's symbols come from the same
@@ -8,11 +14,83 @@ handle when it has them (the host engine), else from ``libcuda.so.1``.
 import logging
 import os
 import threading
+import warnings
+
+from libc.stdlib cimport getenv, strtoll
 
 from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_left, lock_taken, lock_wanted, ncclpy_lock
 from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t
+
 from ncclpy.core import search
 from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
+
+
+cdef str who_is_missing(ncclComm_t comm):
+    """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
+
+    It is empty on NCCL, and if nothing is waited for. Of a child that is still being made, its parent is asked. May be
+    asked without the communicator's lock, while another thread is stuck in a call; not once the handle is destroyed.
+    """
+    cdef char text[4096]
+    text[0] = 0
+    if host_who_is_missing == NULL or comm == NULL:
+        return ""
+    with nogil:
+        host_who_is_missing(comm, text, sizeof(text))
+    return text.decode(errors="replace")
+
+
+cdef str _BLOCKING = "NCCL_COMM_BLOCKING"
+cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+
+cdef dict _LOST = {
+    (_BLOCKING, 1): (
+        "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where nobody can "
+        "end it: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
+    ),
+    (_BLOCKING, 0): (
+        "a communicator's calls now go through a thread of NCCL's, which makes each slower by tens of microseconds, "
+        "and cannot be captured into graphs. Deadlines still hold"
+    ),
+    (_SHARE, 0): (
+        "an abort now does not reach what is stuck on the device or inside a call, so that deadlines end neither, and "
+        "leave them behind"
+    ),
+}
+
+cdef set _told = set()  # once a process
+
+
+cdef int _tell(str name, int value, str how) except -1:
+    if name in _told:
+        return 0
+    _told.add(name)
+    warnings.warn(
+        f"{name}={value} {how} and overrides what a deadline needs (timeout=, abortable=True): {_LOST[name, value]}. "
+        "Take it out of the environment and of NCCL's configuration file (NCCL_CONF_FILE, ~/.nccl.conf, "
+        "/etc/nccl.conf)",
+        RuntimeWarning,
+        stacklevel=1,  # functions in Cython have no frames: it is the caller's line
+    )
+    return 0
+
+
+cdef int look_up_overrides() except -1:
+    cdef const char* text
+    for name in (_BLOCKING, _SHARE):
+        key = name.encode()
+        text = getenv(key)
+        if text == NULL or text[0] == 0:
+            continue
+        value = strtoll(text, NULL, 0)  # as NCCL reads it: a word is 0
+        if (name, value) in _LOST:
+            _tell(name, value, "is set")
+    return 0
+
+
+cdef int guarded_was_in_progress() except -1:
+    return _tell(_BLOCKING, 0, "is in force, as a call shows that was to block and was in progress instead,")
+
 
 _log = logging.getLogger("ncclpy.core")
 
@@ -106,7 +184,6 @@ def _in_child():
 
 
 os.register_at_fork(after_in_child=_in_child)
-
 _choice = None  # what use() asked for
 _library = None  # the Library, once loaded
 _driver_places = []  # where libcuda.so.1 was looked for

@@ -7,13 +7,12 @@ from libc.stdint cimport uint64_t, uintptr_t
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport creation as _creation
 from ncclpy.core.abort cimport ABORT_DEADLINE, begin_abort, end_abort
-from ncclpy.core.ending cimport abort_now, give_back, keep_up
+from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, keep_up
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.overdue cimport tell_overdue
-from ncclpy.core.progress cimport check_alive, finish
+from ncclpy.core.observers cimport tell_overdue
+from ncclpy.core.watch cimport check_alive, finish
 from ncclpy.core.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, is_over
-from ncclpy.core.upkeep cimport FINALIZE, RESUME, REVOKE, SUSPEND
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now
 
 from ncclpy.core.types import Result

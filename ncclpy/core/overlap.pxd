@@ -1,6 +1,37 @@
 from libc.stdint cimport uint64_t, uintptr_t
 
+from ncclpy.core.buffers cimport View
 from ncclpy.core.operation cimport Operation
+
+
+# What a call has in common with those that it meets, of other ranks or of other participants.
+cdef struct Fingerprint:
+    int kind
+    int op  # -1 where nothing is reduced
+    int root  # or the peer; -1 where there is none
+    int datatype
+    unsigned long long flavour
+    size_t count  # in the array's own elements
+
+# What two calls differ in.
+cdef enum Difference:
+    NOTHING
+    KIND
+    TYPE
+    COUNT
+    OPERATOR
+    ROOT
+
+cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil
+
+# The first thing that differs.
+cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil
+
+# The same of their arrays alone: of a send and the receive that it meets.
+cdef Difference difference_of_data(const Fingerprint* one, const Fingerprint* other) noexcept nogil
+
+# The name of the array's type, which is what processes compare.
+cdef str type_of(const Fingerprint* call)
 
 
 # Memory that an operation, or one part of a collective, reads or writes.
@@ -35,17 +66,23 @@ cdef inline bint lie_apart(const void* one, size_t size, const void* other, size
 cdef int refuse_overlap(
     int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
 ) except -1
+
+
 cdef inline int check_overlap(
     int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
 ) except -1:
     if lie_apart(send, sent, recv, received):
         return 0
     return refuse_overlap(kind, send, sent, recv, received, offset)
+
+
 # The same of two ranges of one size, in fewer instructions.
 cdef inline int check_same_size(int kind, const void* send, const void* recv, size_t nbytes) except -1:
     if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: their distance is below the size else
         return 0
     return refuse_overlap(kind, send, nbytes, recv, nbytes, 0)
+
+
 # The same for an operation that is filled in; a rank of -1 is not known yet.
 cdef int check_layout(const Operation* operation, int nranks, int rank) except -1
 
@@ -71,15 +108,21 @@ cdef extern from *:
     uint64_t _digest "ncclpy_digest"(
         uint64_t before, const void* send, const void* recv, size_t count, const void* kind_and_datatype
     ) noexcept nogil
+
+
 cdef inline uint64_t digest(uint64_t before, const Operation* operation) noexcept nogil:
     return _digest(before, operation.send, operation.recv, operation.count, operation)
+
+
 # Whether operations of such a digest are known to use no memory together; and note that they do not.
 cdef bint known_apart(uint64_t number) noexcept nogil
 cdef void note_apart(uint64_t number) noexcept nogil
 
 # The error of two operations of one launch; `second` and `first` are what to call them.
 cdef object shared_memory_error(const Extent* first, const Extent* second, str called, str other)
+
 # What a kind of operation is called by users.
 cdef str method_of(int kind)
+
 # The memory in words, as part of an error.
 cdef str span(const Extent* extent)

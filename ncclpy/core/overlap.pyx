@@ -1,4 +1,8 @@
-"""Overlap: the memory that operations read and write, compared with the layouts that NCCL works with.
+"""What an operation has in common with those that it meets, and memory that overlaps.
+
+The count is one of the array's own elements and the type has the name that its owner knows it by, not the one of what
+carries it: int16 and uint16 are the same bytes to NCCL. In one process types are told apart by their flavours, between
+processes by their names. A coordinator knows an array by its name and its shape, of which the count comes.
 
 NCCL checks none of this: where the memory of `send` and `recv` overlaps in another way than its in-place layout, or two
 operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
@@ -6,21 +10,50 @@ operations of one launch use the same memory and one writes it, ranks get wrong 
 
 from libc.stdlib cimport free, qsort, realloc
 
-from ncclpy.core.datatypes cimport ITEMSIZE
+from ncclpy.core.buffers cimport read_view
+from ncclpy.core.datatypes cimport ITEMSIZE, name_of
 from ncclpy.core.operation cimport (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    GATHER,
-    PUT_SIGNAL,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-    SENDRECV,
+    ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, PUT_SIGNAL, RECV, REDUCE, REDUCE_SCATTER, SCATTER, SEND,
+    SENDRECV, has_root, reduces,
 )
+
+
+cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil:
+    made.kind = operation.kind
+    made.op = operation.op if reduces(operation.kind) else -1
+    made.root = operation.root if has_root(operation.kind) else -1
+    made.datatype, made.flavour = view.datatype, view.flavour
+    made.count = operation.count if view.unit <= 1 else operation.count // view.unit
+
+
+cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil:
+    cdef Difference found
+    if one.kind != other.kind:
+        return KIND
+    found = difference_of_data(one, other)
+    if found != NOTHING:
+        return found
+    if one.op != other.op:
+        return OPERATOR
+    return NOTHING if one.root == other.root else ROOT
+
+
+cdef Difference difference_of_data(const Fingerprint* one, const Fingerprint* other) noexcept nogil:
+    if one.datatype != other.datatype or one.flavour != other.flavour:
+        return TYPE
+    return NOTHING if one.count == other.count else COUNT
+
+
+cdef str type_of(const Fingerprint* call):
+    return name_of(call.datatype, call.flavour)
+
+
+def type_of_array(array):
+    """Return the name of an array's type, of ASCII, which is what processes compare."""
+    cdef View view
+    read_view(array, &view, "array")
+    return name_of(view.datatype, view.flavour)
+
 
 cdef dict _NAMES = {
     ALL_REDUCE: "all_reduce", BROADCAST: "broadcast", REDUCE: "reduce", ALL_GATHER: "all_gather",
@@ -30,8 +63,6 @@ cdef dict _NAMES = {
 
 
 # One operation.
-
-
 cdef inline void _memory_of(
     const Operation* o, size_t nranks, const void** send, size_t* sent, const void** recv, size_t* received
 ) noexcept nogil:
@@ -108,8 +139,6 @@ cdef str method_of(int kind):
 
 
 # Several that run together.
-
-
 cdef enum:
     _FEW = 16
 
@@ -205,6 +234,7 @@ cdef class Extents:
 # whatever thread does it.
 cdef enum:
     _KNOWN = 1024
+
 cdef uint64_t[_KNOWN] _known
 
 

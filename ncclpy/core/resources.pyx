@@ -18,9 +18,9 @@ from ncclpy.core.check cimport check
 from ncclpy.core.datatypes cimport BYTES, encoded, name_of
 from ncclpy.core.handle cimport WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.progress cimport check_alive
+from ncclpy.core.watch cimport check_alive
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport let_in
+from ncclpy.core.observers cimport let_in
 
 import numpy as np
 

@@ -1,7 +1,9 @@
+from ncclpy.abi.nccl cimport ncclWaitSignalDesc_t
 from ncclpy.core.buffers cimport View
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
-from ncclpy.core.parts cimport Spread
+from ncclpy.core.shape cimport Spread
+
 
 # The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked. Of NCCL's own
 # operators alone, for those (`who`) whose communicators users do not see.
@@ -13,18 +15,24 @@ cdef double limit_of(Handle comm, object timeout) except? -1
 # The all-reduce of a byte that a barrier is, in memory of its owner's, which is allocated when `scratch` is 0.
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1
 
+
 # Choose the stream and submit; or, if the loaded NCCL is too old for it, the group that stands for it.
 cdef int start(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
+
+
 cdef int start_or_lower(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
+
+
 # The same for a send and the receive that belongs to it.
 cdef int start_pair(
     Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
     object stream, object timeout
 ) except -1
+
 
 # The same for what has no buffer of the caller's: with no stream given the call waits. `keeps` is what it needs.
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
@@ -32,3 +40,22 @@ cdef int start_bare(Handle comm, Operation* operation, object keeps, object stre
 # A collective over parts of this communicator, to be filled in; and its start, as a group.
 cdef Spread spread_over(Handle comm)
 cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1
+
+
+# What a wait is for. NCCL copies it in the call.
+cdef class Signals:
+    cdef ncclWaitSignalDesc_t* rows
+    cdef size_t count
+
+    cdef int fill(self, Handle comm, object peers, int signal, int count) except -1
+
+
+# Check what the caller says and fill in all of an operation but its stream. `window`, and the Signals returned, are to
+# live as long as the operation can be made.
+cdef int shape_put(
+    Handle comm, Operation* o, View* s, object send, object window, object peer, object offset, object signal
+) except -1
+
+
+cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) except -1
+cdef Signals shape_wait(Handle comm, Operation* o, object peers, object signal, object count)

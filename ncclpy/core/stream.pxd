@@ -1,6 +1,7 @@
 from ncclpy.abi.driver cimport CUevent, CUstream
 from ncclpy.core.wait cimport Call
 
+
 cdef CUstream as_stream(object stream) except? NULL
 cdef CUstream as_stream_of(object stream, int device) except? NULL
 
@@ -30,3 +31,8 @@ cdef bint is_captured(CUstream stream, int device) except -1
 
 # An event recorded behind what the stream has queued; None if that is done, or cannot be asked while it is captured.
 cdef object event_behind(CUstream stream, int device)
+
+
+# Keep objects until all of `until` are over: threads that have ended, Calls that have returned, Events that are
+# reached. What is over already is not kept. `what` is for people.
+cdef int hold(list objects, list until, object what) except -1

@@ -1,31 +1,29 @@
-"""Streams and events over the driver table; they work the same on both engines."""
+"""Streams and events, and what stays in flight on them after a wait was left.
 
+Whoever makes a call holds its arrays while it waits. A wait that ends early hands them over to this module, which
+keeps them until neither NCCL nor a device can reach them any more, and for good where that never comes. In the steady
+state nothing comes here, so that calls pay nothing for it.
+"""
+
+import os
+import time
 import weakref
 
 from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport (
-    CU_EVENT_DISABLE_TIMING,
-    CU_EVENT_WAIT_DEFAULT,
-    CU_STREAM_CAPTURE_STATUS_INVALIDATED,
-    CU_STREAM_CAPTURE_STATUS_NONE,
-    CU_STREAM_LEGACY,
-    CU_STREAM_NON_BLOCKING,
-    CU_STREAM_PER_THREAD,
-    CUDA_ERROR_NOT_READY,
-    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
-    CUDA_SUCCESS,
-    CUcontext,
-    CUresult,
-    CUstreamCaptureStatus,
+    CUDA_ERROR_NOT_READY, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, CUDA_SUCCESS, CU_EVENT_DISABLE_TIMING,
+    CU_EVENT_WAIT_DEFAULT, CU_STREAM_CAPTURE_STATUS_INVALIDATED, CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_LEGACY,
+    CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CUcontext, CUresult, CUstreamCaptureStatus,
 )
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport as_device, enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
-from ncclpy.core.wait cimport Call, as_timeout, deadline_after, wait_for_event, wait_for_stream
+from ncclpy.core.wait cimport Call, as_timeout, begin_thread, deadline_after, wait_for_event, wait_for_stream
 
 from ncclpy.core.errors import NcclTimeout, not_copied, seconds
 from ncclpy.core.types import as_integer
+
 
 # How the handle is got out of a stream object, by exact type; filled at first sight of a type.
 cdef dict _readers = {}
@@ -419,3 +417,77 @@ cdef int waited(int result, const char* function, object what, double limit) exc
             f"{what} was not done after {seconds(limit)}; only the wait has ended", function=function.decode()
         )
     return check_driver(<CUresult>result, function)
+
+
+cdef list _held = []  # of (objects, until, what); changed under the GIL only, in one step each
+cdef bint _watching = False  # changed under the GIL only, in one step with the last look at what is held
+
+
+cdef int hold(list objects, list until, object what) except -1:
+    """Keep `objects` until all of `until` are over."""
+    global _watching
+    waited_for = [each for each in until if not _is_over(each)]
+    if not waited_for:
+        return 0
+    _held.append((objects, waited_for, what))
+    if not _watching:
+        _watching = True
+        try:
+            begin_thread(_watch)
+        except RuntimeError:  # no more threads: what is held stays so until the next one comes here
+            _watching = False
+    return 0
+
+
+def in_flight():
+    """Return what is kept since a wait for it ended early, a line each, for people."""
+    return [what for _, _, what in list(_held)]
+
+
+cdef bint _is_over(object each) except -1:
+    if isinstance(each, Call):
+        return (<Call>each).done
+    try:
+        return (<Event?>each).is_done()
+    except Exception:  # a device that has failed says so of every event, and runs nothing any more
+        return True
+
+
+cdef bint _is_needed() noexcept:
+    """Return whether something is held still; whoever holds something next starts the watch anew, if not."""
+    global _watching
+    _watching = len(_held) != 0
+    return _watching
+
+
+def _watch():
+    """Let go of what is over, until nothing is left."""
+    pause = 0.001
+    while _is_needed():
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+        for entry in list(_held):
+            if all([_is_over(each) for each in entry[1]]):
+                _forget(entry)
+                pause = 0.001
+        entry = None  # let go of here, and not when the next one is looked at
+
+
+cdef int _forget(tuple entry) except -1:
+    """Take an entry away, by what it is: list.remove() would compare arrays."""
+    cdef Py_ssize_t i
+    for i in range(len(_held)):
+        if _held[i] is entry:
+            del _held[i]
+            return 0
+    return 0
+
+
+def _forked():
+    """In the child nothing runs that could touch the memory, and nothing can be asked."""
+    global _watching
+    _watching = False
+    del _held[:]
+
+
+os.register_at_fork(after_in_child=_forked)

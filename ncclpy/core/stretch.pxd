@@ -2,7 +2,7 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.marks cimport Mark
+from ncclpy.core.state cimport Mark
 from ncclpy.core.operation cimport Operation
 
 

@@ -12,7 +12,7 @@ from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport host_engine, nccl
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport follow, let_in
+from ncclpy.core.observers cimport follow, let_in
 from ncclpy.core.wait cimport FOREVER, now
 
 cdef extern from "sched.h" nogil:

@@ -10,10 +10,10 @@ from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_trouble
 from ncclpy.core.library cimport host_engine, nccl
-from ncclpy.core.marks cimport Mark
+from ncclpy.core.state cimport ABORTED, READY, Mark
 from ncclpy.core.operation cimport SENDRECV, WINDOW, function_of, issue, raise_issue
-from ncclpy.core.overdue cimport begin_whole, end_whole
-from ncclpy.core.progress cimport (
+from ncclpy.core.observers cimport begin_whole, end_whole, follow, let_in
+from ncclpy.core.watch cimport (
     Waiting,
     begin_wait,
     check_alive,
@@ -25,9 +25,7 @@ from ncclpy.core.progress cimport (
     raise_if_fenced,
     wait_stream,
 )
-from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
-from ncclpy.core.tenant cimport follow, let_in
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
 

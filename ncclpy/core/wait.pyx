@@ -14,7 +14,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
-from ncclpy.core.capture cimport relax
+from ncclpy.core.device cimport relax
 from ncclpy.core.library cimport driver, stream_wait
 
 cdef extern from "pthread.h" nogil:

@@ -22,11 +22,11 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport host_engine, host_hold_window, host_let_window_go, nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
-from ncclpy.core.progress cimport check_alive, finish
+from ncclpy.core.watch cimport check_alive, finish
 from ncclpy.core.shape cimport read_on_device
 from ncclpy.core.state cimport READY
 from ncclpy.core.submit cimport check_makes, make_alone
-from ncclpy.core.upkeep cimport LET_WINDOW_GO, Upkeep
+from ncclpy.core.ending cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.wait cimport deadline_after
 
 from ncclpy.core.errors import NcclError, NcclUnsupported, not_copied

@@ -1,3 +1,21 @@
+from ncclpy.abi.locks cimport mutex_t
+
+
+# Stretches in which no code of users may run; with the GIL, and none of them may wait for another thread's Python.
+cdef void begin_quiet() noexcept
+cdef void end_quiet() noexcept
+
+# Whether such a stretch is on, in any thread.
+cdef bint is_quiet() noexcept
+
+
+cdef class Lock:
+    cdef mutex_t mutex
+
+    cdef int enter(self) except -1
+    cdef void leave(self) noexcept
+
+
 # The monitor sleeps on this word; ring() after something was put where it looks.
 cdef int bell
 cdef int listening  # whether it does
@@ -52,14 +70,17 @@ cdef class Crew:
 
 # What is the user's: callbacks, warnings, finalisers.
 cdef Crew users
+
 # What is ours and runs Python all the same: works that fail, timers.
 cdef Crew errands
-
 cdef int look_after_crews() except -1
+
 # Note that this thread begins with a callback of the user, or has come back from it.
 cdef int begin_callback(object callback, object work) except -1
 cdef int end_callback(object callback) except -1
+
 # Before this thread waits: if it runs callbacks, another one goes on with them.
 cdef int step_aside() except -1
+
 # Show an exception that nobody can answer for.
 cdef int tell() except -1

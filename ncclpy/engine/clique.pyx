@@ -6,13 +6,13 @@ import threading
 from libc.stdlib cimport calloc, free
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
-from ncclpy.core.capture cimport relax
+from ncclpy.core.device cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.operation cimport has_root
 from ncclpy.engine.fence cimport believe, fence
 from ncclpy.engine.launcher cimport Launch, new_launch
-from ncclpy.engine.message cimport around, words_of
+from ncclpy.engine.protocols cimport around, words_of
 from ncclpy.engine.work cimport Work
 
 from ncclpy.core.creation import get_unique_id

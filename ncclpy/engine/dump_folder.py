@@ -17,7 +17,7 @@ from collections import deque
 from time import monotonic
 
 from ncclpy.core.errors import listed, spans
-from ncclpy.engine import bell
+from ncclpy.engine import dumps
 from ncclpy.engine.dump_files import check_signs, fill_in, write
 from ncclpy.engine.known import ranks_here, set_listener
 from ncclpy.engine.recorder import ranks_recorded, text_of
@@ -52,7 +52,7 @@ class DumpFolder:
         # Errors that came, and by when to write. What is shared changes in one step each: no signal handler that
         # tells of an error as well can meet a lock here.
         self._asked: deque[tuple[str, object, float]] = deque()
-        self._signals = bell.signals()
+        self._signals = dumps.signals()
         self._written = float("-inf")
         self._refused: str | None = None  # what a file could not be written for last
         self._path: str | None = None
@@ -62,7 +62,7 @@ class DumpFolder:
 
     def start(self) -> None:
         """Begin to listen: to groups, and to SIGUSR2 unless the program handles that itself."""
-        if not bell.take_signal(signal.SIGUSR2):
+        if not dumps.take_signal(signal.SIGUSR2):
             _log.info("SIGUSR2 is handled by the program, and asks for no dump (%s)", _VARIABLE)
         self._thread.start()
         set_listener(self.tell, self.wait)
@@ -73,7 +73,7 @@ class DumpFolder:
         """Have a dump written for an error; soon where a group has ended, else once in a while."""
         due = monotonic() + _SETTLE if ended else max(monotonic() + _SETTLE, self._written + _SPACING)
         self._asked.append((type(error).__name__, error.args[0] if error.args else "", due))
-        bell.ring()
+        dumps.ring()
 
     def wait(self) -> None:
         """Wait a little for what is to be written: the process is about to be ended."""
@@ -84,16 +84,16 @@ class DumpFolder:
     def end(self) -> None:
         """Write what is due later now, and end the thread: the process ends."""
         self._ending = True
-        bell.ring()
+        dumps.ring()
         if self._thread.is_alive():
             self._thread.join(_PATIENCE)
 
     def _serve(self) -> None:
         while True:
-            seen = bell.rung()
+            seen = dumps.rung()
             due = min((due for _, _, due in list(self._asked)), default=None)
-            if bell.signals() != self._signals:
-                self._signals = bell.signals()
+            if dumps.signals() != self._signals:
+                self._signals = dumps.signals()
                 self._write("SIGUSR2", "asked for")
             elif due is not None and (self._ending or due <= monotonic()):
                 self._busy = True
@@ -105,7 +105,7 @@ class DumpFolder:
             elif self._ending:
                 return
             else:
-                bell.wait(seen, 3600.0 if due is None else due - monotonic())
+                dumps.wait(seen, 3600.0 if due is None else due - monotonic())
 
     def _write(self, kind: str, words: object) -> None:
         """Write the dump; what keeps it from that is a warning in the log, once."""

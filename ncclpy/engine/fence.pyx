@@ -1,4 +1,4 @@
-"""Which ends of operations may be believed.
+"""Events of streams, and fences between a producer's stream and an operation's.
 
 A kernel of NCCL that sees its communicator's abort flag leaves its wait, and passes on to the next rank what it has. So
 a rank whose neighbour aborts sees its own operation end like any other, with wrong data. Where ranks have a channel
@@ -12,17 +12,57 @@ When it goes on it believes nothing before it has asked.
 
 import weakref
 
+from libcpp.vector cimport vector
+
+from ncclpy.abi.driver cimport CU_EVENT_DISABLE_TIMING, CUcontext, CUresult
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.handle cimport BELIEVED, FENCED, Handle
+from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport errands, ring
 from ncclpy.engine.native cimport add, load, now
+
+
+# By twice the device's ordinal, plus one for those that measure time. The GIL guards them.
+cdef vector[vector[CUevent]] _free
+
+
+cdef CUevent take_event(int device, bint timing) except NULL:
+    """Return an event that nobody uses; it may still carry what it was recorded for last."""
+    cdef size_t index = 2 * device + timing
+    cdef CUevent event = NULL
+    cdef CUresult result
+    cdef CUcontext saved
+    if index < _free.size() and _free[index].size():
+        event = _free[index].back()
+        _free[index].pop_back()
+        return event
+    require_driver()
+    saved = enter_device(device)
+    with nogil:
+        result = driver.cuEventCreate(&event, 0 if timing else CU_EVENT_DISABLE_TIMING)
+    leave_device(saved)
+    check_driver(result, b"cuEventCreate")
+    return event
+
+
+cdef int give_event(int device, bint timing, CUevent event) except -1:
+    """Put an event back. The pool never shrinks: its size is the most that was in flight."""
+    cdef size_t index = 2 * device + timing
+    if event == NULL:
+        return 0
+    if index >= _free.size():
+        _free.resize(index + 1)
+    _free[index].push_back(event)
+    return 0
+
 
 # Other ranks wait for a silent rank for a second at least. A process that was stopped for half of that asks the store.
 cdef double _STILL = 0.5
 
 # How often the monitor has a turn, also where nothing is in flight: what is launched after a stop may have ended during it.
 cdef double _TURNS = 0.2
-
 cdef int stops = 0
 cdef double _turn = 0  # when the monitor has run last; 0 while no communicator needs that
 cdef int _told = 0

@@ -7,7 +7,7 @@ where there are fewer cores than devices, several devices share one.
 import atexit
 import os
 
-from ncclpy.core.capture cimport relax
+from ncclpy.core.device cimport relax
 from ncclpy.core.wait cimport now
 
 from ncclpy.core import device as _device

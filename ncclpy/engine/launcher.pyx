@@ -16,16 +16,15 @@ from libc.string cimport memcpy, memset
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles
-from ncclpy.core.capture cimport relax, restore
-from ncclpy.core.device cimport context_of
+from ncclpy.core.device cimport context_of, relax, restore
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.stretch cimport make_calls, poll_calls
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.events cimport take_event
+from ncclpy.engine.fence cimport take_event
 from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, pass_on, push_jobs
-from ncclpy.engine.message cimport words_of
+from ncclpy.engine.protocols cimport words_of
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING

@@ -28,23 +28,11 @@ from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (
-    attending,
-    attention,
-    bell,
-    doze,
-    errands,
-    expect,
-    expect_none,
-    hurry,
-    is_expecting,
-    listen,
-    look_after_crews,
-    ring,
-    users,
+    attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry, is_expecting,
+    listen, look_after_crews, ring, users,
 )
-from ncclpy.engine.failing cimport have_failed
+from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed
 from ncclpy.engine.fence cimport next_turn, note_turn, tell_of_stops
-from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
@@ -58,7 +46,6 @@ from ncclpy.engine.rows cimport (
     is_asked_for,
     is_told_at_once,
 )
-from ncclpy.engine.work cimport TO_FAIL, Watched, Work
 
 cdef extern from "sched.h" nogil:
     int sched_yield()

@@ -1,7 +1,19 @@
+from types import TracebackType
+
 from typing_extensions import disjoint_base
 
 from ncclpy.core.group import Group
-from ncclpy.engine.graph import Graph
+
+@disjoint_base
+class Graph:
+    @property
+    def closed(self) -> bool: ...
+    def launch(self) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Graph: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
 @disjoint_base
 class Recording(Group): ...

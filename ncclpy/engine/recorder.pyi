@@ -2,6 +2,16 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, final
 
+DTYPES: tuple[str, ...]
+
+def method_name(kind: int) -> str: ...
+def op_name(code: int) -> str: ...
+
+@final
+class Ledger:
+    def standing(self) -> dict[str, Any]: ...
+    def source(self) -> object: ...
+
 @final
 class Entry: ...
 

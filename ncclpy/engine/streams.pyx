@@ -10,7 +10,7 @@ from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport Stream, as_stream
-from ncclpy.engine.events cimport give_event, take_event
+from ncclpy.engine.fence cimport give_event, take_event
 from ncclpy.engine.work cimport Work
 
 

@@ -8,6 +8,11 @@ from ncclpy.engine.protocols cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
 
 
+# Have a work fail: for its launch, or with NULL for its communicator's result or, if that is fine, its deadline. It
+# runs compiled code only.
+cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1
+
+
 cdef enum:
     NOT_FAILING = 0
     TO_FAIL = 1
@@ -84,18 +89,19 @@ cdef struct Watched:
     int kind  # of the operation, to name the function that failed
     char* text  # NCCL's last words on a failure; from malloc, given away
 
-
 # Do the monitor's part, but for callbacks, if it has ended; return whether it has.
 cdef int attend() except -1
 
 # What who waits for works of others does between two looks.
 cdef int stand_by() except -1
 
+
 # Whether memory that an array gives back is used next by what is enqueued behind on its own stream. So it is where a framework
 # says which stream is current, or the array its own: their allocators keep that order. CPU memory, and that of a `Buffer`, of
 # which nobody knows, is anybody's the moment that it is free.
 cdef inline bint goes_by_streams(const View* view) noexcept:
     return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
+
 
 # A pending work with its entry in the recorder.
 cdef Work new_work(int kind, int device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ncclpy.core import device as device_module
 from ncclpy.core.errors import NcclUnsupported
-from ncclpy.memory.allocator import adopt, disown, give, open_allocator, take
+from ncclpy.memory.allocation import adopt, disown, give, open_allocator, take
 
 
 def source(device: int | None) -> CudaCoreSource:

@@ -113,7 +113,7 @@ class NcclError(errors.NcclError):
         status = as_integer(status, "status")
         if message is None:
             # A door that is opened for an error only: the bindings are many modules.
-            from ncclpy.core.bindings.settings import get_error_string
+            from ncclpy.core.bindings.library import get_error_string
 
             message = get_error_string(status)
         super().__init__(f"{_name_of(status)}: {message}", result=status)

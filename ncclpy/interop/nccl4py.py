@@ -105,7 +105,7 @@ _STATISTICS = ("suspendable", "suspended", "persistent", "total")
 
 def get_error_string(nccl_result: int) -> str:
     """Return NCCL's words for a result code."""
-    from ncclpy.core.bindings.settings import get_error_string as words
+    from ncclpy.core.bindings.library import get_error_string as words
 
     return words(nccl_result)
 
@@ -233,7 +233,7 @@ class Communicator(_Communicator):
 
     def get_last_error(self) -> str:
         """Return NCCL's last words."""
-        from ncclpy.core.bindings.settings import get_last_error
+        from ncclpy.core.bindings.library import get_last_error
 
         return get_last_error(self.handle)
 

@@ -168,7 +168,7 @@ class NCCLLibrary:
 
     def ncclGetErrorString(self, result: Any) -> str:
         """Return NCCL's words for a result code."""
-        from ncclpy.core.bindings.settings import get_error_string
+        from ncclpy.core.bindings.library import get_error_string
 
         return get_error_string(_int(result))
 
@@ -180,7 +180,7 @@ class NCCLLibrary:
 
     def ncclGetRawVersion(self) -> int:
         """Return NCCL's version as a number: 23203 is 2.32.3."""
-        from ncclpy.core.bindings.settings import get_version
+        from ncclpy.core.bindings.library import get_version
 
         return get_version()
 

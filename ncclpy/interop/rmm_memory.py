@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from ncclpy.core import device as device_module
-from ncclpy.memory.allocator import give, open_allocator, take
+from ncclpy.memory.allocation import give, open_allocator, take
 
 
 def source(device: int | None) -> RmmSource:

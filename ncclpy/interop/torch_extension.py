@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ncclpy.core.readers import read_by
+from ncclpy.core.exports import read_by
 from ncclpy.interop.torch_backend import TorchBackend
 from ncclpy.interop.torch_build import BACKEND, EXTENSION, Part, built
 

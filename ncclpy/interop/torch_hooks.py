@@ -17,7 +17,7 @@ from typing import Any
 from ncclpy.core.errors import NcclTimeout, not_copied
 from ncclpy.interop import torch_build
 from ncclpy.memory import SegmentRegistry
-from ncclpy.memory import hooks as _hooks
+from ncclpy.memory import registry as _registry
 
 _lock = threading.RLock()  # one thread attaches or closes
 _shim: Any = None
@@ -81,7 +81,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
         return _attached
     torch.cuda.init()  # its allocator refuses trackers before
     _check_allocator(torch)
-    functions = _hooks.functions()
+    functions = _registry.functions()
     if _shim is None:
         _shim = _loaded(torch_build.built(torch))
     words = ctypes.create_string_buffer(1000)

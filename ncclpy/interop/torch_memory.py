@@ -7,7 +7,7 @@ import ctypes
 from typing import Any
 
 from ncclpy.core.errors import NcclUnsupported
-from ncclpy.memory.allocator import ALLOC, FREE, open_allocator
+from ncclpy.memory.allocation import ALLOC, FREE, open_allocator
 from ncclpy.memory.registry import SegmentRegistry
 
 #: Torch's object for our two functions.

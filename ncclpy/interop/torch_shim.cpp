@@ -19,7 +19,7 @@ namespace {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-// See ncclpy/memory/hooks.pyx.
+// See ncclpy/memory/registry.pyx.
 enum TakenIn { taken_in, known, refused };
 using TakeIn = int (*)(uintptr_t base, size_t bytes, int device);
 using TakeOut = int (*)(uintptr_t base, int device, double timeout);

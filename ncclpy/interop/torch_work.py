@@ -13,8 +13,8 @@ from ncclpy.core.errors import NcclError, NcclTimeout
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
-    from ncclpy.process_group.block import Block
     from ncclpy.process_group.group import ProcessGroup
+    from ncclpy.process_group.operations import Block
 
 __all__ = ["PartWork", "Together", "TorchWork", "backend_error"]
 

@@ -9,26 +9,25 @@ import weakref
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.capture cimport relax
+from ncclpy.core.device cimport relax
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.lower cimport Lowered, lacks, lower
+from ncclpy.core.shape cimport Lowered, lacks, lower
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.clique cimport GONE, MADE
 from ncclpy.engine.fence cimport stops
-from ncclpy.engine.ledger cimport Ledger
+from ncclpy.engine.recorder cimport Ledger, began_of
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport Together
-from ncclpy.engine.recorder cimport began_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.core.stream_readers import raise_in_readers
 from ncclpy.engine import fence
-from ncclpy.engine.failing import add_answer
+from ncclpy.engine.work import add_answer
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of

@@ -1,5 +1,5 @@
 from ncclpy.core.buffers cimport View
-from ncclpy.core.fingerprint cimport Fingerprint
+from ncclpy.core.overlap cimport Fingerprint
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport Work

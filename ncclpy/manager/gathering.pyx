@@ -7,25 +7,17 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.fingerprint cimport COUNT, OPERATOR, TYPE, difference, take_fingerprint, type_of
-from ncclpy.core.operation cimport Operation, has_root, reduces
 from ncclpy.core.overlap cimport (
-    Extents,
-    check_layout,
-    digest,
-    digest_begun,
-    known_apart,
-    note_apart,
-    shared_memory_error,
+    COUNT, OPERATOR, TYPE, Extents, check_layout, difference, digest, digest_begun, known_apart, note_apart,
+    shared_memory_error, take_fingerprint, type_of,
 )
+from ncclpy.core.operation cimport Operation, has_root, reduces
 from ncclpy.core.wait cimport FOREVER, now
-from ncclpy.engine.message cimport is_plain, message
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.protocols cimport Awaited, is_plain, message
 
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
-from ncclpy.engine.ledger import method_name
-from ncclpy.engine.recorder import show
+from ncclpy.engine.recorder import method_name, show
 
 _log = logging.getLogger("ncclpy.manager")
 

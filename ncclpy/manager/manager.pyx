@@ -9,12 +9,11 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
 from ncclpy.core.library cimport check_process, driver
-from ncclpy.core.overdue cimport tell_overdue
+from ncclpy.core.observers cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport Lock, users
 from ncclpy.engine.clique cimport GONE, MAKING
 from ncclpy.engine.launcher cimport launch_here
-from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.streams cimport record_producer

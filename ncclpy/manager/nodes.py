@@ -15,7 +15,7 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
 from ncclpy.core.errors import NcclTimeout
-from ncclpy.engine.ledger import Ledger
+from ncclpy.engine.recorder import Ledger
 from ncclpy.peers.circle import Circle
 from ncclpy.peers.inquiry import Said
 

@@ -22,8 +22,7 @@ from ncclpy.core.library import library
 from ncclpy.core.stream import Stream
 from ncclpy.core.types import DataTypeLike
 from ncclpy.core.window import Window
-from ncclpy.memory.allocation import alloc
-from ncclpy.memory.allocator import Hold, check_endable, enter_pool, new_pool, segments_of
+from ncclpy.memory.allocation import Hold, alloc, check_endable, enter_pool, new_pool, segments_of
 from ncclpy.memory.frameworks import Source, source_of
 
 if TYPE_CHECKING:

@@ -19,15 +19,13 @@ from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
-from ncclpy.core.abort cimport let_graphs_go
-from ncclpy.core.capture cimport relax, restore
-from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, take_device_back
+from ncclpy.core.abort cimport is_freed, let_graphs_go, tell_kin
+from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
 from ncclpy.core.handle cimport lock_within
-from ncclpy.core.kin cimport is_freed, tell_kin
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
+from ncclpy.core.observers cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,

@@ -18,8 +18,8 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.core.abort import abort_for
 from ncclpy.core.account import GIVEN_UP, account_of, name_of
 from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
-from ncclpy.core.fellows import Fellows
-from ncclpy.engine.ledger import DTYPES, method_name, op_name
+from ncclpy.core.observers import Fellows
+from ncclpy.engine.recorder import DTYPES, method_name, op_name
 from ncclpy.peers.circle import Circle
 from ncclpy.peers.standing import RankState
 

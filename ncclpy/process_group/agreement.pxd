@@ -1,4 +1,4 @@
-from ncclpy.process_group.signature cimport Signature
+from ncclpy.process_group.request cimport Signature
 
 
 # Whether all ranks of a group bring the same to their collectives.

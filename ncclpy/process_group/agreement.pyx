@@ -23,7 +23,7 @@ from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
 from ncclpy.process_group.disagreement import disagreement, unpack
-from ncclpy.process_group.shared_memory import read_offer
+from ncclpy.process_group.mailbox import read_offer
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"

@@ -45,3 +45,11 @@ cdef class Connection(Clique):
     cdef int take(self, Request request) except -1
     cdef int launch(self, Request request) except -1
     cdef int _fill(self, Request request, object launch, double moment) except -1
+
+
+# The one of these streams, as numbers, that stands for all if they are being captured; NULL if none of them is.
+cdef CUstream captured_of(set streams, int device) except? NULL
+
+# Put a request into the user's graph, on the streams that its steps have. Raises where nothing was called;
+# returns what went wrong in NCCL, or None.
+cdef object capture(Connection connection, Request request)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ncclpy.core.errors import ranks, spans
 from ncclpy.core.types import ReduceOp
-from ncclpy.engine.ledger import method_name
+from ncclpy.engine.recorder import method_name
 
 __all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack", "unpack_message"]
 

@@ -7,8 +7,8 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
-from ncclpy.core.fingerprint cimport take_fingerprint
-from ncclpy.core.lower cimport Lowered
+from ncclpy.core.overlap cimport take_fingerprint
+from ncclpy.core.shape cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
 from ncclpy.core.stream cimport Stream, is_captured
@@ -20,25 +20,20 @@ from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, goes_by_streams, new_work
 from ncclpy.process_group.agreement cimport Agreement
-from ncclpy.process_group.block cimport Block, new_block
-from ncclpy.process_group.captured cimport capture
-from ncclpy.process_group.checked cimport agree
-from ncclpy.process_group.connection cimport Connection
-from ncclpy.process_group.division cimport bring, can_divide, divide, wrong_colors
-from ncclpy.process_group.held cimport give, look_after, new_holder, wait_until_given
+from ncclpy.process_group.operations cimport Block, new_block
+from ncclpy.process_group.connection cimport Connection, capture
+from ncclpy.process_group.messages cimport agree, give, look_after, new_holder, wait_until_given
+from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, matched, wrong_colors
 from ncclpy.process_group.membership cimport Membership
-from ncclpy.process_group.pairs cimport disconnect, matched
-from ncclpy.process_group.request cimport Request, new_request
-from ncclpy.process_group.signature cimport BARRIER, new_signature
+from ncclpy.process_group.request cimport BARRIER, Request, new_request, new_signature
 
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.ledger import method_name
-from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.block import Deadline
+from ncclpy.engine.recorder import method_name, text_of
+from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.framework import wait_for_stream
-from ncclpy.process_group.hooks import Tells
+from ncclpy.process_group.request import Tells
 from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM

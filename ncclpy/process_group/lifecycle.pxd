@@ -1,8 +1,8 @@
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.engine.ledger cimport Ledger
-from ncclpy.engine.lock cimport Lock
+from ncclpy.engine.recorder cimport Ledger
+from ncclpy.engine.callbacks cimport Lock
 from ncclpy.process_group.agreement cimport Agreement
-from ncclpy.process_group.block cimport BlockOwner
+from ncclpy.process_group.operations cimport BlockOwner
 from ncclpy.process_group.connection cimport Connection
 
 

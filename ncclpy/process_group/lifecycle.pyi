@@ -9,7 +9,7 @@ from ncclpy.core.communicator import Communicator
 from ncclpy.core.config import Config
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import DeviceLike
-from ncclpy.process_group.block import BlockOwner
+from ncclpy.process_group.operations import BlockOwner
 
 @disjoint_base
 class Lifecycle(BlockOwner):

@@ -18,9 +18,8 @@ from ncclpy.engine.callbacks cimport errands, users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.fence cimport is_doubted, stops
 from ncclpy.engine.launcher cimport launch_here
-from ncclpy.engine.message cimport add_sentence
+from ncclpy.engine.protocols cimport LaunchOwner, add_sentence
 from ncclpy.engine.native cimport load
-from ncclpy.engine.protocols cimport LaunchOwner
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.agreement cimport Agreement
@@ -31,7 +30,7 @@ from ncclpy.core import device as _device
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
 from ncclpy.core.types import as_integer
 from ncclpy.engine import fence
-from ncclpy.engine.failing import add_answer, without_advice
+from ncclpy.engine.work import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.stream_readers import raise_in_readers, withdraw

@@ -1,4 +1,7 @@
-"""Where ranks of one machine leave each other notes of what they bring to messages.
+"""Messages between two ranks in memory that both processes have, and words in it that they sleep on.
+
+It has no name (`memfd_create`): it is opened through a descriptor of the process that has made it, and ends with the last
+process that has it, however these end.
 
 Each rank has memory of its own: a page with a word that it sleeps on, and behind it pages for each other rank, with a
 ring of notes that this one writes and nobody else. So a rank sleeps in one place, whoever it waits for, and two ranks
@@ -9,23 +12,69 @@ of one that has gone stays for who has mapped it. Nobody waits in it but the thr
 a reference for so long.
 """
 
+import fcntl
+import json
 import mmap
 import os
+import secrets
+import stat
 
 from libc.string cimport memcpy, memset, strlen
 
 from ncclpy.core.wait cimport now
 from ncclpy.engine.native cimport add, load as word_of, swap
-from ncclpy.process_group.shared_memory cimport (
-    load_shared,
-    map_shared,
-    munmap,
-    sleep_shared,
-    store_shared,
-    wake_shared,
-)
 
-from ncclpy.process_group.shared_memory import create, reopen
+
+def read_offer(packed):
+    """Return what a process tells of its memory: its machine, and if it has any, how others find it (`reopen`).
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If it tells of something else.
+    """
+    told = json.loads(packed)
+    offer = {"machine": str(told["machine"]), "pid": int(told.get("pid", 0))}
+    if "fd" in told:
+        offer.update(fd=int(told["fd"]), token=bytes.fromhex(told["token"]))
+    return offer
+
+
+def create(name, length):
+    """Return a descriptor of new memory of so many bytes, and the word that it is known by, with which it begins."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, length)
+        # Who reads what another one has cut off is killed.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        token = secrets.token_bytes(TOKEN)
+        os.pwrite(fd, token, 0)
+        return fd, token
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def reopen(pid, fd, token, length):
+    """Return a descriptor of one's own of the memory that a process of this machine has under one of its own.
+
+    Raises
+    ------
+    OSError
+        If it cannot be had, or is another one.
+    """
+    own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(own)
+        # In a container process and descriptor may be another's.
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
+        if not is_ours or os.pread(own, TOKEN, 0) != token:
+            raise OSError(f"descriptor {fd} of process {pid} is not the group's")
+        return own
+    except BaseException:
+        os.close(own)
+        raise
+
 
 cdef extern from "ncclpy/engine/native.h" nogil:
     void relax "ncclpy_relax"()
@@ -41,13 +90,11 @@ cdef enum:
 #: Seconds that who watches looks before it gives way in between.
 cdef double _AT_HAND = 4e-6
 
-
 cdef struct _Ring:
     uint64_t taken  # by who reads
     int wants_room  # who writes: it is to be rung when something is taken
     char rest[52]
     Note notes[_NOTES]
-
 
 cdef size_t _PAGES = (sizeof(_Ring) + _PAGE - 1) // _PAGE
 

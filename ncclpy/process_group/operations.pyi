@@ -1,4 +1,5 @@
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 
 from typing_extensions import disjoint_base
 
@@ -117,3 +118,17 @@ class Operations:
         producer: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
+
+class BlockOwner(Operations): ...
+
+@disjoint_base
+class Block:
+    def __enter__(self) -> Work: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+@disjoint_base
+class Deadline:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...

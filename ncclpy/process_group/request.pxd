@@ -1,8 +1,28 @@
-from ncclpy.core.fingerprint cimport Fingerprint
-from ncclpy.core.lower cimport Lowered
+from ncclpy.core.buffers cimport View
 from ncclpy.core.operation cimport Operation
+from ncclpy.core.overlap cimport Fingerprint
+from ncclpy.core.shape cimport Lowered
 from ncclpy.engine.work cimport Work
-from ncclpy.process_group.signature cimport Signature
+
+
+cdef enum:
+    BARRIER = -2  # in the place of a tag, which a collective has none of
+
+
+# What other ranks compare one call, or one block of calls, with.
+cdef class Signature:
+    cdef bytes calls  # all ranks bring the same
+    cdef list messages  # (peer, kind, type, count, tag): each meets one of that peer's, in their order
+
+    cdef int add(
+        self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
+    ) except -1
+    # All of it as bytes, for other ranks.
+    cdef bytes packed(self)
+    cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1
+
+
+cdef Signature new_signature()
 
 
 # What one call of a group asks of its communicator: one operation, or several that are one launch and one work.

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 
 from ncclpy.core.wait cimport now
 from ncclpy.engine.native cimport add, load as word_of
-from ncclpy.process_group.shared_memory cimport (
+from ncclpy.process_group.mailbox cimport (
     TOKEN,
     load_shared as load,
     map_shared,
@@ -23,7 +23,7 @@ from ncclpy.process_group.shared_memory cimport (
     wake_shared,
 )
 
-from ncclpy.process_group.shared_memory import create as create_memory, reopen
+from ncclpy.process_group.mailbox import create as create_memory, reopen
 
 cdef extern from "ncclpy/engine/native.h" nogil:
     void relax "ncclpy_relax"()

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from ncclpy.core.buffers import Buffer
-from ncclpy.core.fingerprint import type_of_array
+from ncclpy.core.overlap import type_of_array
 from ncclpy.core.types import DataType
 from ncclpy.process_group.framework import by_package
 

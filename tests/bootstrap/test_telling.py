@@ -4,7 +4,7 @@ import gc
 import json
 
 from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
-from ncclpy.engine.ledger import Ledger
+from ncclpy.engine.recorder import Ledger
 
 
 class Source:

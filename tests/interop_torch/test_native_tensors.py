@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch_ranks import Ranks
 
 import ncclpy
-from ncclpy.core.readers import read_by
+from ncclpy.core.exports import read_by
 from ncclpy.interop import torch_build, torch_extension
 from ncclpy.interop.torch import read_tensors_natively
 

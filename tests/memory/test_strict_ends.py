@@ -18,7 +18,7 @@ from frames import frame_of, framework
 import ncclpy
 import testing
 from ncclpy import memory
-from ncclpy.memory import hooks
+from ncclpy.memory import registry
 
 COUNT = 4096
 WAYS = ["abort", "abort while it runs", "a deadline", "its allocator frees", "both in a group", "close", "close early"]
@@ -38,7 +38,7 @@ def registered(comm, frame):
 
 def freed_by_its_allocator(comm):
     """A segment of an allocator's is given back while an operation that never ends uses it."""
-    take_in, take_out = hooks.functions()
+    take_in, take_out = registry.functions()
     array = np.ones(COUNT, np.float32)  # of the host engine's: torch's hooks have tests of their own
     assert (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)(

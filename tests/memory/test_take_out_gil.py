@@ -13,7 +13,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.memory import hooks
+from ncclpy.memory import registry
 
 COUNT = 4096
 
@@ -21,7 +21,7 @@ COUNT = 4096
 @pytest.fixture
 def held(host_engine):
     """`take_in` and `take_out`, called with the GIL."""
-    take_in, take_out = hooks.functions()
+    take_in, take_out = registry.functions()
     address, size, whole = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int
     return (
         ctypes.PYFUNCTYPE(whole, address, size, whole)(take_in),
@@ -109,7 +109,7 @@ def no_more_threads():
 
 def test_an_abort_for_which_there_is_no_thread_at_first(host_engine, comms2, caplog):
     """The communicator is as it was until its abort can be begun, and the memory is out of use then."""
-    take_in, take_out = hooks.functions()
+    take_in, take_out = registry.functions()
     array, other = (np.ones(COUNT, np.float32) for _ in range(2))
     bring = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)
     free = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_double)(take_out)

@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import SupportsIndex
 
 from ncclpy.core.types import Result
@@ -107,3 +108,29 @@ def red_op_destroy(op: SupportsIndex, comm: SupportsIndex) -> Result: ...
 def group_start() -> Result: ...
 def group_end() -> Result: ...
 def group_simulate_end() -> float: ...
+def put_signal(
+    localbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    peer: SupportsIndex,
+    peer_win: SupportsIndex,
+    peer_win_offset: SupportsIndex,
+    sig_idx: SupportsIndex,
+    ctx: SupportsIndex,
+    flags: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def signal(
+    peer: SupportsIndex,
+    sig_idx: SupportsIndex,
+    ctx: SupportsIndex,
+    flags: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def wait_signal(
+    descriptors: Iterable[tuple[int, int, int, int]],
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...

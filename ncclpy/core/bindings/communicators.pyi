@@ -1,7 +1,8 @@
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-from ncclpy.core.config import Config
+from ncclpy.core.bindings.results import PendingHandle
+from ncclpy.core.config import CollConfig, Config
 from ncclpy.core.types import Result, UniqueId
 
 def get_unique_id() -> UniqueId: ...
@@ -30,3 +31,102 @@ def comm_count(comm: SupportsIndex) -> int: ...
 def comm_cu_device(comm: SupportsIndex) -> int: ...
 def comm_user_rank(comm: SupportsIndex) -> int: ...
 def comm_mem_stats(comm: SupportsIndex, stat: SupportsIndex) -> int: ...
+def comm_split(
+    comm: SupportsIndex,
+    color: SupportsIndex,
+    key: SupportsIndex,
+    config: Config | None = ...,
+) -> PendingHandle: ...
+def comm_shrink(
+    comm: SupportsIndex,
+    exclude: Iterable[int],
+    config: Config | None = ...,
+    flags: SupportsIndex = ...,
+) -> PendingHandle: ...
+def comm_get_unique_id(comm: SupportsIndex) -> UniqueId: ...
+def comm_grow(
+    comm: SupportsIndex,
+    nranks: SupportsIndex,
+    unique_id: UniqueId | bytes | None,
+    rank: SupportsIndex,
+    config: Config | None = ...,
+) -> PendingHandle: ...
+def all_reduce_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def broadcast_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def reduce_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def all_gather_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    sendcount: SupportsIndex,
+    datatype: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def reduce_scatter_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    recvcount: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def all_to_all_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def gather_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...
+def scatter_config(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+    config: CollConfig | None,
+) -> Result: ...

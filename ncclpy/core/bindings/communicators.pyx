@@ -1,22 +1,25 @@
-"""Communicators: made, asked, divided, ended.
+"""NCCL's functions that make and end communicators.
 
 A communicator is an int, the ``ncclComm_t``; 0 is none. What is not a communicator crashes the process, as in C.
+
+NCCL may write the new communicator after the call has returned: on a nonblocking parent, or in a group. Each function
+therefore returns a `PendingHandle`. Poll the parent with `comm_get_async_error`; once it is ``SUCCESS``, ``value`` is
+the child, 0 if this rank has none. ``config=None`` gives the child its parent's configuration.
+
+Arguments and results are those of the plain calls in `collectives`; `config` is a `CollConfig`, or ``None`` for NCCL's
+defaults. It is read during the call.
 """
 
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from ncclpy.abi.nccl cimport (
-    ncclComm_t,
-    ncclCommMemStat_t,
-    ncclConfig_t,
-    ncclResult_t,
-    ncclSuccess,
-    ncclUniqueId,
+    cudaStream_t, ncclCollConfig_t, ncclCommMemStat_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
+    ncclResult_t, ncclSuccess, ncclUniqueId,
 )
-from ncclpy.core.bindings.results cimport as_result, read_unique_id, state
+from ncclpy.core.bindings.results cimport PendingHandle, as_result, new_pending, read_unique_id, state
 from ncclpy.core.check cimport check
-from ncclpy.core.config cimport fill_config
+from ncclpy.core.config cimport fill_coll_config, fill_config
 from ncclpy.core.library cimport nccl, require, version_code
 
 from ncclpy.core.types import UniqueId
@@ -348,3 +351,305 @@ def comm_mem_stats(uintptr_t comm, int stat):
             b"ncclCommMemStats", <ncclComm_t>comm,
         )
     return value
+
+
+def comm_split(uintptr_t comm, int color, int key, config=None):
+    """Divide a communicator: ranks of one color form a child, ordered by key, then by rank.
+
+    Parameters
+    ----------
+    comm : int
+        The parent; every rank of it calls.
+    color : int
+        Which child; -1 (``NCCL_SPLIT_NOCOLOR``) for none.
+    key : int
+        Orders the ranks of the child.
+    config : Config, optional
+        The parent's without it.
+
+    Returns
+    -------
+    PendingHandle
+        C: ``ncclCommSplit`` (2.18).
+    """
+    cdef ncclConfig_t filled
+    cdef ncclConfig_t* chosen = NULL
+    cdef int result
+    require(<void*>nccl.ncclCommSplit, b"ncclCommSplit")
+    if config is not None:
+        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        chosen = &filled
+    cdef PendingHandle child = new_pending(written_once=True)
+    cdef ncclComm_t* cell = <ncclComm_t*>child.cell
+    with nogil:
+        result = check(
+            nccl.ncclCommSplit(<ncclComm_t>comm, color, key, cell, chosen), b"ncclCommSplit", <ncclComm_t>comm
+        )
+    child.result = state(result)
+    return child
+
+
+def comm_shrink(uintptr_t comm, exclude, config=None, int flags=0):
+    """Make a child without some ranks; the excluded ranks do not call.
+
+    Parameters
+    ----------
+    comm : int
+        The parent.
+    exclude : sequence of int
+        Ranks to leave out, the same list on every caller.
+    config : Config, optional
+        The parent's without it.
+    flags : int
+        0, or 1 (``NCCL_SHRINK_ABORT``) to end the parent's pending work first.
+
+    Returns
+    -------
+    PendingHandle
+        C: ``ncclCommShrink`` (2.27).
+    """
+    cdef ncclConfig_t filled
+    cdef ncclConfig_t* chosen = NULL
+    cdef int result, count, i
+    cdef int* ranks
+    require(<void*>nccl.ncclCommShrink, b"ncclCommShrink")
+    if config is not None:
+        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        chosen = &filled
+    listed = list(exclude)
+    count = len(listed)
+    cdef PendingHandle child = new_pending(written_once=True)
+    cdef ncclComm_t* cell = <ncclComm_t*>child.cell
+    ranks = <int*>calloc(max(count, 1), sizeof(int))
+    if ranks == NULL:
+        raise MemoryError
+    try:
+        for i in range(count):
+            ranks[i] = listed[i]
+        with nogil:
+            result = check(
+                nccl.ncclCommShrink(<ncclComm_t>comm, ranks, count, cell, chosen, flags),
+                b"ncclCommShrink", <ncclComm_t>comm,
+            )
+    finally:
+        free(ranks)
+    child.result = state(result)
+    return child
+
+
+def comm_get_unique_id(uintptr_t comm):
+    """Return the `UniqueId` by which new ranks join when `comm` grows; one rank of `comm` calls.
+
+    C: ``ncclCommGetUniqueId`` (2.29).
+
+    Returns
+    -------
+    UniqueId
+    """
+    cdef ncclUniqueId unique_id
+    require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
+    with nogil:
+        check(nccl.ncclCommGetUniqueId(<ncclComm_t>comm, &unique_id), b"ncclCommGetUniqueId", <ncclComm_t>comm)
+    return UniqueId((<char*>&unique_id)[:sizeof(ncclUniqueId)])
+
+
+def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
+    """Make a larger communicator from an existing one and new ranks.
+
+    Parameters
+    ----------
+    comm : int
+        The communicator to grow; 0 on a new rank.
+    nranks : int
+        Number of ranks afterwards.
+    unique_id : UniqueId, bytes or None
+        What `comm_get_unique_id` gave; ``None`` on a rank of `comm`.
+    rank : int
+        The rank of a new rank; -1 on a rank of `comm`, which keeps its own.
+    config : Config, optional
+        The communicator's without it; NCCL's defaults on a new rank.
+
+    Returns
+    -------
+    PendingHandle
+        Its value is valid at once. C: ``ncclCommGrow`` (2.29).
+    """
+    cdef ncclConfig_t filled
+    cdef ncclConfig_t* chosen = NULL
+    cdef ncclUniqueId where
+    cdef ncclUniqueId* place = NULL
+    cdef int result
+    require(<void*>nccl.ncclCommGrow, b"ncclCommGrow")
+    if config is not None or comm == 0:
+        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        chosen = &filled
+    if unique_id is not None:
+        read_unique_id(unique_id, &where)
+        place = &where
+    # NCCL writes the handle at once and again when the communicator is ready: a value does not end its use.
+    cdef PendingHandle child = new_pending(written_once=False)
+    cdef ncclComm_t* cell = <ncclComm_t*>child.cell
+    with nogil:
+        result = check(
+            nccl.ncclCommGrow(<ncclComm_t>comm, nranks, place, rank, cell, chosen), b"ncclCommGrow", <ncclComm_t>comm
+        )
+    child.result = state(result)
+    return child
+
+
+def all_reduce_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `all_reduce` under a `CollConfig`, the same on every rank. C: ``ncclAllReduceConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclAllReduceConfig, b"ncclAllReduceConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclAllReduceConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, <ncclRedOp_t>op,
+                <ncclComm_t>comm, <cudaStream_t>stream, &filled,
+            ),
+            b"ncclAllReduceConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def broadcast_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `broadcast` under a `CollConfig`, the same on every rank. C: ``ncclBroadcastConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclBroadcastConfig, b"ncclBroadcastConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclBroadcastConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, root, <ncclComm_t>comm,
+                <cudaStream_t>stream, &filled,
+            ),
+            b"ncclBroadcastConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def reduce_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, int root,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `reduce` under a `CollConfig`, the same on every rank. C: ``ncclReduceConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclReduceConfig, b"ncclReduceConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclReduceConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, <ncclRedOp_t>op, root,
+                <ncclComm_t>comm, <cudaStream_t>stream, &filled,
+            ),
+            b"ncclReduceConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def all_gather_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t sendcount, int datatype, uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `all_gather` under a `CollConfig`, the same on every rank. C: ``ncclAllGatherConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclAllGatherConfig, b"ncclAllGatherConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclAllGatherConfig(
+                <const void*>sendbuff, <void*>recvbuff, sendcount, <ncclDataType_t>datatype, <ncclComm_t>comm,
+                <cudaStream_t>stream, &filled,
+            ),
+            b"ncclAllGatherConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def reduce_scatter_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t recvcount, int datatype, int op,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `reduce_scatter` under a `CollConfig`, the same on every rank. C: ``ncclReduceScatterConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclReduceScatterConfig, b"ncclReduceScatterConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclReduceScatterConfig(
+                <const void*>sendbuff, <void*>recvbuff, recvcount, <ncclDataType_t>datatype, <ncclRedOp_t>op,
+                <ncclComm_t>comm, <cudaStream_t>stream, &filled,
+            ),
+            b"ncclReduceScatterConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def all_to_all_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `all_to_all` under a `CollConfig`, the same on every rank. C: ``ncclAlltoAllConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclAlltoAllConfig, b"ncclAlltoAllConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclAlltoAllConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, <ncclComm_t>comm,
+                <cudaStream_t>stream, &filled,
+            ),
+            b"ncclAlltoAllConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def gather_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `gather` under a `CollConfig`, the same on every rank. C: ``ncclGatherConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclGatherConfig, b"ncclGatherConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclGatherConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, root, <ncclComm_t>comm,
+                <cudaStream_t>stream, &filled,
+            ),
+            b"ncclGatherConfig", <ncclComm_t>comm,
+        )
+    return state(result)
+
+
+def scatter_config(
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
+):
+    """Do `scatter` under a `CollConfig`, the same on every rank. C: ``ncclScatterConfig`` (2.31)."""
+    cdef ncclCollConfig_t filled
+    cdef int result
+    require(<void*>nccl.ncclScatterConfig, b"ncclScatterConfig")
+    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    with nogil:
+        result = check(
+            nccl.ncclScatterConfig(
+                <const void*>sendbuff, <void*>recvbuff, count, <ncclDataType_t>datatype, root, <ncclComm_t>comm,
+                <cudaStream_t>stream, &filled,
+            ),
+            b"ncclScatterConfig", <ncclComm_t>comm,
+        )
+    return state(result)

@@ -1,0 +1,418 @@
+"""Fusion buffers, and the copies into and out of them.
+
+Their data are copied in behind what produces them, and out behind the launch; each work has its own end. Where copies
+have streams of their own those of one slot go on beside the launch in the other one.
+"""
+
+import logging
+
+from cpython.ref cimport PyObject, Py_INCREF
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
+
+from ncclpy.abi.driver cimport (
+    CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream,
+)
+from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.device cimport enter_device, leave_device
+from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.stream cimport Stream
+from ncclpy.core.wait cimport FOREVER, deadline_after, wait_for_event
+from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.fence cimport give_event, take_event
+from ncclpy.engine.monitor cimport hand_over, make_room
+from ncclpy.engine.native cimport change, load, now, wake
+from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING
+from ncclpy.engine.work cimport Watched, Work
+
+from ncclpy.coordinator import copy_kernel as _kernel
+from ncclpy.core import device as _device
+from ncclpy.core.errors import NcclAborted
+
+
+cdef extern from "copy_many.h" nogil:
+    enum:
+        MOST "NCCLPY_COPIES_MAX"
+        CHUNK "NCCLPY_COPY_CHUNK"
+        THREADS "NCCLPY_COPY_THREADS"
+
+    ctypedef struct Table "ncclpy_copies":
+        uint32_t count
+        uint64_t from_ "from"[1]
+        uint64_t to[1]
+        uint64_t nbytes "bytes"[1]
+        uint32_t first[1]
+
+_log = logging.getLogger("ncclpy.coordinator")
+cdef dict _copiers = {}
+
+
+cdef Copier copier_of(int device):
+    """Return a device's copier, with its kernel in the device's memory.
+
+    To load that may wait for all that runs on the device, so it is done before anything waits for other ranks there.
+    """
+    cdef Copier copier = _copiers.get(device)
+    if copier is not None:
+        return copier
+    copier = Copier.__new__(Copier)
+    cdef CUmodule module = NULL
+    cdef CUfunction function = NULL
+    cdef CUresult result
+    cdef CUcontext saved
+    cdef const char* text = <const char*><bytes>_kernel.PTX
+    cdef const char* name = <const char*><bytes>_kernel.NAME
+    cdef Stream stream
+    cdef Copy nothing
+    copier.device, copier.function = device, NULL
+    require_driver()
+    stream = Stream(device)
+    saved = enter_device(device)
+    with nogil:
+        result = driver.cuModuleLoadData(&module, text)
+        if result == CUDA_SUCCESS:
+            result = driver.cuModuleGetFunction(&function, module, name)
+    leave_device(saved)
+    if result == CUDA_SUCCESS:
+        copier.function = function
+        memset(&nothing, 0, sizeof(nothing))
+        saved = enter_device(device)
+        with nogil:  # drivers that load lazily do it now
+            result = copier.run(&nothing, 1, 0, True, True, stream.raw)
+        leave_device(saved)
+        stream.synchronize()
+    if result != CUDA_SUCCESS:
+        copier.function = NULL
+        _log.warning("device %d: a kernel of copies cannot be had (CUresult %d): each is a call of the driver", device, result)
+    stream.close()
+    return _copiers.setdefault(device, copier)
+
+
+cdef class Copier:
+    """Makes copies on one device, whose context has to be current."""
+
+    cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil:
+        """Enqueue copies into the slot or out of it.
+
+        Those of memory that the device reaches go `together`; pageable memory is for the driver.
+        """
+        cdef size_t i, begin = 0
+        cdef uintptr_t place
+        cdef CUresult result = CUDA_SUCCESS
+        if self.function != NULL and together:
+            while begin < count and result == CUDA_SUCCESS:
+                i = min(count - begin, <size_t>MOST)
+                result = self._launch(copies + begin, i, slot, inwards, stream)
+                begin += i
+            return result
+        for i in range(count):
+            place = slot + copies[i].offset
+            if copies[i].nbytes == 0:
+                continue
+            if copies[i].at == 0:
+                result = driver.cuMemsetD8Async(<CUdeviceptr>place, 0, copies[i].nbytes, stream)
+            elif inwards:
+                result = driver.cuMemcpyAsync(<CUdeviceptr>place, <CUdeviceptr>copies[i].at, copies[i].nbytes, stream)
+            else:
+                result = driver.cuMemcpyAsync(<CUdeviceptr>copies[i].at, <CUdeviceptr>place, copies[i].nbytes, stream)
+            if result != CUDA_SUCCESS:
+                break
+        return result
+
+    cdef CUresult _launch(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, CUstream stream) noexcept nogil:
+        cdef Table table
+        cdef void* parameter = &table
+        cdef size_t i, blocks = 0
+        memset(&table, 0, sizeof(table))
+        table.count = <uint32_t>count
+        for i in range(count):
+            table.from_[i] = copies[i].at if inwards else slot + copies[i].offset
+            table.to[i] = slot + copies[i].offset if inwards else copies[i].at
+            table.nbytes[i] = copies[i].nbytes
+            table.first[i] = <uint32_t>blocks
+            blocks += (copies[i].nbytes + CHUNK - 1) // CHUNK
+        return driver.cuLaunchKernel(
+            self.function, <unsigned int>max(<size_t>1, blocks), 1, 1, THREADS, 1, 1, 0, stream, &parameter, NULL
+        )
+
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
+
+# How long who launches waits for copies of CPU memory himself: a driver's call for one comes back when all before it is
+# done, and where that is a launch, whoever waits needs the other ranks.
+cdef double MOMENT = 1e-3
+
+#: Memory is taken in pieces of at least this size.
+_LEAST = 1 << 16
+
+
+cdef class Slot:
+    """Device memory for one launch at a time, which grows as it is needed."""
+
+    def __init__(self, int device):
+        self.device, self.outgrown = device, []
+
+    cdef int take(self, size_t nbytes, CUstream stream) except -1:
+        """Have so much memory, and let a stream wait until its last use is over."""
+        cdef CUresult result
+        cdef CUcontext saved
+        cdef size_t wanted
+        if nbytes > self.capacity:
+            # To wait until nothing uses the memory, as to free it does on GPUs, would be to wait for other ranks in the
+            # thread that hears of their ends. It grows by half at least, so what is left behind is at most twice of
+            # what is used.
+            wanted = max(_LEAST, nbytes, self.capacity + self.capacity // 2)
+            if self.pointer:
+                self.outgrown.append(self.pointer)
+                self.pointer = self.capacity = 0
+            self.pointer = _device.allocate(wanted, self.device)
+            self.capacity = wanted
+            saved = enter_device(self.device)
+            with nogil:  # padding is reduced as well: it is to be numbers
+                result = driver.cuMemsetD8Async(<CUdeviceptr>self.pointer, 0, wanted, stream)
+            leave_device(saved)
+            check_driver(result, b"cuMemsetD8Async")
+        if self.used:
+            with nogil:
+                result = driver.cuStreamWaitEvent(stream, self.free, CU_EVENT_WAIT_DEFAULT)
+            check_driver(result, b"cuStreamWaitEvent")
+        return 0
+
+    def close(self):
+        """Give the memory back once nothing uses it any more."""
+        if self.used:
+            wait_for_event(self.free, FOREVER)
+            self.used = False
+        pointers, self.outgrown = [*self.outgrown, self.pointer], []
+        self.pointer = self.capacity = 0
+        for pointer in pointers:
+            if pointer:
+                _device.free(pointer)
+
+    def __dealloc__(self):
+        if self.free != NULL:
+            give_event(self.device, False, self.free)
+
+
+cdef Lender new_lender(int device):
+    cdef Lender lender = Lender.__new__(Lender)
+    lender.device = device
+    lender.event = take_event(device, False)
+    return lender
+
+
+cdef class Lender:
+    """An event that several works share: it goes with the last of them."""
+
+    def __dealloc__(self):
+        if self.event != NULL:
+            give_event(self.device, False, self.event)
+
+
+cdef class Ending:
+
+    cdef object cause_of(self, object error):
+        """Return what is behind an error: who is in the middle of a launch then sees that the communicator is gone."""
+        return self.error if self.error is not None and isinstance(error, NcclAborted) else error
+
+
+cdef Carried new_carried(
+    Slot slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+):
+    cdef Carried carried = Carried.__new__(Carried)
+    carried.slot, carried.ending, carried.comm, carried.before, carried.behind = slot, ending, comm, before, behind
+    carried.copier, carried.together = copier, together
+    carried.works, carried.kept = [], []
+    return carried
+
+
+cdef class Carried(Together):
+    """A launch in a slot, and what is copied there and back."""
+
+    def __dealloc__(self):
+        free(self.copies)
+        free(self.producers)
+
+    cdef int add(self, void* at, size_t offset, size_t nbytes) except -1:
+        """Add what is to be copied next, in or out."""
+        cdef size_t capacity
+        cdef Copy* grown
+        if self.count == self.capacity:
+            capacity = 2 * self.capacity + 8
+            grown = <Copy*>realloc(self.copies, capacity * sizeof(Copy))
+            if grown == NULL:
+                raise MemoryError
+            self.copies, self.capacity = grown, capacity
+        self.copies[self.count].at = <uintptr_t>at
+        self.copies[self.count].offset = offset
+        self.copies[self.count].nbytes = nbytes
+        self.count += 1
+        return 0
+
+    cdef int follow(self, Work work) except -1:
+        """Have what is copied in wait for what produces the input of a work.
+
+        Of one stream and one thread the last event stands for those before it: each wait costs a call of the driver.
+        """
+        cdef size_t i
+        cdef Producer* one
+        cdef Producer* grown
+        if work.ready == NULL:
+            return 0
+        for i in range(self.nproducers):
+            one = &self.producers[i]
+            if one.stream == work.producer and one.thread == work.entry.thread:
+                if one.number < work.entry.id:
+                    one.number, one.event = work.entry.id, work.ready
+                return 0
+        grown = <Producer*>realloc(self.producers, (self.nproducers + 1) * sizeof(Producer))
+        if grown == NULL:
+            raise MemoryError
+        self.producers = grown
+        one = &grown[self.nproducers]
+        one.stream, one.thread, one.number, one.event = work.producer, work.entry.thread, work.entry.id, work.ready
+        self.nproducers += 1
+        return 0
+
+    cdef int copy_in(self, CUstream stream) except -1:
+        """Copy what was added into the slot; then forget it, as what is copied out is added next."""
+        cdef CUresult result = CUDA_SUCCESS
+        cdef size_t i
+        cdef CUcontext saved = enter_device(self.slot.device)
+        with nogil:
+            for i in range(self.nproducers):
+                result = driver.cuStreamWaitEvent(stream, self.producers[i].event, CU_EVENT_WAIT_DEFAULT)
+                if result != CUDA_SUCCESS:
+                    break
+            if result == CUDA_SUCCESS:
+                result = self.copier.run(self.copies, self.count, self.slot.pointer, True, self.together, stream)
+        leave_device(saved)
+        self.count = self.nproducers = 0
+        return check_driver(result, b"cuMemcpyAsync")
+
+    def is_launched(self):
+        """Return whether the launch was made, or has failed: then `copy_out` waits for nobody."""
+        return load(&self.inner.phase) != PENDING
+
+    def is_passed(self):
+        """Return whether `copy_out` waits for no other rank; this waits a moment for that."""
+        return self.is_launched() and (not self.waits or self.inner._wait_for(COMPLETED, deadline_after(MOMENT)))
+
+    def is_over(self):
+        """Return whether all of its works have come to their end."""
+        return not self.has_members()
+
+    def copy_out(self):
+        """Copy the results out behind the launch, and leave the works to the monitor; it waits for the launch."""
+        cdef CUresult result
+        cdef size_t i, n
+        cdef Work work
+        cdef Watched* watched
+        cdef Lender lender
+        cdef double moment
+        cdef CUcontext saved
+        cdef bint failed
+        cdef CUstream stream = self.behind
+        self.inner._wait_for(LAUNCHED, FOREVER)
+        failed = load(&self.inner.phase) == FAILED
+        if failed:  # what was to be sent is held until it was copied all the same
+            stream = self.before
+        works = list(self.works)  # who settles all of them empties the other one
+        n = len(works)
+        watched = <Watched*>malloc((n + 1) * sizeof(Watched))
+        if watched == NULL:
+            raise MemoryError
+        try:
+            lender = new_lender(self.slot.device)
+            make_room(n)
+            self.unsettled = n
+            for work in works:
+                if work.done == NULL:
+                    work.timed = False  # how long it takes is the launch's to know
+                    work.lender, work.borrows, work.done = lender, True, lender.event
+                work.stream, work.handle = stream, self.comm
+                work.gathering = None
+                work.entry.launch = self.inner.entry.launch
+            if self.slot.free == NULL:
+                self.slot.free = take_event(self.slot.device, False)
+            for work in works:  # nothing fails from here on
+                Py_INCREF(work)
+                work.launch = self
+            if failed:
+                self.fail(self.inner.error)
+            moment = now()
+            saved = enter_device(self.slot.device)
+            with nogil:
+                result = CUDA_SUCCESS
+                if self.inner.done != NULL and stream != self.inner.stream and not failed:  # else of empty parts alone
+                    result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
+                if result == CUDA_SUCCESS and not failed:
+                    result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.together, stream)
+                if result == CUDA_SUCCESS:
+                    result = driver.cuEventRecord(lender.event, stream)
+                for i in range(n):
+                    watched[i].event = lender.event
+                    watched[i].stream = stream
+                    watched[i].limit = FOREVER  # the launch has one
+                    watched[i].result = ncclSuccess
+                    watched[i].driver = result
+                    watched[i].text = NULL
+                if result == CUDA_SUCCESS:
+                    result = driver.cuEventRecord(self.slot.free, stream)
+            leave_device(saved)
+            self.slot.used = True
+            for i, work in enumerate(works):
+                watched[i].work = <PyObject*>work
+                watched[i].kind = work.entry.operation
+                watched[i].seen = 0
+                work.entry.launched = moment
+                if watched[i].driver == CUDA_SUCCESS and not failed:
+                    work.limit = FOREVER
+                    change(&work.entry.state, PENDING, LAUNCHED)
+                    change(&work.phase, PENDING, LAUNCHED)
+                    if load(&work.sleepers):
+                        wake(&work.phase)
+            with nogil:
+                hand_over(watched, n)
+        finally:
+            free(watched)
+
+    def abandon(self, error):
+        """Fail a launch that was not made; the monitor holds the works until all that was to be copied in is copied."""
+        self.inner.settle(error)
+        self.inner.tidy()
+        self.count = 0
+        self.copy_out()
+
+    def end(self, error):
+        """Fail all works that are not done, of which the monitor may know nothing."""
+        self.fail(error)
+
+    cdef int settled(self, object work) except -1:
+        """Note that one of the works is done."""
+        self.unsettled -= 1
+        if self.unsettled == 0:
+            works, self.works = self.works, []
+            for one in works:
+                if Py_REFCNT(<PyObject*>one) <= 2:  # the list's and this loop's: it would go here, and with it what is the user's
+                    users.give(works.clear)
+                    break
+        return 0
+
+    cdef object cause_of(self, object error):
+        if self.inner is not None and self.inner.error is not None:  # which says more than that a communicator is gone
+            error = self.inner.error
+        return self.ending.cause_of(error)
+
+    cdef int fail(self, object error) except -1:
+        """Fail all works that are not done; what runs on the communicator is for its owner to end."""
+        cdef Work work
+        error = self.cause_of(error)
+        for work in self.members():
+            work.settle(error)
+            if work.launch is None:
+                work.tidy()
+        return 0

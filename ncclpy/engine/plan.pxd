@@ -1,0 +1,80 @@
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.driver cimport CUcontext, CUgraphExec, CUresult, CUstream
+from ncclpy.abi.locks cimport mutex_t
+from ncclpy.core.group cimport Group
+from ncclpy.core.state cimport Mark
+from ncclpy.engine.launcher cimport Batch, Part
+from ncclpy.engine.native cimport ncclpy_job
+
+
+cdef class Recorded:
+    cdef Part* parts
+    cdef Batch* batches
+    cdef size_t count
+    cdef size_t nbatches
+    cdef Batch whole  # all parts as one group, for a launch in the calling thread
+    cdef ncclpy_job** jobs  # of the batches
+    cdef int* lanes  # of the batches, each once
+    cdef int remaining
+    cdef mutex_t mutex  # one launch at a time
+    cdef list handles
+    cdef list held  # buffers
+    cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
+    cdef list windows  # that are put into
+    cdef list streams  # our own, by which it is seen that one was closed
+    cdef list waits  # (handle, stream, seconds) of CPU memory, whose data must be there when a launch returns
+    cdef object __weakref__
+
+    # Take the operations of a recording over.
+    cdef int take(self, Group group) except -1
+    # Raise if something that they need is not there any more.
+    cdef int check(self) except -1
+    # Take the mutex, within seconds; -1 is the shortest deadline of the communicators.
+    cdef int take_turn(self, str what, double limit) except -1
+    # End what a launch was waited for, since `error` has ended the wait.
+    cdef int leave_launch(self, object error) except -1
+    # Hold the arrays until nobody can touch them, also if the plan is dropped.
+    cdef int hold_arrays(self) except -1
+
+
+# Wait until a count has come down to 0; return whether it has by the deadline.
+cdef bint await_all(int* remaining, double deadline) noexcept nogil
+
+
+cdef struct Replay:
+    ncclpy_job job  # first, so that it is the replay's address
+    CUcontext context
+    CUgraphExec graph
+    CUstream stream
+    CUstream captured  # on which the operations were recorded
+    CUresult result
+    int device
+    int* remaining
+    PyObject* watched  # a Handle, which the plan keeps
+    Mark* mark  # while a launch is made
+
+
+cdef class Graph:
+    cdef Recorded plan
+    cdef Replay* replays
+    cdef ncclpy_job** jobs  # of the replays
+    cdef int* lanes  # of the replays
+    cdef int* borrowed  # the same, each once
+    cdef size_t nlanes
+    cdef size_t count
+    cdef int remaining
+    cdef list own  # streams for CPU memory
+    cdef list held  # registrations of the plan's buffers
+    cdef bint waits
+    cdef bint launching  # a thread is in launch(); changed with the GIL
+    cdef object __weakref__
+
+    # Record every device's operations on a stream that is captured.
+    cdef int capture(self, Recorded plan) except -1
+    cdef int _enter(self, Recorded plan) except -1
+    cdef int _leave(self) except -1
+    cdef int _close(self, double deadline) except -1
+    cdef int _hold(self, Recorded plan) except -1
+    cdef int _let_registrations_go(self, double until) except -1
+    cdef void free_graphs(self) noexcept

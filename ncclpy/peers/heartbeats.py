@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,11 +71,17 @@ class Heartbeats:
         The ranks of this process, of how many. The first of them beats for all.
     processes
         Which ranks are of this machine: the system tells of their ends.
+
+    Raises
+    ------
+    ValueError
+        If NCCLPY_HEARTBEAT_TIMEOUT is no number of seconds.
     """
 
     def __init__(self, store: Store, own: Sequence[int], size: int, processes: PeerProcesses) -> None:
         self._store, self._own, self._size, self._processes = store, own, size, processes
         self._key = self.key(own[0])
+        self._asked = _asked_seconds()
         self._native: Telling | None = None
         self._over = threading.Event()
         self._begun = False
@@ -130,7 +137,7 @@ class Heartbeats:
             self._look_who_has_come()
         if self._begun and self._native is None:
             self._count += 1
-            self._store.set(self._key, b"%g %d" % (_SILENCE_OF_PYTHON, self._count))
+            self._store.set(self._key, b"%g %d" % (max(self._asked, _SILENCE_OF_PYTHON), self._count))
         if self._over.is_set():  # meanwhile
             self.close()
 
@@ -140,7 +147,7 @@ class Heartbeats:
         self._have_come = come >= self._size
         if not self._begun and come > len(self._processes.here):
             try:
-                self._native = self._store._beat(self._key, b"%g" % _SILENCE, _PERIOD)
+                self._native = self._store._beat(self._key, b"%g" % max(self._asked, _SILENCE), _PERIOD)
                 self._begun = True
             except StoreError:  # no heartbeats in this store
                 self._have_come = True
@@ -190,6 +197,15 @@ class Heartbeats:
     def key(rank: int) -> str:
         """Return the key that the process of a rank counts up, if this is the first of its ranks."""
         return f"{_BEAT}{rank}"
+
+
+def _asked_seconds() -> float:
+    """Return the seconds without a heartbeat that the environment asks for, 0 if it does not."""
+    text = os.environ.get("NCCLPY_HEARTBEAT_TIMEOUT", "") or "0"
+    with contextlib.suppress(ValueError):
+        if 0 <= (asked := float(text)) < math.inf:
+            return asked
+    raise ValueError(f"NCCLPY_HEARTBEAT_TIMEOUT must be a number of seconds, not {text!r}")
 
 
 def _patience(value: bytes) -> float:

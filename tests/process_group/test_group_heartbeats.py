@@ -288,3 +288,17 @@ def test_first_rank_of_a_process_beats_for_all(moments):
         each.beat()
     assert store.keys("beat/") == ["beat/0", "beat/2"]
     assert [rank for rank, _ in listens(nodes[1], moments, 7)] == [0]
+
+
+def test_rank_asks_for_as_much_silence_as_the_environment_says(moments, monkeypatch):
+    monkeypatch.setenv("NCCLPY_HEARTBEAT_TIMEOUT", "30")
+    store = LocalStore()
+    both = [Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2)]
+    for each in both:
+        each.tell()
+    for each in both:
+        each.beat()
+    assert listens(both[0], moments, 29) == [] and len(listens(both[0], moments, 2)) == 1
+    monkeypatch.setenv("NCCLPY_HEARTBEAT_TIMEOUT", "never")
+    with pytest.raises(ValueError, match="NCCLPY_HEARTBEAT_TIMEOUT must be a number of seconds, not 'never'"):
+        Heartbeats(store, (0,), 2, Here(0))

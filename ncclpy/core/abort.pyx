@@ -208,7 +208,7 @@ cdef struct _Turn:  # of one communicator, or of its guard, in an abort
     char* words  # NCCL's last ones, if it failed
     bint taken  # its handle
     bint stuck  # a thread is inside it that cannot be got out: it stays
-    bint freed  # see `kin.is_freed`
+    bint freed  # see `abort.is_freed`
 
 
 cdef void _abort_guard(_Turn* turn) noexcept nogil:

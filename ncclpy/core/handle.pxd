@@ -50,7 +50,7 @@ cdef class Handle:
     cdef Waiting* waits_now  # the waits under way, the newest first; by the GIL
     cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
-    # Of its other ranks in this process: an abort of this one alone frees it (`kin.is_freed`), for who has no GIL; one was
+    # Of its other ranks in this process: an abort of this one alone frees it (`abort.is_freed`), for who has no GIL; one was
     # aborted.
     cdef bint apart
     cdef bint bereft

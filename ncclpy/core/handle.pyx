@@ -1,6 +1,6 @@
 """A communicator's handle: what it is at this moment, and what has to be known to use it safely.
 
-Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `birth`), the parent that
+Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `state`), the parent that
 still makes it. All that happens to a communicator, its birth, waits, aborts and end, is done to a `Handle` by modules
 that are built on this one; here no other rank is waited for, and nothing is ended.
 

@@ -37,7 +37,7 @@ ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void
 cdef EventTell event_tell
 cdef EventHelp event_await
 
-# Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
+# Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 
 # Of the host engine alone: keeps what `ncclGetPeerDevicePointer` gives for a rank where it is, whatever becomes of the

@@ -7,8 +7,8 @@ apart: the other ranks make the same calls whatever the root has (`operation`).
 The rules of every collective, in one place for all who take part in one: a communicator's calls, the Manager's
 participants. Whatever does not fit raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
 
-What `shape` is to NCCL's own collectives this room is to these: from buffers to a checked description, with the same
-rules. In errors an element of a list is named by its place: ``recv[2]``.
+Collectives whose parts differ in size or lie apart are checked by the same rules. In errors an element of a list is named
+by its place: ``recv[2]``.
 """
 
 from operator import index

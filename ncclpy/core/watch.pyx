@@ -1,7 +1,7 @@
 """Waits for communicators, and the watchdog of those that have a deadline.
 
 However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
-communicator is aborted (`abort`), and what may still be touched is held (`flight`) before the exception goes on.
+communicator is aborted (`abort`), and what may still be touched is held (`stream.hold`) before the exception goes on.
 
 A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
 itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this

@@ -7,6 +7,7 @@ One thread waits for all of them. Where the system has no such descriptors nothi
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -18,6 +19,8 @@ from ncclpy.core.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, process, process_state
 
 __all__ = ["PeerProcesses"]
+
+_log = logging.getLogger("ncclpy")
 
 #: Below it, which processes of a machine have ranks of a group, a line each: rank, process, when that was started.
 _TOLD = "processes/"
@@ -121,7 +124,10 @@ class _Watcher:
                 with self._lock:
                     tell = self._told.get(descriptor)
                 if tell is not None and self._drop(descriptor, tell):
-                    tell()
+                    try:
+                        tell()
+                    except Exception:  # the next process's end is told all the same
+                        _log.exception("telling of the end of a process failed")
 
 
 _lock = threading.Lock()

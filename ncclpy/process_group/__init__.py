@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ncclpy.peers.standing import Began, RankState
-from ncclpy.process_group.completion import Completion
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.process_group.launched import init_process_group
+from ncclpy.process_group.options import Completion
 
 __all__ = ["Began", "Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"]

@@ -3,9 +3,9 @@ from typing import Any
 
 from ncclpy.core.types import StreamLike
 from ncclpy.engine.work import Work
-from ncclpy.process_group.completion import Completion
 from ncclpy.process_group.membership import Membership
 from ncclpy.process_group.operations import Block, Deadline
+from ncclpy.process_group.options import Completion
 
 class ProcessGroup(Membership):
     def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...

@@ -32,7 +32,7 @@ from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.operations import Deadline
-from ncclpy.process_group.framework import wait_for_stream
+from ncclpy.process_group.nan import wait_for_stream
 from ncclpy.process_group.request import Tells
 from ncclpy.process_group.sparse import SparseSum
 

@@ -36,14 +36,12 @@ from ncclpy.engine.monitor import call_at
 from ncclpy.core.stream_readers import raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
-from ncclpy.process_group.callers import caller_of, teller_of
-from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
+from ncclpy.process_group.notices import Notices, caller_of, teller_of
+from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.confirmation import TELLS as _TOLD_WITHIN
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
-from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.options import check_name, check_options
 
 _log = logging.getLogger("ncclpy.process_group")
 

@@ -29,8 +29,7 @@ from ncclpy.core.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.peers.reports import log_silence
-from ncclpy.process_group.callers import caller_of
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.notices import Notices, caller_of
 from ncclpy.process_group.decision import Past, decide, decide_to_move
 from ncclpy.process_group.guests import Guest, Host
 from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of

@@ -1,4 +1,4 @@
-"""Looks for NaNs in what is about to be sent, through the array's own framework, as far as it has one.
+"""The package that an array comes from, and a look for NaNs in what is sent, if that is asked for.
 
 Nothing is imported for that: who passes an array has its framework.
 """
@@ -8,7 +8,24 @@ from __future__ import annotations
 import logging
 from numbers import Integral
 
-from ncclpy.process_group.framework import by_package, wait_for_stream
+from ncclpy.core.stream import Event
+
+
+def wait_for_stream(stream, device):
+    """Wait, on the CPU, for what is on a stream: what a framework does next comes on its current one."""
+    with Event(device) as event:
+        event.record(stream)
+        event.synchronize()
+
+
+def by_package(kind, table):
+    """Return what a table has for the package that a type, or one that it is built on, comes from; None if nothing."""
+    for base in kind.__mro__:
+        found = table.get(base.__module__.partition(".")[0])
+        if found is not None:
+            return found
+    return None
+
 
 _log = logging.getLogger("ncclpy.process_group")
 

@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other through a store: how they meet, what each does, and its end."""
+"""What ranks tell each other through a store, and calls of a group that do not keep it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,33 @@ from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
 
-__all__ = ["Notices"]
+__all__ = [
+    "Notices",
+    "caller_of",
+    "teller_of",
+]
+
+
+def caller_of(reference: weakref.ref[Any], method: str) -> Callable[..., None]:
+    """Return what calls a method of a group, as long as there is one."""
+
+    def call(*arguments: Any) -> None:
+        group = reference()
+        if group is not None:
+            getattr(group, method)(*arguments)
+
+    return call
+
+
+def teller_of(reference: weakref.ref[Any]) -> Callable[[], dict[str, Any]]:
+    """Return what tells what a group does, likewise."""
+
+    def tell() -> dict[str, Any]:
+        group = reference()
+        return {} if group is None else group._standing()
+
+    return tell
+
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -38,24 +65,31 @@ _log = logging.getLogger("ncclpy.process_group")
 _TOLD = "told/"
 _ENDED = "told/ended"
 _GONE = "told/gone/"
+
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
+
 #: How many ranks have closed the group.
 _CLOSED = "closed"
+
 #: So many times a rank looks there for others, a second apart, besides when a communicator is made.
 _LOOKS = 5
+
 #: How the first rank compares collectives.
 _CHECK = "options/check"
+
 #: Seconds for that one to ask, and to tell.
 _OTHERS_ASK = 2.5
+
 #: Seconds for the store to be told what happens all the same should it be stuck.
 _TELLS = 1.0
+
 #: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
 _LOOKOUTS = 2
+
 #: How long a wait in a store that cannot be watched goes on before it looks whether the group was closed, or asked.
 _SLICE = 0.2
-
 
 #: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
 #: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its

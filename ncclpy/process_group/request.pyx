@@ -16,7 +16,7 @@ from ncclpy.engine.clique cimport signature_of
 from ncclpy.engine.recorder cimport Entry, called
 from ncclpy.engine.work cimport Work
 
-from ncclpy.process_group.completion import Completion
+from ncclpy.process_group.options import Completion
 from ncclpy.process_group.disagreement import pack
 
 

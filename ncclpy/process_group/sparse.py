@@ -16,7 +16,7 @@ from typing import Any
 from ncclpy.core.buffers import Buffer
 from ncclpy.core.overlap import type_of_array
 from ncclpy.core.types import DataType
-from ncclpy.process_group.framework import by_package
+from ncclpy.process_group.nan import by_package
 
 #: How many numbers a rank tells of the shape; those by which it tells what an entry is, as text; and how many in all.
 _SIZES = 8

@@ -9,7 +9,7 @@ from .source import Problem, imports, python_sources
 
 FRAMEWORKS = ("torch", "cupy", "jax", "rmm", "mpi4py", "redis", "tensorflow", "cuda.core", "cuda.bindings")
 #: These packages read bytes that other processes have sent or left.
-READ_BYTES = ("bootstrap", "interop", "cli")
+READ_BYTES = ("bootstrap", "peers", "manager", "process_group", "coordinator", "interop", "cli")
 #: To read bytes with one of these is to run what they say.
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -1,0 +1,49 @@
+"""Folders and modules are of a size that a reader can hold: not too many modules, not too many in a folder, none tiny.
+
+The limits are in layers.toml. Where today's tree is above the aim, the limit is what it has: it may fall, not rise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .source import Problem, sources
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest and mypy bring it
+
+LAYERS = Path("tools/checks/layers.toml")
+
+
+def check(root: Path) -> Iterator[Problem]:
+    """Yield each number that is not what layers.toml says it may be."""
+    limits = tomllib.loads((root / LAYERS).read_text())["limits"]
+    package = root / "ncclpy"
+    extensions = sources(root, "pyx")
+    yield from _compared(root, "extension modules", len(extensions), limits["extension_modules"])
+    lines: dict[Path, int] = {}
+    for path in sources(root, "py", "pyx", "pxd"):
+        if path.stem != "__init__":
+            lines[path.with_suffix("")] = lines.get(path.with_suffix(""), 0) + path.read_text().count("\n")
+    tiny = sorted(str(path.relative_to(package)) for path, count in lines.items() if count < limits["tiny"])
+    yield from _compared(
+        root, f"modules of less than {limits['tiny']} lines ({', '.join(tiny)})", len(tiny), limits["tiny_modules"]
+    )
+    for folder in sorted({path.parent for path in lines}):
+        name = str(folder.relative_to(package))
+        count = sum(path.parent == folder for path in lines)
+        if name in limits["folders"]:
+            yield from _compared(root, f"modules in {name}", count, limits["folders"][name])
+        elif count > limits["folder"]:
+            yield Problem(folder, 1, f"has {count} modules, more than {limits['folder']}")
+
+
+def _compared(root: Path, what: str, count: int, limit: int) -> Iterator[Problem]:
+    if count > limit:
+        yield Problem(root / LAYERS, 1, f"there are {count} {what}, {limit} may be")
+    elif count < limit:
+        yield Problem(root / LAYERS, 1, f"there are only {count} {what}: lower the limit, which is {limit}")

@@ -29,6 +29,10 @@ from ncclpy.core.types import MAX_INT as _MAX_INT
 from ncclpy.engine.launcher import abort_aside
 
 
+# Seconds that the end of a group may take to fail its connections.
+cdef double _FAILS = 5.0
+
+
 cdef int stand(Lifecycle group, list peers, double seconds) except -1:
     """Wait until the communicator with all ranks stands, and those with some peers."""
     cdef Connection one
@@ -43,7 +47,9 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
                     f"ranks is not made after {seconds:.3g} s"
                 )
                 group._explain(late, functools.partial(group.notices.inquire_about, one.label, one.members))
-                if not one.settled.is_set():  # else it has failed meanwhile, and all have heard why
+                if group.is_ended():  # by another thread, which knows what the ranks do, and fails the connection next
+                    one.settled.wait(_FAILS)
+                if not one.settled.is_set():
                     raise late
                 break
         if one.failure is not None:

@@ -36,7 +36,8 @@ def run(tmp_path, program, *, size=2, ranks_a_machine=1, only=None):
 
 BEAT = "ncclpy/group/default/1/beat/"
 #: What stands for the end of a machine: the host engine, unlike NCCL, would tell of a process that was killed.
-STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+#: No thread has the lock of the store meanwhile.
+STOPS = "with store._turn: os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def test_rank_of_another_machine_that_is_gone_ends_the_wait_for_a_communicator(tmp_path):

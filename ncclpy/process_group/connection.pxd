@@ -28,7 +28,6 @@ cdef class Connection(Clique):
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made
     cdef object failure  # what has become of it
-    cdef bint told  # an operation of this rank has failed for that
     cdef CUstream stream
     cdef set overdue  # weak references to works that have failed and that the device may not be done with, of an owner that goes on
 

@@ -38,7 +38,7 @@ from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
 from ncclpy.core.abort import await_birth
-from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported, same_class_as
+from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
@@ -192,7 +192,6 @@ cdef class Connection(Clique):
         waiting, self.waiting = self.waiting, []
         held, self.held = self.held, []
         for request in waiting + held:
-            self.told = True
             request.fail(error)
         self.settled.set()
         return 0
@@ -277,10 +276,7 @@ cdef class Connection(Clique):
         return self.state == MADE and not self.late()
 
     cdef int refuse(self) except -1:
-        # The first that this rank hears of it is of the class that the other ranks' operations failed with.
-        failed = NcclAborted if self.told else same_class_as(type(self.failure).__name__)
-        self.told = True
-        error = failed(
+        error = NcclAborted(
             f"process group {self.title!r}: communicator {self.label!r} was not made, and what was begun on it has failed: "
             f"{text_of(self.failure)}"
         )

@@ -17,9 +17,23 @@ users = ["cli"]
 [by_name]
 allowed = ["core/high.pyx"]
 """
+LIMITS = """
+[limits]
+extension_modules = 1
+folder = 2
+tiny = 3
+tiny_modules = 1
+[limits.folders]
+core = 3
+"""
 LAYERED = {
     "tools/checks/layers.toml": LAYERS, "ncclpy/__init__.py": "", "ncclpy/core/low.pyx": "",
     "ncclpy/core/middle.py": "", "ncclpy/core/high.pyx": "", "ncclpy/engine/work.pyx": "", "ncclpy/cli/main.py": "",
+}  # fmt: skip
+SIZED = {
+    "tools/checks/layers.toml": LIMITS, "ncclpy/core/a.pyx": "\n" * 2, "ncclpy/core/a.pxd": "\n" * 2,
+    "ncclpy/core/b.py": "\n" * 3, "ncclpy/core/c.py": "\n" * 2, "ncclpy/core/__init__.py": "",
+    "ncclpy/engine/d.py": "\n" * 3, "ncclpy/engine/e.py": "\n" * 3,
 }  # fmt: skip
 NATIVE = {"ncclpy/host/nccl/comm.hpp": "", "ncclpy/bootstrap/native/wire.hpp": ""}
 BORROWED = """
@@ -83,6 +97,22 @@ CASES = [
         ["ncclpy/core/low.pyx:1: core imports ncclpy.engine.work by name"],
     ),
     ("layers", LAYERED, {"ncclpy/engine/work.pyx": "import_module('ncclpy.core.low')"}, []),
+    ("layout", SIZED, {}, []),
+    (
+        "layout", SIZED, {"ncclpy/engine/f.py": "\n" * 3, "ncclpy/core/c.py": "\n" * 3},
+        [
+            "tools/checks/layers.toml:1: there are only 0 modules of less than 3 lines (): lower the limit, which is 1",
+            "ncclpy/engine:1: has 3 modules, more than 2",
+        ],
+    ),
+    (
+        "layout", SIZED, {"ncclpy/core/f.pyx": "\n"},
+        [
+            "tools/checks/layers.toml:1: there are 2 extension modules, 1 may be",
+            "tools/checks/layers.toml:1: there are 2 modules of less than 3 lines (core/c, core/f), 1 may be",
+            "tools/checks/layers.toml:1: there are 4 modules in core, 3 may be",
+        ],
+    ),
     ("foreign", {"ncclpy/interop/jax.py": "import jax.numpy\n", "ncclpy/core/low.pyx": "import torchless\n"}, {}, []),
     ("foreign", {"ncclpy/core/low.pyx": "import torch.cuda\n"}, {}, ["ncclpy/core/low.pyx:1: imports torch.cuda"]),
     (

@@ -6,18 +6,11 @@ The layers are in layers.toml: a new module needs no line there, a new package d
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .source import Problem, imports, python_sources
+from .source import LAYERS, Import, Problem, imports, python_sources, settings
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest and mypy bring it
-
-LAYERS = Path("tools/checks/layers.toml")
 #: The package's own __init__.py and what else lies beside the packages: the public names.
 PUBLIC = "ncclpy"
 _BY_NAME = re.compile(r"""import_module\(f?["']ncclpy\.([\w.]+)""")
@@ -25,13 +18,14 @@ _BY_NAME = re.compile(r"""import_module\(f?["']ncclpy\.([\w.]+)""")
 
 def check(root: Path) -> Iterator[Problem]:
     """Yield each import of what is not below, and each package or module without a place."""
-    known = tomllib.loads((root / LAYERS).read_text())
+    known = settings(root)
     layers = known["layers"]
     yield from _without_a_layer(root, layers)
-    for path in python_sources(root):
-        yield from _not_below(root, path, layers, known["public"]["users"])
+    used = {path: imports(root, path) for path in python_sources(root)}
+    for path, found in used.items():
+        yield from _not_below(root, path, found, layers, known["public"]["users"])
         yield from _named_not_below(root, path, layers, known["by_name"]["allowed"])
-    yield from _circles(root)
+    yield from _circles(root, used)
 
 
 def _without_a_layer(root: Path, layers: dict[str, int]) -> Iterator[Problem]:
@@ -44,12 +38,13 @@ def _without_a_layer(root: Path, layers: dict[str, int]) -> Iterator[Problem]:
             yield Problem(root / LAYERS, 1, f"names {name}, which is no part of ncclpy")
 
 
-def _not_below(root: Path, path: Path, layers: dict[str, int], users: list[str]) -> Iterator[Problem]:
+def _not_below(
+    root: Path, path: Path, found: list[Import], layers: dict[str, int], users: list[str]
+) -> Iterator[Problem]:
     inside = path.relative_to(root / "ncclpy").parts
     package = inside[0] if len(inside) > 1 else path.stem if path.stem in layers else PUBLIC
     if package == PUBLIC or package not in layers:
         return
-    found = imports(root, path)
     for line, name in found:
         parts = name.split(".")
         if not parts[0]:
@@ -69,13 +64,13 @@ def _not_below(root: Path, path: Path, layers: dict[str, int], users: list[str])
             )
 
 
-def _circles(root: Path) -> Iterator[Problem]:
+def _circles(root: Path, imported: dict[Path, list[Import]]) -> Iterator[Problem]:
     """Yield each set of modules of which every one imports another, directly or over more of them."""
-    paths = {path: _module_of(root, path) for path in python_sources(root)}
+    paths = {path: _module_of(root, path) for path in imported}
     names = set(paths.values()) - {PUBLIC}  # the public names come from everywhere, and testing uses them
     used: dict[str, set[str]] = {name: set() for name in (*names, PUBLIC)}
     for path, name in paths.items():
-        found = [each for each in imports(root, path) if each.name in names]
+        found = [each for each in imported[path] if each.name in names]
         used[name] |= {
             each.name
             for each in found  # without the package of `from package import module`

@@ -5,23 +5,15 @@ The limits are in layers.toml. Where today's tree is above the aim, the limit is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .source import Problem, sources
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest and mypy bring it
-
-LAYERS = Path("tools/checks/layers.toml")
+from .source import LAYERS, Problem, settings, sources
 
 
 def check(root: Path) -> Iterator[Problem]:
     """Yield each number that is not what layers.toml says it may be."""
-    limits = tomllib.loads((root / LAYERS).read_text())["limits"]
+    limits = settings(root)["limits"]
     package = root / "ncclpy"
     extensions = sources(root, "pyx")
     yield from _compared(root, "extension modules", len(extensions), limits["extension_modules"])

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest and mypy bring it
+
+#: The layers, and how many modules there may be.
+LAYERS = Path("tools/checks/layers.toml")
 
 
 class Problem(NamedTuple):
@@ -22,6 +31,11 @@ class Import(NamedTuple):
 
     line: int
     name: str
+
+
+def settings(root: Path) -> dict[str, Any]:
+    """Return what layers.toml says."""
+    return tomllib.loads((root / LAYERS).read_text())
 
 
 def sources(root: Path, *suffixes: str) -> list[Path]:

@@ -211,7 +211,7 @@ cdef class Brought:
         self.work.tidy()
 
     def withdraw(self, error):
-        """Forget it, as it could not be begun: the caller is told, and nobody else."""
+        """Forget it, as it could not be begun: only the caller is told."""
         self.work.withdraw(error)
 
 

@@ -76,7 +76,7 @@ cdef class Entrance:
     counts : Counts
         What is added to.
     timeline : Timeline, optional
-        Who is told of each operation.
+        The timeline that is told of each operation.
 
     Attributes
     ----------

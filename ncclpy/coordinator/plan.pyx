@@ -62,7 +62,7 @@ cdef class Call(Awaited):
             part.fail(error)
 
     def withdraw(self, error):
-        """Forget it, as it could not be begun: the caller is told, and nobody else."""
+        """Forget it, as it could not be begun: only the caller is told."""
         for part in self.parts:
             part.withdraw(error)
 

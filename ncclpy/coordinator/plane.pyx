@@ -64,11 +64,11 @@ cdef class Turn:
 cdef class Turns:
     """A queue of steps that are taken in their order, by one thread at a time.
 
-    To wake a thread costs more than a launch. So who brings steps takes them himself, up to the first that would have
-    to wait, for a communicator that is being made, say: from there on a thread of the queue's own goes on, and other
-    sets' steps are not held up.
+    To wake a thread costs more than a launch. So the thread that brings steps takes them, up to the first that would
+    have to wait, for a communicator that is being made, say: from there on a thread of the queue's own goes on, and
+    other sets' steps are not held up.
 
-    Who takes the steps is decided under the GIL, by what runs no code of Python's. The condition is there to sleep by.
+    Which thread takes the steps is decided under the GIL, by code that runs no Python. The condition is there to sleep by.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ cdef class Turns:
                 self._take(step)
 
     cdef int _wait_for(self, Turn step) except -1:
-        """Wait until a step waits for nobody: a driver's call that does holds up what others call meanwhile."""
+        """Wait until a step can be taken at once: a driver's call that waits holds up those of other threads."""
         cdef double pause = _SOON
         while not self._is_ready(step):
             time.sleep(pause)

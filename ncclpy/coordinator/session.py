@@ -123,7 +123,7 @@ class Session:
     counts
         What is added to.
     timeline
-        Who is told of each operation, or None.
+        The timeline that is told of each operation, or None.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ cdef int fence_kin(Handle handle) except -1
 # Whether an abort of all these frees this one, and NCCL can be had to close its connections before.
 cdef bint is_freed(Handle handle, list these) except -1
 
-# Note that the end of a communicator waits for its kin, and for nobody of ours; and that it is over.
+# Note that the end of a communicator waits for its other ranks of this process, and for nothing else here; and that it
+# is over.
 cdef int note_ending(Handle handle, Call call) except -1
 cdef int forget_ending(Call call) except -1
 

@@ -335,7 +335,7 @@ What an asynchronous operation returns.
         return self.error
 
     cdef int withdraw(self, object error) except -1:
-        """Forget an operation that could not be begun: the caller is told, and nobody else."""
+        """Forget an operation that could not be begun: only the caller is told."""
         self.callbacks = None
         self.settle(error)
         return self.tidy()

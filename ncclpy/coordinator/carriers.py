@@ -94,6 +94,9 @@ class Carrier(Protocol):
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
         """Have a failure of what runs there be told."""
 
+    def failure(self) -> BaseException | None:
+        """Return what has ended it, also where only the store has it so far; None if nothing has."""
+
     def part(self, name: str, members: Sequence[int]) -> Carrier:
         """Return what carries the data of some of these ranks, of which this is one; all ranks are told of it."""
 
@@ -133,6 +136,9 @@ class OfGroup:
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
         self._group.on_abort(callback)
 
+    def failure(self) -> BaseException | None:
+        return _of_groups.error_of(self._group)
+
     def part(self, name: str, members: Sequence[int]) -> OfGroup:
         return OfGroup(_of_groups.part_of(self._group, name, list(members)))
 
@@ -167,6 +173,9 @@ class Both:
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
         self._devices.on_abort(callback)
         self._host.on_abort(callback)
+
+    def failure(self) -> BaseException | None:
+        return self._devices.failure() or self._host.failure()
 
     def part(self, name: str, members: Sequence[int]) -> Both:
         return Both(self._devices.part(name, members), self._host.part(name, members))

@@ -166,6 +166,7 @@ class Coordinator(Operations):
         else:
             store, rank, size = self._meeting
             group = self._group_over(store, rank, size, self._device)
+        behind = undo.enter_context(contextlib.ExitStack())  # the others are told why before the connections end
         undo.push(partial(_give_up, group))
         try:
             control = _session.open_control(
@@ -176,7 +177,7 @@ class Coordinator(Operations):
             if (error := error_of(group)) is not None:
                 raise error from None
             raise
-        undo.callback(control.close)
+        behind.callback(control.close)
         return OfGroup(group), control
 
     def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:

@@ -151,6 +151,7 @@ class Session:
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
         self._orderly = False  # all ranks have ended it
+        self._cause: BaseException | None = None  # what has ended the carrier before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = Gate()
         self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
@@ -194,10 +195,18 @@ class Session:
             If it differs; the same on all ranks.
         NcclTimeout
             If some do not come.
+        NcclRemoteError
+            If another rank could not begin.
         """
-        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine().encode(), False)
         limit = self._options.timeout if self._options.timeout is not None else _BEGINS
-        if not self._wait(self._began, limit):
+        try:
+            self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine().encode(), False)
+            is_there = self._wait(self._began, limit)
+        except NcclError:
+            if self._cause is not None:
+                raise self._cause from None
+            raise
+        if not is_there:
             have = set(self._control.have(0, BEGINNING))
             missing = [rank for rank in range(self.size) if rank not in have]
             error = NcclTimeout(
@@ -513,7 +522,17 @@ class Session:
         else:
             mine.tell(made)
 
+    def _look_for_cause(self) -> None:
+        """Ask why the session ends before it has begun: a rank that could not begin has told that in the store.
+
+        The other ranks leave when they read it, so the end of their connections may come here first.
+        """
+        if self._cause is None and not self._began.there.is_set():
+            with contextlib.suppress(NcclError):
+                self._cause = self.carrier.failure()
+
     def _closes(self, rank: int, reason: str) -> None:
+        self._look_for_cause()
         with self._lock:
             self._closing = rank, reason
             self._set_gate()
@@ -521,6 +540,7 @@ class Session:
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
         torn = reason.startswith(_TORN)
         error = ends.ended(self.name, rank, lost, reason.removeprefix(_TORN))
+        self._look_for_cause()
         self._end(error)
         self._orderly = not (lost or torn or rank < 0)
         if not self._orderly:  # what runs waits for what will not come

@@ -75,6 +75,9 @@ class MpiCarrier:
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
         self._callbacks.append(callback)
 
+    def failure(self) -> BaseException | None:
+        return self.error
+
     def trouble(self, error: BaseException) -> None:
         """Tell of a failure, for which other ranks would wait for ever."""
         for callback in self._callbacks:

@@ -120,12 +120,14 @@ def test_a_parent_that_cannot_be_called(nothing_left, monkeypatch):
     refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)
 
 
-# What only rank 1 asks for, or what fails there: where it listens, and the call of the one above it when all have met.
+# What only rank 1 asks for, or what fails there: its listening sockets; its connection to the rank above it, once all
+# have met; its part in what carries the data, once all are connected.
 FAILURES = {
     "argument": ({"cache": -1}, None, "ValueError: cache: expected an int from 0 "),
     "device": ({"device": 99}, None, "ValueError: device 99 does not exist"),
-    "ears": ({}, "_Ears", "OSError: no socket"),
-    "call": ({}, "_call", "OSError: no socket"),
+    "ears": ({}, (connections, "_Ears"), "OSError: no socket"),
+    "call": ({}, (connections, "_call"), "OSError: no socket"),
+    "plane": ({}, (carriers.OfGroup, "plane"), "OSError: no socket"),
 }
 
 
@@ -136,14 +138,14 @@ def test_a_rank_that_cannot_begin_is_a_remote_error_on_the_others(nothing_left, 
     options, function, why = FAILURES[failure]
     store, together, raised = LocalStore(), threading.Barrier(3), [None] * 3
     if function is not None:
-        real = getattr(connections, function)
+        real = getattr(*function)
 
         def fails(*arguments):
             if threading.current_thread().name == "rank 1":
                 raise OSError("no socket")
             return real(*arguments)
 
-        monkeypatch.setattr(connections, function, fails)
+        monkeypatch.setattr(*function, fails)
 
     def rank(number):
         group, device = None, {"device": number}
@@ -161,6 +163,48 @@ def test_a_rank_that_cannot_begin_is_a_remote_error_on_the_others(nothing_left, 
         thread.start()
     for thread in each:
         thread.join(60)
+    _check_all_know(raised, why)
+
+
+def test_a_rank_whose_connection_ends_first_gets_the_reason_from_the_store(nothing_left, monkeypatch):
+    """Rank 0 reads why rank 1 cannot begin, and hangs up on rank 2, whose process group has not read it yet."""
+    store, raised = LocalStore(), [None] * 3
+    rank_2_began, rank_0_left = threading.Event(), threading.Event()
+    real_call, real_begin = connections._call, session.Session.begin
+
+    def call(*arguments):
+        if threading.current_thread().name == "rank 1":
+            assert rank_2_began.wait(60)
+            raise OSError("no socket")
+        return real_call(*arguments)
+
+    def begin(mine):
+        assert mine.rank == 2  # rank 0 still waits for rank 1's call
+        rank_2_began.set()
+        assert rank_0_left.wait(60)
+        testing.wait_for(lambda: mine.error is not None, "the control plane's end")
+        return real_begin(mine)
+
+    monkeypatch.setattr(connections, "_call", call)
+    monkeypatch.setattr(session.Session, "begin", begin)
+
+    def rank(number):
+        with pytest.raises((OSError, ncclpy.NcclError)) as caught:
+            Coordinator((store, number, 3), device=number)
+        raised[number] = caught.value
+        if number == 0:
+            rank_0_left.set()
+
+    each = [threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in range(3)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join(60)
+    _check_all_know(raised, "OSError: no socket")
+
+
+def _check_all_know(raised, why):
+    """Assert that rank 1 has raised its own error, and the others one that names it."""
     assert f"{type(raised[1]).__name__}: {raised[1]}".startswith(why)
     for other in (0, 2):
         assert type(raised[other]) is ncclpy.NcclRemoteError

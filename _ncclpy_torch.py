@@ -15,7 +15,7 @@ class _Devices(Sequence):
     """
 
     def _types(self):
-        from ncclpy.interop.torch_registration import device_types
+        from ncclpy.interop.torch.registration import device_types
 
         return device_types()
 
@@ -48,6 +48,6 @@ def add_to(registry):
 
 
 def _create(options, backend_options):
-    from ncclpy.interop.torch_registration import create
+    from ncclpy.interop.torch.registration import create
 
     return create(options, backend_options)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = (".py", ".pyi", ".pxd", ".h", ".typed")
 #: What is built where it is used, against what is installed there.
 SOURCES = {
-    "ncclpy/interop/torch_backend.cpp", "ncclpy/interop/torch_heartbeat.hpp", "ncclpy/interop/torch_python.hpp",
-    "ncclpy/interop/torch_reader.hpp", "ncclpy/interop/torch_shim.cpp",
+    "ncclpy/interop/torch/backend.cpp", "ncclpy/interop/torch/heartbeat.hpp", "ncclpy/interop/torch/python.hpp",
+    "ncclpy/interop/torch/reader.hpp", "ncclpy/interop/torch/shim.cpp",
 }  # fmt: skip
 #: What lies beside the package.
 BESIDE = {"_ncclpy_torch.py"}

@@ -10,7 +10,7 @@ import os as _os
 import typing as _typing
 
 try:
-    import ncclpy.core.library  # noqa: F401 - the first compiled module tells whether the package is built
+    import ncclpy.core.runtime.library  # noqa: F401 - the first compiled module tells whether the package is built
 except ImportError as _error:
     if "interpreter" in str(_error):  # Cython's words and Python's differ; both have this one
         raise ImportError(
@@ -30,12 +30,19 @@ except ImportError as _error:
     raise
 
 from ncclpy import recorder
-from ncclpy.core.buffers import Buffer
+from ncclpy.core.arguments.buffers import Buffer
+from ncclpy.core.arguments.config import CollConfig, Config
+from ncclpy.core.calls.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.config import CollConfig, Config
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.device import device_count
-from ncclpy.core.errors import (
+from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.runtime.device import device_count
+from ncclpy.core.runtime.faults import Faults as faults  # noqa: N813 - used in a with statement, like group
+from ncclpy.core.runtime.library import library, use
+from ncclpy.core.runtime.stream import Event, Stream, in_flight, synchronize
+from ncclpy.core.window import CustomOp, Registration, Window
+from ncclpy.engine.plan import Graph, Plan
+from ncclpy.engine.work import Work
+from ncclpy.errors import (
     LibraryNotFound,
     NcclAborted,
     NcclError,
@@ -43,16 +50,8 @@ from ncclpy.core.errors import (
     NcclTimeout,
     NcclUnsupported,
 )
-from ncclpy.core.faults import Faults as faults  # noqa: N813 - used in a with statement, like group
-from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
-from ncclpy.core.library import library, use
-from ncclpy.core.resources import CustomOp, Registration
-from ncclpy.core.stream import Event, Stream, in_flight, synchronize
-from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
-from ncclpy.core.window import Window
-from ncclpy.engine.plan import Graph, Plan
-from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
+from ncclpy.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 
 if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobody else is to pay for its import
     from ncclpy.engine import dumps as _dumps  # noqa: F401

@@ -53,6 +53,7 @@ from ncclpy.core.bindings.collectives import (
     wait_signal,
 )
 from ncclpy.core.bindings.communicators import (
+    PendingHandle,
     all_gather_config,
     all_reduce_config,
     all_to_all_config,
@@ -82,32 +83,23 @@ from ncclpy.core.bindings.communicators import (
     reduce_scatter_config,
     scatter_config,
 )
-from ncclpy.core.bindings.device_api import (
+from ncclpy.core.bindings.library import (
+    comm_deregister,
     comm_query_properties,
+    comm_register,
+    comm_window_deregister,
+    comm_window_register,
     dev_comm_create,
     dev_comm_destroy,
     get_cft_device_le_info,
+    get_error_string,
+    get_last_error,
     get_lsa_device_pointer,
     get_lsa_multimem_device_pointer,
     get_multimem_device_le_info,
     get_multimem_device_pointer,
     get_peer_device_le_info,
     get_peer_device_pointer,
-    team_cft,
-    team_cft_multimem,
-    team_lsa,
-    team_rail,
-    team_rank_to_lsa,
-    team_rank_to_world,
-    team_world,
-)
-from ncclpy.core.bindings.library import (
-    comm_deregister,
-    comm_register,
-    comm_window_deregister,
-    comm_window_register,
-    get_error_string,
-    get_last_error,
     get_version,
     mem_alloc,
     mem_free,
@@ -126,9 +118,15 @@ from ncclpy.core.bindings.library import (
     param_get_u32,
     param_get_u64,
     set_encryption,
+    team_cft,
+    team_cft_multimem,
+    team_lsa,
+    team_rail,
+    team_rank_to_lsa,
+    team_rank_to_world,
+    team_world,
     win_get_user_ptr,
 )
-from ncclpy.core.bindings.results import PendingHandle
 from ncclpy.core.bindings.structs import CommProperties, Team
 
 __all__ = [

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ncclpy
-from ncclpy.core.errors import note, seconds
+from ncclpy.errors import note, seconds
 
 __all__ = ["run_ranks"]
 

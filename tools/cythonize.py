@@ -24,7 +24,16 @@ SHARED = "ncclpy._cython_shared"
 #: On the path of every call: gcc inlines what a module has of its own, which is 2% of the instructions of a call.
 UNSHARED = tuple(
     f"ncclpy/core/{name}.pyx"
-    for name in ("buffers", "communicator", "group", "shape", "start", "stream", "stretch", "submit")
+    for name in (
+        "arguments/buffers",
+        "arguments/validation",
+        "calls/group",
+        "calls/stretch",
+        "calls/submit",
+        "communicator",
+        "runtime/stream",
+        "start",
+    )
 )
 #: Without methods for pickle: the classes hold pointers and locks, so that Python itself refuses to pickle them; those
 #: that can be pickled have a __reduce__ of their own. Cython's two methods a class are a tenth of the C.

@@ -65,7 +65,7 @@ class Ncclpy:
 
     def __init__(self, place: Place, memory: int = PLAIN):
         import ncclpy
-        from ncclpy.core import device as devices
+        from ncclpy.core.runtime import device as devices
 
         self.nccl, self.devices, self.place, self.stream = ncclpy, devices, place, None
         library = ncclpy.library()

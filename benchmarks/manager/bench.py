@@ -91,7 +91,7 @@ class Bench:
 
     def buffer(self, device: int, count: int = COUNT) -> Any:
         """Return a prepared buffer of ones; of a large one only the first have a value."""
-        from ncclpy.core import device as devices
+        from ncclpy.core.runtime import device as devices
 
         buffer = self.nccl.Buffer(devices.allocate(count * 4, device), count, "float32", device=device)
         self.write(device, buffer, 1.0)
@@ -126,7 +126,7 @@ class Bench:
         return {}
 
     def _copy(self, device: int, pointer: int, values: ctypes.Array, back: bool) -> None:
-        from ncclpy.core import device as devices
+        from ncclpy.core.runtime import device as devices
 
         if self.engine != "gpu":
             ends = (values, pointer) if back else (pointer, values)

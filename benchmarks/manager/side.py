@@ -204,7 +204,7 @@ class Side(Bench):
     def _callback(self, seconds: float) -> float:
         if not hasattr(self, "timing"):
             self._open_callbacks()
-        from ncclpy.core import device as devices
+        from ncclpy.core.runtime import device as devices
 
         send, recv = (buffers[0] for buffers in self.buffers[self.kind])
         called = threading.Event()

@@ -79,7 +79,7 @@ class Side:
 
 def _apart(shares: bool):
     """Let this rank take itself for one of a machine that nobody knows, unless it may share memory."""
-    from ncclpy.process_group import agreement, messages
+    from ncclpy.process_group.check import agreement, messages
 
     patched = contextlib.ExitStack()
     for module in () if shares else (agreement, messages):

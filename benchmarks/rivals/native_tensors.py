@@ -13,8 +13,8 @@ def reading(setting: Setting) -> Callable[[Road], Road] | None:
     """Return what makes of a road one whose tensors are read natively; None, and a note, where none can be."""
     import torch
 
-    from ncclpy.core.exports import read_by
-    from ncclpy.interop import torch_extension
+    from ncclpy.core.arguments.datatypes import read_by
+    from ncclpy.interop.torch import extension as torch_extension
 
     try:
         torch_extension.read_tensors_natively()

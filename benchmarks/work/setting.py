@@ -106,7 +106,7 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
 
     share_library()
     import ncclpy
-    from ncclpy.core import device as devices
+    from ncclpy.core.runtime import device as devices
 
     # Current for good, as in a program with one device: calls that name no device are this one's.
     current = devices.using(rank)

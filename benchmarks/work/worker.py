@@ -48,7 +48,7 @@ class Worker:
 
     def do_libraries(self) -> int:
         """Return how many libnccl are mapped into this process: with more than one, rivals drive different ones."""
-        from ncclpy.core import search
+        from ncclpy.core.runtime import search
 
         return len(search.mapped_nccl())
 
@@ -89,7 +89,7 @@ class Worker:
         if not self.setting.gpu:
             ctypes.memmove(to, source, size)
             return
-        from ncclpy.core import device as devices
+        from ncclpy.core.runtime import device as devices
 
         places = (place if isinstance(place, int) else ctypes.addressof(place) for place in (to, source))
         devices.copy(*places, size, self.setting.stream)

@@ -1,5 +1,5 @@
 /* How a function that knows the layout of a framework's tensors tells what one of them is. It is made where the framework is,
- * in interop, and called by core/buffers, which knows no framework.
+ * in interop, and called by core/arguments/buffers, which knows no framework.
  */
 #ifndef NCCLPY_TENSOR_READER_H
 #define NCCLPY_TENSOR_READER_H

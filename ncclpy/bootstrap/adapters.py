@@ -10,7 +10,7 @@ __all__ = ["as_store"]
 
 #: The package that an object's class comes from, and what of `interop` knows it. That floor lies above this one: it is
 #: found by its name, and imported only when somebody has such an object, so has imported that package.
-_ADAPTERS = {"torch": "torch_store", "redis": "redis_store", "mpi4py": "mpi_store"}
+_ADAPTERS = {"torch": "torch.store", "redis": "redis_store", "mpi4py": "mpi.store"}
 
 
 def as_store(obj: object) -> Store:

@@ -13,7 +13,7 @@ import time
 
 from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 
 __all__ = ["Address", "as_host", "listen", "look_up", "loopback", "resolve", "shown"]
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Arrivals", "listed", "refuse", "set_while_alive"]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
-from ncclpy.core.errors import seconds as as_text
+from ncclpy.errors import NcclError, NcclTimeout, ranks, spans
+from ncclpy.errors import seconds as as_text
 
 __all__ = [
     "MAX_KEY",

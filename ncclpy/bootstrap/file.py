@@ -22,8 +22,8 @@ from ncclpy.bootstrap.folder import News, is_local
 from ncclpy.bootstrap.local import changed, not_within, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.ownership import ForeignFile, open_own, why_foreign
+from ncclpy.errors import NcclTimeout
+from ncclpy.ownership import ForeignFile, open_own, why_foreign
 
 __all__ = ["FileStore"]
 

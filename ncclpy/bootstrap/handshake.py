@@ -18,8 +18,8 @@ from ncclpy.bootstrap.address import Address, resolve, shown
 from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.bootstrap.wire import hmac
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.errors import seconds as as_text
+from ncclpy.errors import NcclTimeout
+from ncclpy.errors import seconds as as_text
 
 __all__ = ["Met", "meet"]
 

@@ -18,9 +18,9 @@ from ncclpy.bootstrap.place import Place, environment, machine
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.errors import seconds as as_text
-from ncclpy.core.ownership import open_own, why_foreign
+from ncclpy.errors import NcclTimeout
+from ncclpy.errors import seconds as as_text
+from ncclpy.ownership import open_own, why_foreign
 
 __all__ = ["arrivals_of_job", "process_before", "rendezvous"]
 
@@ -149,7 +149,7 @@ def _connect(place: Place, seconds: float, deadline: float) -> Store:
     timeout = max(0.0, deadline - time.monotonic())
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # interop is a floor above: found by its name, as in adapters.
-        torch_store = importlib.import_module("ncclpy.interop.torch_store")
+        torch_store = importlib.import_module("ncclpy.interop.torch.store")
         agent: Store = torch_store.connect(place.address, place.port, timeout)
         return agent
     # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.

@@ -30,7 +30,7 @@ from ncclpy.bootstrap.asked import (
     as_value,
     names,
 )
-from ncclpy.core.errors import not_copied
+from ncclpy.errors import not_copied
 
 if TYPE_CHECKING:
     from typing_extensions import Self

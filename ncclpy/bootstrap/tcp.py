@@ -27,7 +27,7 @@ from ncclpy.bootstrap.store import (
     names,
 )
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 
 __all__ = ["TCPStore"]
 

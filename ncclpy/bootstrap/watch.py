@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ncclpy.bootstrap.asked import as_seconds
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.errors import seconds as as_text
+from ncclpy.errors import NcclTimeout
+from ncclpy.errors import seconds as as_text
 
 __all__ = ["Change", "Queue", "Watch"]
 

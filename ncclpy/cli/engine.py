@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ncclpy.core import library as loading
-from ncclpy.core.errors import LibraryNotFound
-from ncclpy.core.library import Library
+from ncclpy.core.runtime import library as loading
+from ncclpy.core.runtime.library import Library
+from ncclpy.errors import LibraryNotFound
 
 
 def choose() -> tuple[Library, str]:

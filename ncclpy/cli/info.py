@@ -12,9 +12,9 @@ import textwrap
 from typing import Any
 
 from ncclpy.cli import engine
-from ncclpy.core import search
-from ncclpy.core.errors import NcclError
-from ncclpy.core.library import Library, abi_version
+from ncclpy.core.runtime import search
+from ncclpy.core.runtime.library import Library, abi_version
+from ncclpy.errors import NcclError
 
 PACKAGES = (
     "ncclpy",
@@ -94,7 +94,7 @@ def _library(loaded: Library, reason: str) -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    from ncclpy.core import device
+    from ncclpy.core.runtime import device
 
     try:
         count = device.device_count()

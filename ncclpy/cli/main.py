@@ -101,7 +101,7 @@ def _info(given: argparse.Namespace) -> int:
 def _perf(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     from ncclpy.cli import engine
     from ncclpy.cli.perf.arguments import from_namespace
-    from ncclpy.core.errors import NcclError
+    from ncclpy.errors import NcclError
 
     arguments = from_namespace(parser, given)
     try:

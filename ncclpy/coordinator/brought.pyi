@@ -3,8 +3,8 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.types import BufferLike, OpLike
 from ncclpy.engine.work import Work
+from ncclpy.types import BufferLike, OpLike
 
 def is_as_on_gpus() -> bool: ...
 def memory_of(array: BufferLike) -> memoryview: ...

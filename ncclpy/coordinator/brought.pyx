@@ -5,17 +5,17 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
-from ncclpy.core.datatypes cimport BYTES
-from ncclpy.core.library cimport host_engine, require_driver
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.shape cimport cannot_reduce, elements, type_name, writable
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.arguments.datatypes cimport BYTES
+from ncclpy.core.runtime.library cimport host_engine, require_driver
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.arguments.validation cimport cannot_reduce, elements, type_name, writable
 from ncclpy.core.start cimport own_op_code
-from ncclpy.core.stream cimport is_captured
+from ncclpy.core.runtime.stream cimport is_captured
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.native cimport change, now
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING, note_operation
-from ncclpy.engine.streams cimport find_producer, record_behind
+from ncclpy.engine.launcher cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
 
 cdef bint _as_on_gpus = False

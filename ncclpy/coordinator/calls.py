@@ -12,8 +12,8 @@ from ncclpy.coordinator.names import as_name
 from ncclpy.coordinator.plan import Call
 from ncclpy.coordinator.reductions import op_of, reduction, signature_of
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
-from ncclpy.core.types import as_integer
 from ncclpy.process_group.sparse import SparseSum, maker_of
+from ncclpy.types import as_integer
 
 if TYPE_CHECKING:
     from ncclpy.coordinator.carriers import Plane

@@ -25,7 +25,7 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.place import machine
 from ncclpy.coordinator.control import Control, await_readable
 from ncclpy.coordinator.tree import Tree
-from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
+from ncclpy.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store

@@ -15,7 +15,7 @@ from libcpp.utility cimport pair
 from libcpp.vector cimport vector
 from posix.time cimport timespec
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.errors import NcclAborted
 
 cdef extern from "<string_view>" namespace "std" nogil:
     cdef cppclass string_view:

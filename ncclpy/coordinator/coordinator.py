@@ -33,9 +33,9 @@ from ncclpy.coordinator.plane import (
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
-from ncclpy.core.types import DeviceLike, as_integer
+from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
 from ncclpy.process_group.group import ProcessGroup
+from ncclpy.types import DeviceLike, as_integer
 
 __all__ = ["Coordinator"]
 
@@ -405,7 +405,7 @@ def _site() -> str:
 
 def _interop() -> Any:
     """Return what knows mpi4py. That floor lies above this one: it is found when somebody has such a communicator."""
-    return import_module("ncclpy.interop.mpi_coordinator")
+    return import_module("ncclpy.interop.mpi.coordinator")
 
 
 def _is_of_mpi(transport: Any) -> bool:

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 
 from ncclpy.coordinator.names import names_of, shown
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
-from ncclpy.core.types import Result
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
+from ncclpy.types import Result
 
 __all__ = ["after_join", "ended", "has_ended", "overdue", "stall"]
 

@@ -15,11 +15,10 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream,
 )
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, leave_device
-from ncclpy.core.library cimport driver, require_driver
-from ncclpy.core.stream cimport Stream
-from ncclpy.core.wait cimport FOREVER, deadline_after, wait_for_event
+from ncclpy.core.runtime.library cimport check_driver, driver, require_driver
+from ncclpy.core.runtime.device cimport enter_device, leave_device
+from ncclpy.core.runtime.stream cimport Stream
+from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, wait_for_event
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.fence cimport give_event, take_event
 from ncclpy.engine.monitor cimport hand_over, make_room
@@ -28,8 +27,8 @@ from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched, Work
 
 from ncclpy.coordinator import copy_kernel as _kernel
-from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.runtime import device as _device
+from ncclpy.errors import NcclAborted
 
 
 cdef extern from "copy_many.h" nogil:

@@ -7,9 +7,9 @@ from ncclpy.coordinator.carriers import Plane
 from ncclpy.coordinator.plan import Call, Memory, Pending, Ready
 from ncclpy.coordinator.plane import Turns
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.types import BufferLike, OpLike
 from ncclpy.engine.work import Work
 from ncclpy.process_group.group import ProcessGroup
+from ncclpy.types import BufferLike, OpLike
 
 @disjoint_base
 class Counts:

@@ -10,8 +10,8 @@ from ncclpy.process_group.group cimport ProcessGroup
 
 from ncclpy.coordinator.reductions import reduction
 from ncclpy.coordinator.signature import Kind
-from ncclpy.core.errors import NcclError
-from ncclpy.core.types import Result
+from ncclpy.errors import NcclError
+from ncclpy.types import Result
 
 
 cdef tuple _NUMBERS = (

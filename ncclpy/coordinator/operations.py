@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
 from ncclpy.coordinator.member import Entrance
 from ncclpy.coordinator.plan import AllReduce
-from ncclpy.core.types import SUM, BufferLike, OpLike
 from ncclpy.engine.work import Work
+from ncclpy.types import SUM, BufferLike, OpLike
 
 __all__ = ["Operations"]
 

@@ -7,8 +7,8 @@ from ncclpy.coordinator.brought import Brought
 from ncclpy.coordinator.carriers import Plane
 from ncclpy.coordinator.fusion_buffers import Carried
 from ncclpy.coordinator.signature import Signature
-from ncclpy.core.types import OpLike
 from ncclpy.engine.work import Work
+from ncclpy.types import OpLike
 
 @disjoint_base
 class Call:

@@ -5,15 +5,15 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memmove
 
 from ncclpy.coordinator.brought cimport Brought, Remembered, new_brought
-from ncclpy.core.operation cimport ALL_REDUCE
-from ncclpy.core.overlap cimport lie_apart
+from ncclpy.core.arguments.operation cimport ALL_REDUCE
+from ncclpy.core.arguments.validation cimport lie_apart
 from ncclpy.engine.protocols cimport Awaited
 
 from ncclpy.coordinator.names import as_name, key_of
 from ncclpy.coordinator.reductions import pack_reductions
 from ncclpy.coordinator.signature import Kind, pack, pack_all, unpack_all
-from ncclpy.core.errors import ranks, spans
-from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.errors import ranks, spans
+from ncclpy.types import DataType, ReduceOp
 
 
 cdef class Call(Awaited):

@@ -6,10 +6,10 @@ from typing_extensions import disjoint_base
 from ncclpy.bootstrap.store import Store
 from ncclpy.coordinator.brought import Brought
 from ncclpy.coordinator.fusion_buffers import Carried
-from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclError
-from ncclpy.core.types import DeviceLike
+from ncclpy.core.arguments.config import Config
+from ncclpy.errors import NcclError
 from ncclpy.process_group.group import ProcessGroup
+from ncclpy.types import DeviceLike
 
 @disjoint_base
 class Turn: ...

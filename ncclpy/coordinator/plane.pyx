@@ -12,30 +12,27 @@ from libc.string cimport memset
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
 from ncclpy.coordinator.brought cimport Brought, copies_apart
 from ncclpy.coordinator.fusion_buffers cimport MOMENT, Carried, Copier, Ending, Slot, copier_of, new_carried
-from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.datatypes cimport ITEMSIZE, encoded
-from ncclpy.core.library cimport host_engine, require_driver
-from ncclpy.core.operation cimport ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Operation
-from ncclpy.core.shape cimport (
+from ncclpy.core.arguments.datatypes cimport ITEMSIZE, encoded
+from ncclpy.core.runtime.library cimport host_engine, require_driver
+from ncclpy.core.arguments.operation cimport ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Operation
+from ncclpy.core.arguments.validation cimport (
     Lowered, Spread, lacks, lower, new_spread, shape_all_gather, shape_all_to_all, shape_reduce_scatter,
 )
 from ncclpy.core.start cimport fill_barrier
-from ncclpy.core.stream cimport Stream
-from ncclpy.core.wait cimport deadline_after, wait_for_event
+from ncclpy.core.runtime.stream cimport Stream
+from ncclpy.core.runtime.wait cimport deadline_after, wait_for_event
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.clique cimport MADE, MAKING
-from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.launcher cimport MADE, MAKING, Launch, find_producer, record_behind, wait_behind
 from ncclpy.engine.recorder cimport note_operation
-from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
 from ncclpy.engine.work cimport Work, new_work
-from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.group cimport ProcessGroup
-from ncclpy.process_group.request cimport Request, new_request
 
-from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout
-from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.core.runtime import device as _device
+from ncclpy.errors import NcclAborted, NcclRemoteError, NcclTimeout
+from ncclpy.types import DataType, ReduceOp
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.notices import Notices
 

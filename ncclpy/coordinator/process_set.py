@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ncclpy.coordinator.member import Entrance
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Session
-from ncclpy.core.errors import NcclAborted
+from ncclpy.errors import NcclAborted
 
 __all__ = ["ProcessSet"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclpy.coordinator.plane import holds
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
-from ncclpy.core.types import AVG, DataType, ReduceOp, as_op
+from ncclpy.types import AVG, DataType, ReduceOp, as_op
 
 if TYPE_CHECKING:
     from ncclpy.coordinator.brought import Brought

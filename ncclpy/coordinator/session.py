@@ -23,7 +23,7 @@ from ncclpy.coordinator.plan import Pending, Ready
 from ncclpy.coordinator.plane import aside
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.errors import NcclError, NcclTimeout, ranks, seconds, spans
+from ncclpy.errors import NcclError, NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Options", "Session", "open_control"]
 

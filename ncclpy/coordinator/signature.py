@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ncclpy.core.errors import NcclError, listed, spans
-from ncclpy.core.types import ReduceOp, Result
+from ncclpy.errors import NcclError, listed, spans
+from ncclpy.types import ReduceOp, Result
 
 __all__ = [
     "Kind",

@@ -1,9 +1,8 @@
 from collections.abc import Sequence
 
 from ncclpy.core.lifecycle import Lifecycle
-from ncclpy.core.resources import CustomOp, Registration
-from ncclpy.core.types import BufferLike, DataTypeLike, OpLike, StreamLike
-from ncclpy.core.window import Window
+from ncclpy.core.window import CustomOp, Registration, Window
+from ncclpy.types import BufferLike, DataTypeLike, OpLike, StreamLike
 
 class Communicator(Lifecycle):
     def all_reduce(

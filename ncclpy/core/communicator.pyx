@@ -5,23 +5,21 @@ return at once; arrays in CPU memory (the host engine) have no stream, so with `
 their data are there. What NCCL has no call for (parts of different sizes, the barrier) is made up of those it has.
 """
 
-from ncclpy.core.buffers cimport View
+from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.start cimport (
     Signals, fill_barrier, op_code, root_rank, shape_put, shape_signal, shape_wait, spread_over, start, start_bare,
     start_or_lower, start_pair, start_spread,
 )
-from ncclpy.core.operation cimport SENDRECV, Operation
-from ncclpy.core.overlap cimport check_overlap
-from ncclpy.core.shape cimport (
-    Spread, read_on_device, shape_all_gather, shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather,
-    shape_recv, shape_reduce, shape_reduce_scatter, shape_scatter, shape_send,
+from ncclpy.core.arguments.operation cimport SENDRECV, Operation
+from ncclpy.core.arguments.validation cimport (
+    Spread, check_overlap, read_on_device, shape_all_gather, shape_all_reduce, shape_all_to_all, shape_broadcast,
+    shape_gather, shape_recv, shape_reduce, shape_reduce_scatter, shape_scatter, shape_send,
 )
-from ncclpy.core.watch cimport check_alive
-from ncclpy.core.state cimport READY
+from ncclpy.core.handles.watch cimport check_alive
+from ncclpy.core.handles.state cimport READY
 
-from ncclpy.core.resources import CustomOp, Registration
-from ncclpy.core.types import ReduceOp
-from ncclpy.core.window import Window
+from ncclpy.core.window import CustomOp, Registration, Window
+from ncclpy.types import ReduceOp
 
 cdef object _SUM = ReduceOp.SUM
 

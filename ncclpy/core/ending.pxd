@@ -1,6 +1,6 @@
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclWindow_t
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.wait cimport Call
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.runtime.wait cimport Call
 
 
 cdef enum:

@@ -7,22 +7,21 @@ from libc.stdlib cimport free
 
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
-from ncclpy.core.abort cimport (
+from ncclpy.core.handles.abort cimport (
     ABORT_DEADLINE, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed, kin_of, leave,
     note_ending,
 )
-from ncclpy.core.check cimport keep_words, nccl_error
-from ncclpy.core.device cimport lend_device, take_device_back
-from ncclpy.core.group cimport current_group
-from ncclpy.core.handle cimport WAS_ABORTED
-from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
-from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, IN_PARENT, READY, SUSPENDED, is_over
-from ncclpy.core.stream cimport DeviceWait, Stream, hold
-from ncclpy.core.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
-from ncclpy.core.watch cimport check_alive, check_not_beneath, finish, wait_stream
+from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
+from ncclpy.core.runtime.device cimport lend_device, take_device_back
+from ncclpy.core.calls.group cimport current_group
+from ncclpy.core.handles.handle cimport WAS_ABORTED
+from ncclpy.core.handles.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, IN_PARENT, READY, SUSPENDED, is_over
+from ncclpy.core.runtime.stream cimport DeviceWait, Stream, hold
+from ncclpy.core.runtime.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
+from ncclpy.core.handles.watch cimport check_alive, check_not_beneath, finish, wait_stream
 
-from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
+from ncclpy.core.runtime import device as _device
+from ncclpy.errors import NcclAborted, NcclError, NcclTimeout
 
 
 UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")

@@ -4,9 +4,12 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self
 
-from ncclpy.core.config import Config
-from ncclpy.core.handle import Handle
-from ncclpy.core.types import DeviceLike, Result, UniqueId
+from ncclpy.core.arguments.config import Config
+from ncclpy.core.handles.handle import Handle
+from ncclpy.types import DeviceLike, Result, UniqueId
+
+def get_unique_id() -> UniqueId: ...
+def device_of(place: Any) -> int: ...
 
 class Lifecycle(Handle):
     # Not to be made by hand.

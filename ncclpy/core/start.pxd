@@ -1,8 +1,8 @@
 from ncclpy.abi.nccl cimport ncclWaitSignalDesc_t
-from ncclpy.core.buffers cimport View
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.shape cimport Spread
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.arguments.validation cimport Spread
 
 
 # The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked. Of NCCL's own

@@ -7,23 +7,23 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclUint8, ncclWaitSignalDesc_t
-from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
-from ncclpy.core.datatypes cimport BOOLEAN, BYTES
-from ncclpy.core.library cimport nccl, require
-from ncclpy.core.operation cimport ALL_REDUCE, PUT_SIGNAL, SENDRECV, SIGNAL, WAIT_SIGNAL
-from ncclpy.core.overlap cimport lie_apart
-from ncclpy.core.resources cimport CustomOp
-from ncclpy.core.shape cimport Lowered, cannot_reduce, lacks, lower, new_spread, op_number, read_on_device, type_name
-from ncclpy.core.stream cimport as_stream_of
-from ncclpy.core.submit cimport makes_pairs, submit
-from ncclpy.core.wait cimport as_timeout
-from ncclpy.core.watch cimport be_watched
-from ncclpy.core.window cimport Window, lies_in_window
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, current_stream
+from ncclpy.core.arguments.datatypes cimport BOOLEAN, BYTES
+from ncclpy.core.runtime.library cimport nccl, require
+from ncclpy.core.arguments.operation cimport ALL_REDUCE, PUT_SIGNAL, SENDRECV, SIGNAL, WAIT_SIGNAL
+from ncclpy.core.arguments.validation cimport (
+    Lowered, cannot_reduce, lacks, lie_apart, lower, new_spread, op_number, read_on_device, type_name,
+)
+from ncclpy.core.window cimport CustomOp, Window, lies_in_window
+from ncclpy.core.runtime.stream cimport as_stream_of
+from ncclpy.core.calls.submit cimport makes_pairs, submit
+from ncclpy.core.runtime.wait cimport as_timeout
+from ncclpy.core.handles.watch cimport be_watched
 
-from ncclpy.core import device as _device
-from ncclpy.core.errors import not_copied
-from ncclpy.core.group import Group
-from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.core.runtime import device as _device
+from ncclpy.errors import not_copied
+from ncclpy.core.calls.group import Group
+from ncclpy.types import ReduceOp, as_integer
 
 
 # An enum's member is looked up by Python.

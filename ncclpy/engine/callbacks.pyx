@@ -25,8 +25,8 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from ncclpy.abi.locks cimport (
     DEBUG_LOCKS, LOCK_MANAGER, lock_wanted, mutex_destroy, mutex_init, mutex_lock, mutex_trylock, mutex_unlock,
 )
-from ncclpy.core.library cimport event_tell
-from ncclpy.core.wait cimport FOREVER, begin_thread, name_this_thread
+from ncclpy.core.runtime.library cimport event_tell
+from ncclpy.core.runtime.wait cimport FOREVER, begin_thread, name_this_thread
 from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, swap, wake, wake_one
 
 from ncclpy.engine.recorder import show

@@ -16,11 +16,11 @@ import warnings
 from collections import deque
 from time import monotonic
 
-from ncclpy.core.errors import listed, spans
 from ncclpy.engine import dumps
 from ncclpy.engine.dump_files import check_signs, fill_in, write
 from ncclpy.engine.known import ranks_here, set_listener
 from ncclpy.engine.recorder import ranks_recorded, text_of
+from ncclpy.errors import listed, spans
 
 _VARIABLE = "NCCLPY_DUMP_DIR"
 

@@ -14,13 +14,13 @@ import threading
 import warnings
 import weakref
 
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.observers cimport Overdue, set_listener
-from ncclpy.core.wait cimport FOREVER
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.handles.observers cimport Overdue, set_listener
+from ncclpy.core.runtime.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.native cimport add, load, now, sleep_on, wake
 
-from ncclpy.core.errors import listed, spans
+from ncclpy.errors import listed, spans
 from ncclpy.engine.dump_files import check_signs, fill_in, write
 from ncclpy.engine.known import ranks_here
 from ncclpy.engine.recorder import record_all, text_of

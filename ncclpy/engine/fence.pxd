@@ -1,5 +1,5 @@
 from ncclpy.abi.driver cimport CUevent
-from ncclpy.core.handle cimport Handle
+from ncclpy.core.handles.handle cimport Handle
 
 
 # Take an event of a device from the pool, with its context current or not; give it back when nothing waits for it.

@@ -15,11 +15,10 @@ import weakref
 from libcpp.vector cimport vector
 
 from ncclpy.abi.driver cimport CU_EVENT_DISABLE_TIMING, CUcontext, CUresult
-from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, leave_device
-from ncclpy.core.handle cimport BELIEVED, FENCED, Handle
-from ncclpy.core.library cimport driver, require_driver
-from ncclpy.core.wait cimport FOREVER
+from ncclpy.core.runtime.library cimport check_driver, driver, require_driver
+from ncclpy.core.runtime.device cimport enter_device, leave_device
+from ncclpy.core.handles.handle cimport BELIEVED, FENCED, Handle
+from ncclpy.core.runtime.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport errands, ring
 from ncclpy.engine.native cimport add, load, now
 

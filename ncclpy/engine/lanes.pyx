@@ -7,10 +7,10 @@ where there are fewer cores than devices, several devices share one.
 import atexit
 import os
 
-from ncclpy.core.device cimport relax
-from ncclpy.core.wait cimport now
+from ncclpy.core.runtime.device cimport relax
+from ncclpy.core.runtime.wait cimport now
 
-from ncclpy.core import device as _device
+from ncclpy.core.runtime import device as _device
 
 cdef extern from "ncclpy/engine/lanes.hpp" namespace "ncclpy" nogil:
     cdef cppclass Lanes:

@@ -1,12 +1,26 @@
 from cpython.ref cimport PyObject
 
-from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.stretch cimport Step, Stretch
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult, CUstream
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.calls.stretch cimport Step, Stretch
 from ncclpy.engine.native cimport ncclpy_job
-from ncclpy.engine.protocols cimport LaunchOwner, Together
+from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner, Together
 from ncclpy.engine.work cimport Work
+
+
+cdef class StreamPool:
+    cdef dict streams
+    cdef readonly bint high_priority
+
+
+# The stream that produces an input; False if there is none. An event behind it, that the work's stream waits for; and a
+# wait for it at once.
+cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1
+cdef int record_producer(Work work, const View* view, producer) except -1
+cdef int record_behind(Work work, CUstream stream) except -1
+cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1
 
 
 # One participant's part of a launch.
@@ -17,7 +31,6 @@ cdef struct Part:
     CUevent ready  # the stream waits for it first, or NULL
     CUevent began
     CUevent done
-
 
 # What one thread does of a launch: its parts, in one NCCL group if there are several.
 cdef struct Batch:
@@ -64,10 +77,58 @@ cdef void launch_here() noexcept
 
 # Divide parts, which stand in the order of their lanes, into batches; tell each one's job and lane.
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0
+
 # Put all parts, which stand in the order of their communicators, into one batch.
 cdef void make_whole(Batch* batch, Part* parts, size_t count) noexcept nogil
+
 # Sort parts by communicator, as the locks want them, and first by lane if asked, as `divide` wants them.
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1
+
 # Make the calls of a batch; False, with none made, if other threads are inside its communicators until a moment.
 # `current` is the thread's context.
 cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogil
+
+
+cdef enum:
+    MAKING = 0
+    MADE = 1
+    GONE = 2
+
+
+cdef class Clique(LaunchOwner):
+    cdef readonly object key
+    cdef readonly tuple devices
+    cdef tuple ranks  # of `devices`
+    cdef int nranks
+    cdef readonly str name  # for the recorder: the same in all processes
+    cdef int state
+    cdef list comms  # in the order of `devices`
+    cdef list begun  # communicators that are being made, for whoever ends that
+    cdef list streams
+    cdef tuple kept  # both, for launches to hold; None once they are gone
+    cdef set launches  # on their way
+    cdef long long sequence
+    cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
+    cdef size_t capacity
+    cdef size_t nreplaced
+    cdef CliqueOwner owner
+    cdef str site
+
+    cdef list ready(self, list comms, list streams)
+    cdef int fail(self, object error) except -1
+    cdef Launch begin(self)
+    cdef int start(self, Launch launch, const Operation* operation) except -1
+    cdef bint knows(self, unsigned long long signature) noexcept
+    cdef int learn(self, unsigned long long signature) noexcept
+    cdef bint _grow(self) noexcept
+    cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept
+    cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept
+    cdef int forget(self, Launch launch) except -1
+    cdef int fence(self) except -1
+    cdef int note_readers(self, set readers) except -1
+    cdef int tell_readers(self, set readers, object error) except -1
+    cdef int believe(self, int seen) except -1
+
+
+# What NCCL's choice of a way depends on: two operations of one signature take the same connections.
+cdef unsigned long long signature_of(const Operation* o) noexcept

@@ -21,11 +21,11 @@ from libcpp.vector cimport vector
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, CUresult
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
-from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.library cimport driver, event_help, event_tell
-from ncclpy.core.state cimport ABORTED
-from ncclpy.core.wait cimport FOREVER, Call
+from ncclpy.core.runtime.device cimport context_of
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.runtime.library cimport driver, event_help, event_tell
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.runtime.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (
     attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry, is_expecting,

@@ -2,8 +2,8 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUcontext, CUgraphExec, CUresult, CUstream
 from ncclpy.abi.locks cimport mutex_t
-from ncclpy.core.group cimport Group
-from ncclpy.core.state cimport Mark
+from ncclpy.core.calls.group cimport Group
+from ncclpy.core.handles.state cimport Mark
 from ncclpy.engine.launcher cimport Batch, Part
 from ncclpy.engine.native cimport ncclpy_job
 

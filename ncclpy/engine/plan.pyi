@@ -2,7 +2,7 @@ from types import TracebackType
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.group import Group
+from ncclpy.core.calls.group import Group
 
 @disjoint_base
 class Graph:

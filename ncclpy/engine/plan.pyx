@@ -11,28 +11,26 @@ from ncclpy.abi.driver cimport (
 )
 from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init, mutex_unlock
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.abort cimport ABORT_DEADLINE, begin_abort, end_call, end_quietly
-from ncclpy.core.check cimport check_driver, driver_error, nccl_error
-from ncclpy.core.device cimport context_of, enter_device, leave_device
-from ncclpy.core.group cimport Group, check_memory, check_together, current_group
-from ncclpy.core.handle cimport (
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_call, end_quietly
+from ncclpy.core.runtime.library cimport check_driver, driver, driver_error, nccl, nccl_error, require, require_driver
+from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device
+from ncclpy.core.calls.group cimport Group, check_memory, check_together, current_group
+from ncclpy.core.handles.handle cimport (
     PAST_DEADLINE, Handle, count_waits, in_lock_order, lock_within, note_failure, tell_trouble,
 )
-from ncclpy.core.library cimport driver, nccl, require, require_driver
-from ncclpy.core.observers cimport begin_whole, end_whole
-from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, raise_issue, reduces
-from ncclpy.core.resources cimport CustomOp, HeldRanges, hold_ranges
-from ncclpy.core.state cimport READY, Mark
-from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.core.stretch cimport Step, Stretch, make_calls, note_arrival
-from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause, this_thread
-from ncclpy.core.watch cimport be_watched, check_alive, wait_stream
-from ncclpy.core.window cimport Window
+from ncclpy.core.handles.observers cimport begin_whole, end_whole
+from ncclpy.core.arguments.operation cimport NOT_THERE, Operation, function_of, raise_issue, reduces
+from ncclpy.core.window cimport CustomOp, HeldRanges, Window, hold_ranges
+from ncclpy.core.handles.state cimport READY, Mark
+from ncclpy.core.runtime.stream cimport Stream, owner_of
+from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls, note_arrival
+from ncclpy.core.runtime.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause, this_thread
+from ncclpy.core.handles.watch cimport be_watched, check_alive, wait_stream
 from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, push_jobs
 from ncclpy.engine.launcher cimport Batch, divide, make_whole, run_batch, sort_parts
 from ncclpy.engine.native cimport add, load, ncclpy_job, sleep_on, wake
 
-from ncclpy.core.errors import NcclError, NcclTimeout, attach, not_copied, seconds
+from ncclpy.errors import NcclError, NcclTimeout, attach, not_copied, seconds
 
 
 cdef extern from "sched.h" nogil:

@@ -12,7 +12,7 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 
-from ncclpy.core.errors import NcclError
+from ncclpy.errors import NcclError
 from ncclpy.engine.recorder import show, text_of
 
 

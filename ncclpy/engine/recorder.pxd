@@ -1,6 +1,6 @@
 from libc.stdint cimport uint64_t
 
-from ncclpy.core.operation cimport Operation
+from ncclpy.core.arguments.operation cimport Operation
 
 
 cdef extern from "ncclpy/engine/ledger.h" nogil:

@@ -20,15 +20,14 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdio cimport snprintf
 from libc.time cimport time_t
 
-from ncclpy.core.datatypes cimport ITEMSIZE
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport GROW, WAIT_SIGNAL, Operation, function_of, has_root, reduces
-from ncclpy.core.tap cimport Tap, set_tap
+from ncclpy.core.arguments.datatypes cimport ITEMSIZE
+from ncclpy.core.handles.handle cimport Handle, Tap, set_tap
+from ncclpy.core.arguments.operation cimport GROW, WAIT_SIGNAL, Operation, function_of, has_root, reduces
 from ncclpy.engine.native cimport now
 
-from ncclpy.core import library as _library
-from ncclpy.core.errors import NcclError
-from ncclpy.core.types import DataType, ReduceOp, as_integer as _as_integer
+from ncclpy.core.runtime import library as _library
+from ncclpy.errors import NcclError
+from ncclpy.types import DataType, ReduceOp, as_integer as _as_integer
 from ncclpy.engine.stack import in_short, python_stack
 
 

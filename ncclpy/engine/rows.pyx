@@ -8,8 +8,8 @@ from cython.operator cimport dereference, preincrement
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.library cimport driver, event_help, event_tell
-from ncclpy.core.wait cimport FOREVER
+from ncclpy.core.runtime.library cimport driver, event_help, event_tell
+from ncclpy.core.runtime.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport ring
 from ncclpy.engine.native cimport load, now
 from ncclpy.engine.recorder cimport COMPLETED

@@ -2,8 +2,8 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
-from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View
-from ncclpy.core.handle cimport Handle
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View
+from ncclpy.core.handles.handle cimport Handle
 from ncclpy.engine.protocols cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
 

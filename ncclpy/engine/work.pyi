@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.types import StreamLike
+from ncclpy.types import StreamLike
 
 @disjoint_base
 class Work:

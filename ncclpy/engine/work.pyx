@@ -17,16 +17,18 @@ from ncclpy.abi.driver cimport (
     CUresult, CUstreamCaptureMode,
 )
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
-from ncclpy.core.buffers cimport View, read_view
-from ncclpy.core.check cimport check_driver, driver_error, nccl_error
-from ncclpy.core.device cimport enter_device, leave_device, relax, restore
-from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
-from ncclpy.core.library cimport driver, event_await, event_help, event_tell, require_driver, who_is_missing
-from ncclpy.core.observers cimport tell_overdue
-from ncclpy.core.operation cimport NOT_THERE, function_of
-from ncclpy.core.state cimport ABORTED
-from ncclpy.core.stream cimport as_stream, is_captured
-from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
+from ncclpy.core.arguments.buffers cimport View, read_view
+from ncclpy.core.runtime.library cimport (
+    check_driver, driver, driver_error, event_await, event_help, event_tell, nccl_error, require_driver,
+    who_is_missing,
+)
+from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
+from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.runtime.stream cimport as_stream, is_captured
+from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, errands, hurry, is_quiet, ring, step_aside, users
 from ncclpy.engine.fence cimport give_event, is_doubted, take_event
@@ -34,7 +36,7 @@ from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.protocols cimport Together, add_sentence, ended_by, is_plain, message, with_sentence, words_of
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
-from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
+from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
 
 
 _ADVICE = (

@@ -6,7 +6,7 @@ import operator
 from typing import SupportsIndex
 
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.types import MAX_ADDRESS, as_integer
+from ncclpy.types import MAX_ADDRESS, as_integer
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "recv", "reduce", "reduce_scatter", "send"]
 

@@ -6,8 +6,8 @@ import contextlib
 import functools
 from typing import Any
 
-from ncclpy.core import device as device_module
-from ncclpy.core.errors import NcclUnsupported
+from ncclpy.core.runtime import device as device_module
+from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.allocation import adopt, disown, give, open_allocator, take
 
 

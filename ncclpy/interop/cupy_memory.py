@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from ncclpy.core.errors import NcclError, NcclUnsupported
+from ncclpy.errors import NcclError, NcclUnsupported
 from ncclpy.memory.allocation import give, open_allocator, take
 
 #: cudaErrorMemoryAllocation, on which CuPy's pool gives back what it has free and asks again.

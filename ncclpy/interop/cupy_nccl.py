@@ -13,14 +13,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from ncclpy.core import errors
+from ncclpy import errors
+from ncclpy.core.arguments.config import Config
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.config import Config
-from ncclpy.core.creation import get_unique_id as _get_unique_id
-from ncclpy.core.library import library
-from ncclpy.core.types import DataType, ReduceOp, Result, as_integer
+from ncclpy.core.lifecycle import get_unique_id as _get_unique_id
+from ncclpy.core.runtime.library import library
 from ncclpy.interop import addressed, open_groups
 from ncclpy.interop.dropped import close_when_dropped
+from ncclpy.types import DataType, ReduceOp, Result, as_integer
 
 __all__ = [
     "NCCL_AVG",

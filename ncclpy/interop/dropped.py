@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.errors import NcclError
+from ncclpy.errors import NcclError
 
 __all__ = ["close_when_dropped"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ncclpy.core.calls.group import Group, in_group
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.errors import NcclError
-from ncclpy.core.group import Group, in_group
-from ncclpy.core.library import library
-from ncclpy.core.stream import Stream
-from ncclpy.core.types import SUM, OpLike, Result
+from ncclpy.core.runtime.library import library
+from ncclpy.core.runtime.stream import Stream
+from ncclpy.errors import NcclError
 from ncclpy.memory.allocation import alloc
+from ncclpy.types import SUM, OpLike, Result
 
 __all__ = [
     "all_gather",

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ncclpy.core.arguments.config import Config as NCCLConfig
+from ncclpy.core.calls.group import Group as group  # noqa: N813 - nccl4py's name
 from ncclpy.core.communicator import Communicator as _Communicator
-from ncclpy.core.config import Config as NCCLConfig
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.group import Group as group  # noqa: N813 - nccl4py's name
-from ncclpy.core.types import BufferLike, DataTypeLike, OpLike, Result, StreamLike, UniqueId
-from ncclpy.core.types import DataType as NcclDataType
-from ncclpy.core.types import ReduceOp as NcclRedOp
+from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.interop import open_groups
 from ncclpy.memory.allocation import alloc
+from ncclpy.types import BufferLike, DataTypeLike, OpLike, Result, StreamLike, UniqueId
+from ncclpy.types import DataType as NcclDataType
+from ncclpy.types import ReduceOp as NcclRedOp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ncclpy.core.resources import CustomOp, Registration
-    from ncclpy.core.window import Window
+    from ncclpy.core.window import CustomOp, Registration, Window
     from ncclpy.memory.allocation import Allocation
 
 __all__ = [

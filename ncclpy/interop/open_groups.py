@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ncclpy.core.group import Group
+from ncclpy.core.calls.group import Group
 
 __all__ = ["end", "start"]
 

@@ -17,13 +17,12 @@ from typing import Any
 from ncclpy.bootstrap.adapters import as_store
 from ncclpy.bootstrap.asked import TIMEOUT
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.device import current, device_count
-from ncclpy.core.errors import LibraryNotFound, NcclUnsupported
-from ncclpy.core.library import library
-from ncclpy.core.library import use as use_library
-from ncclpy.core.types import UniqueId, as_integer
+from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.runtime.device import current, device_count
+from ncclpy.core.runtime.library import library
+from ncclpy.core.runtime.library import use as use_library
 from ncclpy.core.window import Window
+from ncclpy.errors import LibraryNotFound, NcclUnsupported
 from ncclpy.interop import open_groups
 from ncclpy.interop.pynccl_wrapper import (
     NCCLLibrary,
@@ -35,6 +34,7 @@ from ncclpy.interop.pynccl_wrapper import (
     ncclRedOpTypeEnum,
     ncclUniqueId,
 )
+from ncclpy.types import UniqueId, as_integer
 
 __all__ = [
     "NCCLLibrary",
@@ -445,7 +445,7 @@ class PyNcclCommunicator:
         if None in calls:
             wrong = p2p_ops[calls.index(None)].op
             raise ValueError(f"p2p_ops: expected torch.distributed.isend and irecv, got {wrong!r}")
-        from ncclpy.core.group import Group
+        from ncclpy.core.calls.group import Group
 
         with Group():
             for call, each in zip(calls, p2p_ops, strict=True):

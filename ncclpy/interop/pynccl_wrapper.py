@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 from typing import Any, ClassVar, SupportsIndex
 
+from ncclpy.core.calls.group import in_group
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclError
-from ncclpy.core.group import in_group
-from ncclpy.core.library import library
-from ncclpy.core.library import use as use_library
-from ncclpy.core.types import DataType, ReduceOp, UniqueId, as_datatype, as_op
+from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.runtime.library import library
+from ncclpy.core.runtime.library import use as use_library
 from ncclpy.core.window import Window
+from ncclpy.errors import NcclError
 from ncclpy.interop import addressed, open_groups
+from ncclpy.types import DataType, ReduceOp, UniqueId, as_datatype, as_op
 
 __all__ = [
     "NCCLLibrary",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 from ncclpy.memory.allocation import give, open_allocator, take
 
 

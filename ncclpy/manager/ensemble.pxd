@@ -1,5 +1,4 @@
-from ncclpy.engine.clique cimport Clique
-from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.launcher cimport Clique, Launch
 from ncclpy.manager.gathering cimport Gathering
 
 

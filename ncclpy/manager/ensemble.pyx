@@ -9,23 +9,22 @@ import weakref
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.device cimport relax
+from ncclpy.core.runtime.device cimport relax
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.shape cimport Lowered, lacks, lower
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.stream cimport Stream
-from ncclpy.core.wait cimport FOREVER, now
-from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.core.arguments.validation cimport Lowered, lacks, lower
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.runtime.stream cimport Stream
+from ncclpy.core.runtime.wait cimport FOREVER, now
+from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.fence cimport stops
 from ncclpy.engine.recorder cimport Ledger, began_of
-from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
-from ncclpy.core.stream_readers import raise_in_readers
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.engine import fence
 from ncclpy.engine.work import add_answer
 from ncclpy.engine.launcher import abort_aside

@@ -1,6 +1,6 @@
-from ncclpy.core.buffers cimport View
-from ncclpy.core.overlap cimport Fingerprint
-from ncclpy.core.operation cimport Operation
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.arguments.validation cimport Fingerprint
+from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport Work
 

@@ -6,17 +6,17 @@ cimport cython
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
-from ncclpy.core.buffers cimport View
-from ncclpy.core.overlap cimport (
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.arguments.validation cimport (
     COUNT, OPERATOR, TYPE, Extents, check_layout, difference, digest, digest_begun, known_apart, note_apart,
     shared_memory_error, take_fingerprint, type_of,
 )
-from ncclpy.core.operation cimport Operation, has_root, reduces
-from ncclpy.core.wait cimport FOREVER, now
+from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
+from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.protocols cimport Awaited, is_plain, message
 
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.types import ReduceOp
+from ncclpy.errors import NcclTimeout
+from ncclpy.types import ReduceOp
 from ncclpy.engine.recorder import method_name, show
 
 _log = logging.getLogger("ncclpy.manager")

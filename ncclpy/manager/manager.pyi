@@ -4,7 +4,7 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.config import Config
+from ncclpy.core.arguments.config import Config
 from ncclpy.manager.participants import Participants
 
 @disjoint_base

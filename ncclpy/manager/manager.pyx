@@ -6,31 +6,28 @@ import time
 import weakref
 
 from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
-from ncclpy.core.abort cimport ABORT_DEADLINE
-from ncclpy.core.buffers cimport View
-from ncclpy.core.library cimport check_process, driver
-from ncclpy.core.observers cimport tell_overdue
-from ncclpy.core.wait cimport FOREVER, as_timeout, now
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.runtime.library cimport check_process, driver
+from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport Lock, users
-from ncclpy.engine.clique cimport GONE, MAKING
-from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.launcher cimport GONE, MAKING, launch_here, record_producer
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
-from ncclpy.engine.streams cimport record_producer
 from ncclpy.engine.work cimport Work, new_work, stand_by
 from ncclpy.manager.ensemble cimport Ensemble, check_members, ranks_of
 from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_gathering, new_key
 from ncclpy.manager.participants cimport Participants
 
-from ncclpy.core import library as _library
-from ncclpy.core.config import Config
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
-from ncclpy.core.types import as_integer
+from ncclpy.core.runtime import library as _library
+from ncclpy.core.arguments.config import Config
+from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.types import as_integer
 from ncclpy.engine import monitor, recorder
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import StreamPool, abort_aside
 from ncclpy.engine.recorder import show, text_of
-from ncclpy.engine.streams import StreamPool
 
 # How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
 cdef double _SWEEP_PART = 0.1

@@ -14,8 +14,8 @@ from typing import Any
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
-from ncclpy.core.errors import NcclTimeout
 from ncclpy.engine.recorder import Ledger
+from ncclpy.errors import NcclTimeout
 from ncclpy.peers.circle import Circle
 from ncclpy.peers.inquiry import Said
 

@@ -1,4 +1,4 @@
-from ncclpy.core.buffers cimport View
+from ncclpy.core.arguments.buffers cimport View
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Participant
 

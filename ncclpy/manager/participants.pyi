@@ -2,8 +2,8 @@ from collections.abc import Callable, Hashable
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.types import BufferLike, DeviceLike, OpLike, StreamLike
 from ncclpy.engine.work import Work
+from ncclpy.types import BufferLike, DeviceLike, OpLike, StreamLike
 
 @disjoint_base
 class Participants:

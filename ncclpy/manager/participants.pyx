@@ -3,10 +3,10 @@
 Each reads and checks the buffers, which raises at once and leaves the key as it was, and adds a participant.
 """
 
-from ncclpy.core.buffers cimport View, read_view
-from ncclpy.core.device cimport as_device, known_devices
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.shape cimport (
+from ncclpy.core.arguments.buffers cimport View, read_view
+from ncclpy.core.runtime.device cimport as_device, known_devices
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.arguments.validation cimport (
     shape_all_gather,
     shape_all_reduce,
     shape_all_to_all,
@@ -17,11 +17,11 @@ from ncclpy.core.shape cimport (
     shape_scatter,
 )
 from ncclpy.core.start cimport own_op_code
-from ncclpy.core.wait cimport as_timeout
+from ncclpy.core.runtime.wait cimport as_timeout
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Participant
 
-from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.types import ReduceOp, as_integer
 
 
 

@@ -3,9 +3,9 @@ from typing import Any, Final, Literal, Never, SupportsIndex, final
 
 from typing_extensions import Self, disjoint_base
 
-from ncclpy.core.buffers import Buffer
-from ncclpy.core.handle import Handle
-from ncclpy.core.types import DataTypeLike, DeviceLike
+from ncclpy.core.arguments.buffers import Buffer
+from ncclpy.core.handles.handle import Handle
+from ncclpy.types import DataTypeLike, DeviceLike
 
 @disjoint_base
 class Allocation(Buffer):

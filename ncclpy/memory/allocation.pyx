@@ -20,18 +20,17 @@ from ncclpy.abi.driver cimport (
     CUstreamCaptureStatus,
 )
 from ncclpy.abi.nccl cimport ncclInvalidUsage, ncclResult_t, ncclSuccess
-from ncclpy.core.buffers cimport Buffer
-from ncclpy.core.check cimport check
-from ncclpy.core.device cimport as_device, context_of, relax, restore, switch_back, switch_device
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.library cimport driver, host_engine, nccl, require
+from ncclpy.core.arguments.buffers cimport Buffer
+from ncclpy.core.runtime.library cimport check, driver, host_engine, nccl, require
+from ncclpy.core.runtime.device cimport as_device, context_of, relax, restore, switch_back, switch_device
+from ncclpy.core.handles.handle cimport Handle
 from ncclpy.memory.residency cimport (
     check_added, dismiss, enlist, free_some, open_registry, part, segments, wake_reaper,
 )
 from ncclpy.memory.segments cimport ADDED, Segment
 
-from ncclpy.core.errors import not_copied
-from ncclpy.core.types import as_integer
+from ncclpy.errors import not_copied
+from ncclpy.types import as_integer
 
 
 cdef tuple _FRAMEWORKS = ("torch", "cupy", "numpy")

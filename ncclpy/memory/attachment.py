@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from ncclpy.core.errors import NcclUnsupported
-from ncclpy.core.library import library
+from ncclpy.core.runtime.library import library
+from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.frameworks import Source, source_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hoo
     Returns
     -------
     Attachment
-        With `hooks` a `ncclpy.interop.torch_hooks.TorchHooks`, which has `close` and is a context too; a second call
+        With `hooks` a `ncclpy.interop.torch.hooks.TorchHooks`, which has `close` and is a context too; a second call
         returns the same one.
 
     Raises
@@ -76,7 +76,7 @@ def _with_hooks(framework: str) -> Any:
         raise ValueError(f"hooks: torch's allocator has hooks, {framework!r:.80}'s has none")
     if library().engine == "host":
         raise NcclUnsupported("attach: torch's allocator is one of GPUs, and the host engine has none")
-    module: Any = importlib.import_module("ncclpy.interop.torch_hooks")  # a floor above
+    module: Any = importlib.import_module("ncclpy.interop.torch.hooks")  # a floor above
     return module.attach_hooks()
 
 

@@ -7,14 +7,14 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from ncclpy.core.errors import NcclUnsupported
-from ncclpy.core.library import library
+from ncclpy.core.runtime.library import library
+from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.allocation import empty
 
 __all__ = ["Source", "source_of"]
 
 #: Their modules in `interop`, which lies above this floor.
-_MODULES = {"torch": "torch_memory", "cupy": "cupy_memory", "rmm": "rmm_memory", "cuda.core": "cuda_core_memory"}
+_MODULES = {"torch": "torch.memory", "cupy": "cupy_memory", "rmm": "rmm_memory", "cuda.core": "cuda_core_memory"}
 #: What there are pools for.
 _POOLS = ("torch", "cupy", "numpy")
 

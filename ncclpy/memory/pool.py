@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ncclpy.core import device as device_module
-from ncclpy.core.buffers import Buffer
+from ncclpy.core.arguments.buffers import Buffer
+from ncclpy.core.calls.group import Group
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, attach
-from ncclpy.core.group import Group
-from ncclpy.core.library import library
-from ncclpy.core.stream import Stream
-from ncclpy.core.types import DataTypeLike
+from ncclpy.core.runtime import device as device_module
+from ncclpy.core.runtime.library import library
+from ncclpy.core.runtime.stream import Stream
 from ncclpy.core.window import Window
+from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, attach
 from ncclpy.memory.allocation import Hold, alloc, check_endable, enter_pool, new_pool, segments_of
 from ncclpy.memory.frameworks import Source, source_of
+from ncclpy.types import DataTypeLike
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -3,7 +3,7 @@
 Who frees a segment holds his allocator's lock, and perhaps the GIL, which he cannot give up: to take it again under that
 lock could be for ever. So whoever waits here does himself what a segment's leaving takes, and runs no Python; the reaper,
 which needs the GIL, is told afterwards. He has no references either: the communicators' doors keep what he comes to see
-(`core/tenant.h`).
+(`core/handles/tenant.h`).
 """
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -13,13 +13,13 @@ from libcpp.vector cimport vector
 from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t
-from ncclpy.core.device cimport as_device, lend_device, relax, restore, take_device_back
-from ncclpy.core.handle cimport Handle, lock_within
-from ncclpy.core.library cimport abort_preempts, nccl, version_code
-from ncclpy.core.observers cimport Tenant, ends, enter_door, leave_door
-from ncclpy.core.ranges cimport Range, deregister_all
-from ncclpy.core.state cimport ABORTED
-from ncclpy.core.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
+from ncclpy.core.runtime.device cimport as_device, lend_device, relax, restore, take_device_back
+from ncclpy.core.handles.handle cimport Handle, lock_within
+from ncclpy.core.runtime.library cimport abort_preempts, nccl, version_code
+from ncclpy.core.handles.observers cimport Tenant, ends, enter_door, leave_door
+from ncclpy.core.handles.ranges cimport Range, deregister_all
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
 from ncclpy.memory.residency cimport (
     Tenancy, enlist, has_been_ended, open_registry, segments, taking_part, visit_all, wake_reaper,
 )
@@ -28,8 +28,8 @@ from ncclpy.memory.segments cimport (
     Segment, free_resident,
 )
 
-from ncclpy.core.errors import NcclTimeout, not_copied
-from ncclpy.core.types import Result, as_integer
+from ncclpy.errors import NcclTimeout, not_copied
+from ncclpy.types import Result, as_integer
 
 
 # The highest address, and the largest size.
@@ -394,7 +394,7 @@ cdef void _give_up(Resident** some, size_t count) noexcept nogil:
 
 
 cdef void _abort(Endings* endings) noexcept nogil:
-    """Abort communicators as `core/abort` does: their guards first, which gets threads out, and then themselves."""
+    """Abort communicators as `core/handles/abort` does: their guards first, which gets threads out, and then themselves."""
     cdef vector[ncclComm_t]* raws = &endings.raws
     cdef Resident* resident
     cdef size_t i
@@ -411,7 +411,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
         raws[0][i] = _raw_of(endings.residents[i], until, &endings.taken[i])
-    for i in range(endings.residents.size()):  # before the group begins, as in `core/abort`
+    for i in range(endings.residents.size()):  # before the group begins, as in `core/handles/abort`
         deregister_all(raws[0][i], <Range*>endings.taken[i].ranges, endings.taken[i].count, endings.taken[i].flagged)
     _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
@@ -440,7 +440,7 @@ cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept
     """Take the handle away; NULL if somebody else has, who ends it then, or a thread is inside that cannot be got out.
 
     What NCCL is to deregister before it is aborted goes to `taken`; nothing where the abort does not free it, or is
-    the host engine's (see `core/abort`).
+    the host engine's (see `core/handles/abort`).
     """
     cdef ncclComm_t raw = NULL
     cdef double started = now()

@@ -1,6 +1,6 @@
 from libc.stdint cimport uintptr_t
 
-from ncclpy.core.handle cimport Handle
+from ncclpy.core.handles.handle cimport Handle
 from ncclpy.memory.segments cimport Resident, Segments
 
 # All segments of this process; NULL until the registry is open.

@@ -19,14 +19,14 @@ from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
-from ncclpy.core.abort cimport is_freed, let_graphs_go, tell_kin
-from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
-from ncclpy.core.handle cimport lock_within
-from ncclpy.core.library cimport driver, nccl, require
-from ncclpy.core.ranges cimport Ranges
-from ncclpy.core.state cimport ABORTED
-from ncclpy.core.observers cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
-from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
+from ncclpy.core.handles.abort cimport is_freed, let_graphs_go, tell_kin
+from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
+from ncclpy.core.handles.handle cimport lock_within
+from ncclpy.core.runtime.library cimport driver, nccl, require
+from ncclpy.core.handles.ranges cimport Ranges
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.handles.observers cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
+from ncclpy.core.runtime.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
     GONE,
@@ -41,7 +41,7 @@ from ncclpy.memory.segments cimport (
     new_resident,
 )
 
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 
 cdef extern from "semaphore.h" nogil:
     ctypedef struct sem_t:

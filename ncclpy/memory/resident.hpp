@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "ncclpy/core/tenant.h"
+#include "ncclpy/core/handles/tenant.h"
 
 namespace ncclpy {
 

@@ -20,10 +20,10 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import LeaseEnded, Store, StoreDamaged, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
 from ncclpy.engine.known import Known, elsewhere, note_communicator
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import Ledger
+from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.inquiry import Inquiries, Said

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 
 __all__ = ["TELLS", "Confirmation", "Patience"]
 

@@ -15,11 +15,11 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.core.abort import abort_for
-from ncclpy.core.account import GIVEN_UP, account_of, name_of
-from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
-from ncclpy.core.observers import Fellows
+from ncclpy.core.handles.abort import abort_for
+from ncclpy.core.handles.account import GIVEN_UP, account_of, name_of
+from ncclpy.core.handles.observers import Fellows
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
+from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
 from ncclpy.peers.circle import Circle
 from ncclpy.peers.standing import RankState
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclTimeout
-from ncclpy.core.errors import seconds as as_text
+from ncclpy.errors import NcclTimeout
+from ncclpy.errors import seconds as as_text
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import number_of
 

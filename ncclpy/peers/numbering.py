@@ -21,7 +21,7 @@ from ncclpy.bootstrap.arrivals import Arrivals, set_while_alive
 from ncclpy.bootstrap.asked import ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, has_closed, has_ended, process, process_state
 
 __all__ = ["FIRST", "GroupStore", "Numbering", "leave"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, process, process_state
 
 __all__ = ["PeerProcesses"]

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
-from ncclpy.core.errors import NcclTimeout
 from ncclpy.engine.stack import python_stack
+from ncclpy.errors import NcclTimeout
 from ncclpy.peers.standing import RankState, pack, unpack
 
 if TYPE_CHECKING:

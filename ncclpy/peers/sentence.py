@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ncclpy.core.errors import ranks, seconds, spans
 from ncclpy.engine.stack import in_short
+from ncclpy.errors import ranks, seconds, spans
 from ncclpy.peers.standing import Began, RankState
 
 __all__ = ["keep_stacks", "sentence"]

@@ -16,8 +16,8 @@ from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
 from ncclpy.bootstrap.launched import arrivals_of_job, rendezvous
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.abort import abort_for
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.core.handles.abort import abort_for
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.peers.circle import ENDED
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
 from ncclpy.peers.reports import MACHINE

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.engine.known import KnownGroup
 from ncclpy.engine.recorder import clock_id
+from ncclpy.errors import NcclError, NcclTimeout
 
 __all__ = ["Clocks"]
 

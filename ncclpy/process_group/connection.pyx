@@ -1,4 +1,9 @@
-"""Connections of a process group: its communicators, and captures that use them.
+"""The communicators of a process group, requests for operations on them, and captures that use them.
+
+Of a collective that is its fingerprint as the user has called it: what it is lowered to differs by rank. Parts that all
+ranks have to know the sizes of, as in an all-gather, belong to that. What one rank sends another is a message, which has
+to fit the one that it meets there, and no other: all that a gather and a scatter consist of, as only the root knows
+whether its parts have one size. Types have names here: numbers are each process's own.
 
 They are issued on that very stream by the thread that asks for them, so that no other stream and no event of ours is
 in the graph, and the monitor knows nothing of them. They run when the graph is launched, of which we hear nothing.
@@ -7,42 +12,204 @@ in the graph, and the monitor knows nothing of them. They run when the graph is 
 import threading
 import weakref
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUcontext, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.check cimport nccl_error
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.creation cimport init
-from ncclpy.core.device cimport enter_device, leave_device, relax, restore
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.library cimport nccl, require
-from ncclpy.core.observers cimport tell_overdue
-from ncclpy.core.operation cimport NOT_THERE, function_of
-from ncclpy.core.state cimport UNBORN
-from ncclpy.core.stream cimport Stream, is_captured
-from ncclpy.core.stretch cimport Step, Stretch, make_calls
-from ncclpy.core.wait cimport FOREVER, SLICE, deadline_after, now
-from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.runtime.library cimport nccl, nccl_error, require
+from ncclpy.core.lifecycle cimport init_comm
+from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.arguments.operation cimport (
+    ALL_GATHER, GATHER, NOT_THERE, RECV, REDUCE_SCATTER, SCATTER, SEND, function_of, is_pair,
+)
+from ncclpy.core.handles.state cimport UNBORN
+from ncclpy.core.runtime.stream cimport Stream, is_captured
+from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls
+from ncclpy.core.arguments.validation cimport Fingerprint, take_fingerprint, type_of
+from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.fence cimport believe, stops
-from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
 from ncclpy.engine.native cimport load, store
 from ncclpy.engine.protocols cimport LaunchOwner, Together
-from ncclpy.engine.recorder cimport LAUNCHED
+from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
 from ncclpy.engine.work cimport Work
-from ncclpy.process_group.request cimport Request
 
-from ncclpy.core import device as _device
-from ncclpy.core.abort import await_birth
-from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
-from ncclpy.core.group import Group
-from ncclpy.core.types import UniqueId
+from ncclpy.core.runtime import device as _device
+from ncclpy.core.handles.abort import await_birth
+from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported
+from ncclpy.core.calls.group import Group
+from ncclpy.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
+from ncclpy.process_group.check.disagreement import pack
+from ncclpy.process_group.options import Completion
+
+
+# One call; behind it the name of its type, and so many counts of parts, of 8 bytes each. `disagreement.CALL` is the same
+# for Python.
+cdef struct _Call:
+    int kind
+    int op
+    int root
+    unsigned int uneven
+    unsigned int nparts
+    unsigned int nname
+    unsigned long long count
+
+
+cdef class Signature:
+    """The calls and the messages of one launch."""
+
+    cdef int add(
+        self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
+    ) except -1:
+        """Add a call as it was begun; of sends and receives the peer as the group knows it."""
+        cdef Fingerprint found
+        cdef const Operation* step
+        cdef size_t i, unit = max(<size_t>1, view.unit)
+        cdef int kind = operation.kind
+        cdef bytes parts = b""
+        cdef str name
+        cdef unsigned long long count
+        take_fingerprint(&found, operation, view)
+        name = type_of(&found)
+        if is_pair(kind):
+            if operation.root != rank:
+                self.messages.append((operation.root, kind, name, found.count, tag))
+            return 0
+        if lowered is None and kind != GATHER and kind != SCATTER:
+            return self.note(&found, "" if tag == BARRIER else name, 0, 0, parts)
+        count, found.count = found.count, 0
+        if kind == ALL_GATHER or kind == REDUCE_SCATTER:
+            for i in range(lowered.count):
+                count = lowered.operations[i].count // unit
+                parts += PyBytes_FromStringAndSize(<char*>&count, sizeof(count))
+            return self.note(&found, name, 1, lowered.count, parts)
+        self.note(&found, name, 1, 0, parts)
+        if lowered is None:
+            sends = (kind == GATHER) != (rank == operation.root)
+            for peer in range(nranks) if rank == operation.root else (operation.root,):
+                if peer != rank:
+                    self.messages.append((peer, SEND if sends else RECV, name, count, -1))
+            return 0
+        for i in range(lowered.count):
+            step = &lowered.operations[i]
+            if step.root != rank:
+                self.messages.append((step.root, step.kind, name, step.count // unit, -1))
+        return 0
+
+    cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1:
+        """Add a collective to the calls."""
+        cdef _Call call
+        cdef bytes packed = name.encode()
+        memset(&call, 0, sizeof(call))
+        call.kind, call.op, call.root, call.count = found.kind, found.op, found.root, found.count
+        call.uneven, call.nparts, call.nname = uneven, <unsigned int>nparts, <unsigned int>len(packed)
+        self.calls += PyBytes_FromStringAndSize(<char*>&call, sizeof(call)) + packed + parts
+        return 0
+
+    cdef bytes packed(self):
+        return pack(self.calls, self.messages)
+
+
+cdef Signature new_signature():
+    cdef Signature signature = Signature.__new__(Signature)
+    signature.calls, signature.messages = b"", []
+    return signature
+
+
+cdef class Request:
+    """Operations that are one launch, on their way to it."""
+
+    def __dealloc__(self):
+        if self.steps != &self.one:
+            free(self.steps)
+
+    cdef int add(self, const Operation* operation) except -1:
+        """Add an operation."""
+        cdef Operation* grown
+        cdef size_t capacity
+        if self.count == self.capacity:
+            capacity = 2 * self.capacity + 6
+            grown = <Operation*>realloc(NULL if self.steps == &self.one else self.steps, capacity * sizeof(Operation))
+            if grown == NULL:
+                raise MemoryError
+            if self.steps == &self.one:
+                grown[0] = self.one
+            self.steps, self.capacity = grown, capacity
+        self.steps[self.count] = operation[0]
+        self.count += 1
+        return 0
+
+    cdef int add_all(self, Lowered lowered) except -1:
+        """Add those that a collective is made of; those of empty parts are left out, by all ranks alike."""
+        cdef size_t i
+        for i in range(lowered.count):
+            if lowered.operations[i].count:
+                self.add(&lowered.operations[i])
+        return 0
+
+    cdef int fail(self, object error) except -1:
+        """Bring its work, and its partner's, to their end; under no lock, as arrays of the user's may go."""
+        self.work.settle(error)
+        self.work.tidy()
+        if self.partner is not None:
+            self.partner.fail(error)
+        return 0
+
+    cdef bint is_alone_with(self, int rank) noexcept:
+        """Return whether it is one send or receive, with this rank."""
+        return self.point_to_point and self.count == 1 and self.steps[0].root == rank
+
+    cdef unsigned long long signature(self) noexcept:
+        """Return what NCCL's choice of a way depends on, for all operations together."""
+        cdef size_t i
+        cdef unsigned long long all_of_them = 0
+        if self.count == 1:
+            return signature_of(self.steps)
+        for i in range(self.count):  # FNV's step
+            all_of_them = (all_of_them ^ signature_of(&self.steps[i])) * 1099511628211ULL
+        return all_of_them | 1ULL << 31  # never 0
+
+
+cdef Request new_request(Work work, double limit):
+    cdef Request request = Request.__new__(Request)
+    request.work = work
+    request.limit = limit
+    request.steps, request.capacity = &request.one, 1
+    return request
+
+
+cdef class Tells:
+    """A hook for operations that have ended, as the callback of a work."""
+
+    cdef int rank
+    cdef str group
+    cdef object hook
+
+    def __init__(self, int rank, str group not None, hook):
+        if not callable(hook):
+            raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
+        self.rank, self.group, self.hook = rank, group, hook
+
+    def of(self, int rank, str group not None):
+        """Return the same for what the rank is from now on."""
+        return Tells(rank, group, self.hook)
+
+    def __call__(self, Work work not None):
+        cdef Entry entry = work.entry
+        self.hook(Completion(
+            self.rank, self.group, called(entry), entry.sequence, entry.count, entry.nbytes,
+            entry.created, entry.launched or None, entry.completed or None, work.duration, work.failure(),
+        ))
 
 
 cdef class ConnectionOwner(CliqueOwner):
@@ -115,7 +282,7 @@ cdef class Connection(Clique):
             self.making = comm = Communicator.__new__(Communicator)
             comm.readers_told = True  # the group tells them
             self._check_wanted()  # an abort before this has not seen it
-            init(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
+            init_comm(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
             self._check_wanted()
             if self.peer >= 0:

@@ -21,7 +21,7 @@ from typing import Any
 from ncclpy.bootstrap.arrivals import set_while_alive
 from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
+from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Past", "Recovery", "decide", "decide_to_move"]
 

@@ -1,8 +1,7 @@
-from ncclpy.core.operation cimport Operation
+from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.engine.work cimport Work
-from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.membership cimport Membership
-from ncclpy.process_group.request cimport Request
 
 
 cdef class ProcessGroup(Membership):

@@ -1,11 +1,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ncclpy.core.types import StreamLike
 from ncclpy.engine.work import Work
 from ncclpy.process_group.membership import Membership
 from ncclpy.process_group.operations import Block, Deadline
 from ncclpy.process_group.options import Completion
+from ncclpy.types import StreamLike
 
 class ProcessGroup(Membership):
     def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...

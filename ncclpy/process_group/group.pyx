@@ -6,34 +6,31 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
-from ncclpy.core.overlap cimport take_fingerprint
-from ncclpy.core.shape cimport Lowered
-from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.arguments.validation cimport Lowered, take_fingerprint
+from ncclpy.core.arguments.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
-from ncclpy.core.stream cimport Stream, is_captured
-from ncclpy.core.wait cimport as_timeout, deadline_after
+from ncclpy.core.runtime.stream cimport Stream, is_captured
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.launcher cimport find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
-from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, goes_by_streams, new_work
-from ncclpy.process_group.agreement cimport Agreement
+from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.operations cimport Block, new_block
-from ncclpy.process_group.connection cimport Connection, capture
-from ncclpy.process_group.messages cimport agree, give, look_after, new_holder, wait_until_given
+from ncclpy.process_group.connection cimport BARRIER, Connection, Request, capture, new_request, new_signature
+from ncclpy.process_group.check.messages cimport agree, give, look_after, new_holder, wait_until_given
 from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, matched, wrong_colors
 from ncclpy.process_group.membership cimport Membership
-from ncclpy.process_group.request cimport BARRIER, Request, new_request, new_signature
 
-from ncclpy.core.errors import NcclError
-from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.errors import NcclError
+from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
-from ncclpy.process_group.request import Tells
+from ncclpy.process_group.connection import Tells
 from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM

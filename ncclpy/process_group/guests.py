@@ -17,7 +17,7 @@ from urllib.parse import quote
 from ncclpy.bootstrap.arrivals import set_while_alive
 from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
-from ncclpy.core.errors import NcclError, NcclTimeout, seconds
+from ncclpy.errors import NcclError, NcclTimeout, seconds
 
 __all__ = ["Guest", "Host"]
 

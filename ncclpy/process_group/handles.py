@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
 from ncclpy.bootstrap.asked import decode
-from ncclpy.core.errors import ranks, spans
+from ncclpy.errors import ranks, spans
 
 __all__ = ["called_of", "claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
 

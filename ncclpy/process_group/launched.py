@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ncclpy.core.config import Config
-from ncclpy.core.creation import device_of
-from ncclpy.core.types import DeviceLike
+from ncclpy.core.arguments.config import Config
+from ncclpy.core.lifecycle import device_of
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.process_group.notices import Notices
+from ncclpy.types import DeviceLike
 
 __all__ = ["init_process_group"]
 

@@ -1,7 +1,7 @@
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.engine.recorder cimport Ledger
 from ncclpy.engine.callbacks cimport Lock
-from ncclpy.process_group.agreement cimport Agreement
+from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.operations cimport BlockOwner
 from ncclpy.process_group.connection cimport Connection
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 from typing_extensions import Self, disjoint_base
 
 from ncclpy.bootstrap import Store
+from ncclpy.core.arguments.config import Config
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclError
-from ncclpy.core.types import DeviceLike
+from ncclpy.errors import NcclError
 from ncclpy.process_group.operations import BlockOwner
+from ncclpy.types import DeviceLike
 
 @disjoint_base
 class Lifecycle(BlockOwner):

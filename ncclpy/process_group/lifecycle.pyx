@@ -8,34 +8,31 @@ import time
 import weakref
 from importlib import import_module as _import_module
 
-from ncclpy.core.abort cimport ABORT_DEADLINE
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.handle cimport Handle
-from ncclpy.core.device cimport as_device
-from ncclpy.core.library cimport check_process
-from ncclpy.core.wait cimport as_timeout, deadline_after, now
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.runtime.device cimport as_device
+from ncclpy.core.runtime.library cimport check_process
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport errands, users
-from ncclpy.engine.clique cimport GONE, MADE, MAKING
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING, launch_here
 from ncclpy.engine.fence cimport is_doubted, stops
-from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner, add_sentence
 from ncclpy.engine.native cimport load
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.engine.work cimport stand_by
-from ncclpy.process_group.agreement cimport Agreement
-from ncclpy.process_group.connection cimport ConnectionOwner
-from ncclpy.process_group.request cimport Request
+from ncclpy.process_group.check.agreement cimport Agreement
+from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
-from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
-from ncclpy.core.types import as_integer
+from ncclpy.core.runtime import device as _device
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
+from ncclpy.types import as_integer
 from ncclpy.engine import fence
 from ncclpy.engine.work import add_answer, without_advice
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import StreamPool, abort_aside
 from ncclpy.engine.monitor import call_at
-from ncclpy.core.stream_readers import raise_in_readers, withdraw
+from ncclpy.core.runtime.stream_readers import raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
-from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.notices import Notices, caller_of, teller_of
 from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle

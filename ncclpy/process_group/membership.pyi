@@ -4,11 +4,11 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from ncclpy.bootstrap import Store
-from ncclpy.core.config import Config
-from ncclpy.core.types import DeviceLike
+from ncclpy.core.arguments.config import Config
 from ncclpy.peers.standing import RankState
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.lifecycle import Lifecycle
+from ncclpy.types import DeviceLike
 
 class Membership(Lifecycle):
     def connect(self, peers: Iterable[int] | None = None, timeout: float | None = None) -> None: ...

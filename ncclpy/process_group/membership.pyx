@@ -14,18 +14,18 @@ from importlib import import_module as _import_module
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from ncclpy.core.library cimport check_process
+from ncclpy.core.runtime.library cimport check_process
 from ncclpy.core.start cimport root_rank
-from ncclpy.core.wait cimport as_timeout, deadline_after, now
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport errands, users
-from ncclpy.process_group.agreement cimport Agreement
+from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport next_number
 from ncclpy.process_group.pairs cimport stand
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
-from ncclpy.core.errors import seconds as as_text
-from ncclpy.core.types import as_integer
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
+from ncclpy.errors import seconds as as_text
+from ncclpy.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.peers.reports import log_silence

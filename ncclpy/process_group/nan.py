@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from numbers import Integral
 
-from ncclpy.core.stream import Event
+from ncclpy.core.runtime.stream import Event
 
 
 def wait_for_stream(stream, device):

@@ -18,10 +18,9 @@ from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, spans
-from ncclpy.core.types import UniqueId
+from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.engine.known import elsewhere, note_group
+from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
@@ -30,6 +29,7 @@ from ncclpy.peers.reports import ASKED, Reports, begun_until_closed, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
+from ncclpy.types import UniqueId
 
 __all__ = [
     "Notices",

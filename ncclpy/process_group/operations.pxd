@@ -1,9 +1,9 @@
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport View
-from ncclpy.core.operation cimport Operation
-from ncclpy.core.shape cimport Lowered, Spread
+from ncclpy.core.arguments.buffers cimport View
+from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.arguments.validation cimport Lowered, Spread
 from ncclpy.engine.work cimport Work
-from ncclpy.process_group.request cimport Request
+from ncclpy.process_group.connection cimport Request
 
 
 cdef class Operations:

@@ -3,8 +3,8 @@ from types import TracebackType
 
 from typing_extensions import disjoint_base
 
-from ncclpy.core.types import BufferLike, OpLike, StreamLike
 from ncclpy.engine.work import Work
+from ncclpy.types import BufferLike, OpLike, StreamLike
 
 @disjoint_base
 class Operations:

@@ -3,19 +3,19 @@
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uint64_t, uintptr_t
 
-from ncclpy.core.operation cimport is_pair
-from ncclpy.core.overlap cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
-from ncclpy.core.shape cimport (
-    lacks, lower, new_spread, shape_all_gather, shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather,
-    shape_recv, shape_reduce, shape_reduce_scatter, shape_scatter, shape_send,
+from ncclpy.core.arguments.operation cimport is_pair
+from ncclpy.core.arguments.validation cimport (
+    Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_spread, note_apart, shape_all_gather,
+    shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather, shape_recv, shape_reduce, shape_reduce_scatter,
+    shape_scatter, shape_send, shared_memory_error,
 )
 from ncclpy.core.start cimport own_op_code, root_rank
 from ncclpy.engine.protocols cimport Awaited
-from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
+from ncclpy.engine.launcher cimport find_producer, record_behind, wait_behind
 from ncclpy.process_group.connection cimport captured_of
 
-from ncclpy.core.errors import NcclUnsupported
-from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.errors import NcclUnsupported
+from ncclpy.types import ReduceOp, as_integer
 
 
 cdef object _SUM = ReduceOp.SUM

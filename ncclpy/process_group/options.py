@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclError, same_class_as
+from ncclpy.core.arguments.config import Config
 from ncclpy.engine import recorder
 from ncclpy.engine.recorder import text_of
+from ncclpy.errors import NcclAborted, NcclError, same_class_as
 
 __all__ = [
     "Completion",

@@ -1,6 +1,5 @@
-from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.request cimport Request
 
 
 # Wait until the communicator with all ranks stands, and those with some peers; it is begun with where there is none.

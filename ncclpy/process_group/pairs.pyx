@@ -15,17 +15,17 @@ import functools
 from cpython.exc cimport PyErr_CheckSignals
 
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.creation cimport split
-from ncclpy.core.group cimport open_group
-from ncclpy.core.library cimport version_code
-from ncclpy.core.operation cimport SEND
-from ncclpy.core.overlap cimport NOTHING, Difference, difference_of_data, type_of
-from ncclpy.core.wait cimport FOREVER, deadline_after, now
-from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.core.lifecycle cimport split_comm
+from ncclpy.core.calls.group cimport open_group
+from ncclpy.core.runtime.library cimport version_code
+from ncclpy.core.arguments.operation cimport SEND
+from ncclpy.core.arguments.validation cimport NOTHING, Difference, difference_of_data, type_of
+from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, now
+from ncclpy.engine.launcher cimport GONE, MADE
 from ncclpy.engine.work cimport stand_by
 
-from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout
-from ncclpy.core.types import MAX_INT as _MAX_INT
+from ncclpy.errors import NcclAborted, NcclRemoteError, NcclTimeout
+from ncclpy.types import MAX_INT as _MAX_INT
 from ncclpy.engine.launcher import abort_aside
 
 
@@ -211,7 +211,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
     try:
         main.making = part  # for an abort
         group.check_usable()  # one before this has not seen it
-        belongs = split(part, comm, color, key, None, left, True)
+        belongs = split_comm(part, comm, color, key, None, left, True)
         main.making = None
         group.check_usable()
     except BaseException as error:

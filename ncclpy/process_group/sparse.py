@@ -13,10 +13,10 @@ import struct
 import sys
 from typing import Any
 
-from ncclpy.core.buffers import Buffer
-from ncclpy.core.overlap import type_of_array
-from ncclpy.core.types import DataType
+from ncclpy.core.arguments.buffers import Buffer
+from ncclpy.core.arguments.validation import type_of_array
 from ncclpy.process_group.nan import by_package
+from ncclpy.types import DataType
 
 #: How many numbers a rank tells of the shape; those by which it tells what an entry is, as text; and how many in all.
 _SIZES = 8

@@ -20,7 +20,7 @@ from abi_source import ABI, declared, driver_functions, nccl_functions
 from paths import SUPPORT, TESTS
 from recorder import Recorded, compile_recorder, link_recorder
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 pytestmark = [pytest.mark.abi, pytest.mark.timeout(300)]
 
@@ -283,7 +283,7 @@ CALLS = """
 import json, sys
 import ncclpy
 from ncclpy import bindings
-from ncclpy.core.config import CollConfig, Config
+from ncclpy.core.arguments.config import CollConfig, Config
 
 def outcome(function, *args):
     try:

@@ -8,7 +8,7 @@ import pytest
 from sanitizers import ROOT, compiled
 
 import testing
-from ncclpy.core import library
+from ncclpy.core.runtime import library
 
 HEADER = (ROOT / "ncclpy/abi/ordered_mutex.h").read_text()
 #: A lock's name in C and what the page calls it, in their order.

@@ -11,7 +11,7 @@ import pytest
 from abi_source import ABI, ROOT, Function, declared, driver_functions, nccl_functions, snake_case
 
 from ncclpy import bindings
-from ncclpy.core import search
+from ncclpy.core.runtime import search
 
 NCCL = nccl_functions()
 DRIVER = driver_functions()

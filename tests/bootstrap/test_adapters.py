@@ -15,7 +15,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, StoreError, StoreLost, as_store
-from ncclpy.interop.torch_store import TorchStore
+from ncclpy.interop.torch.store import TorchStore
 
 
 def test_a_store_is_returned_as_it_is():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from ncclpy.core import search
+from ncclpy.core.runtime import search
 
 
 def cythonize(folder):

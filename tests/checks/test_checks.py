@@ -30,6 +30,11 @@ LAYERED = {
     "tools/checks/layers.toml": LAYERS, "ncclpy/__init__.py": "", "ncclpy/core/low.pyx": "",
     "ncclpy/core/middle.py": "", "ncclpy/core/high.pyx": "", "ncclpy/engine/work.pyx": "", "ncclpy/cli/main.py": "",
 }  # fmt: skip
+NESTED = {
+    "tools/checks/layers.toml": LAYERS.replace("core = 1", '"core.low" = 0\ncore = 1'), "ncclpy/__init__.py": "",
+    "ncclpy/core/low/__init__.py": "", "ncclpy/core/low/one.py": "", "ncclpy/core/high.pyx": "", "ncclpy/engine/a.py": "",
+    "ncclpy/cli/main.py": "",
+}  # fmt: skip
 SIZED = {
     "tools/checks/layers.toml": LIMITS, "ncclpy/core/a.pyx": "\n" * 2, "ncclpy/core/a.pxd": "\n" * 2,
     "ncclpy/core/b.py": "\n" * 3, "ncclpy/core/c.py": "\n" * 2, "ncclpy/core/__init__.py": "",
@@ -83,6 +88,15 @@ CASES = [
     (
         "layers", LAYERED, {"tools/checks/layers.toml": LAYERS.replace("engine", "motor")},
         ["ncclpy/engine:1: has no layer", "tools/checks/layers.toml:1: names motor"],
+    ),
+    ("layers", NESTED, {"ncclpy/core/high.pyx": "from ncclpy.core.low cimport one\nfrom ncclpy.core.low.one cimport A"}, []),
+    (
+        "layers", NESTED, {"ncclpy/core/low/one.py": "from ncclpy.core.high import A\n"},
+        ["ncclpy/core/low/one.py:1: core.low (layer 0) uses core (layer 1): ncclpy.core.high"],
+    ),
+    (
+        "layers", NESTED, {"tools/checks/layers.toml": LAYERS.replace("core = 1", '"core.gone" = 0\ncore = 1')},
+        ["tools/checks/layers.toml:1: names core.gone"],
     ),
     ("layers", LAYERED, {"ncclpy/core/high.pyx": "from ncclpy.core cimport low, middle\n"}, []),
     (

@@ -21,7 +21,7 @@ from ncclpy.cli.perf.collectives import COLLECTIVES
 from ncclpy.cli.perf.datatypes import TYPES
 from ncclpy.cli.perf.endpoint import GUARD, Endpoint
 from ncclpy.cli.perf.report import Report
-from ncclpy.core import device
+from ncclpy.core.runtime import device
 
 PERF = [sys.executable, "-m", "ncclpy", "perf"]
 

@@ -20,7 +20,7 @@ from leftovers import descriptors, threads
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
 from ncclpy.coordinator import connections
-from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.errors import NcclAborted, NcclTimeout
 
 DEADLINE = 30
 
@@ -240,7 +240,7 @@ def test_descriptors_above_1023_connect():
         import os, resource, threading, time
         from ncclpy.bootstrap import LocalStore
         from ncclpy.coordinator.connections import _Ears, open_control
-        from ncclpy.core.errors import NcclTimeout
+        from ncclpy.errors import NcclTimeout
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048) if hard > 0 else 2048, hard))
@@ -276,7 +276,7 @@ def test_descriptors_that_run_out_are_named_in_the_timeout():
         import contextlib, os, resource, socket, time
         from ncclpy.bootstrap import LocalStore
         from ncclpy.coordinator import connections
-        from ncclpy.core.errors import NcclTimeout
+        from ncclpy.errors import NcclTimeout
 
         ears = connections._Ears(LocalStore(), 2)
         def call():
@@ -306,7 +306,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 from ncclpy.bootstrap import PrefixStore, TCPStore
 from ncclpy.coordinator.connections import open_control
-from ncclpy.core.errors import NcclAborted
+from ncclpy.errors import NcclAborted
 port, size, who, does, silence = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
 
 def be(rank):

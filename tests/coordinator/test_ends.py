@@ -17,7 +17,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 
 def test_what_is_not_brought_in_time_is_an_error_for_all():

@@ -12,7 +12,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 
 def test_after_recover_the_survivors_go_on():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from recorder import Recorded, shared_recorder
 
-from ncclpy.core.config import CollConfig, Config
+from ncclpy.core.arguments.config import CollConfig, Config
 
 UNDEFINED = -(2**31)
 

@@ -27,7 +27,7 @@ def test_the_first_device_gets_none(way, options):
         f"""
         import ctypes, threading
         import ncclpy
-        from ncclpy.core import device
+        from ncclpy.core.runtime import device
 
         cuda = ctypes.CDLL("libcuda.so.1")
 

@@ -9,8 +9,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy import bindings
-from ncclpy.core import errors
+from ncclpy import bindings, errors
 
 KINDS = [
     ncclpy.NcclError,
@@ -193,7 +192,7 @@ def test_a_missing_symbol_names_the_version_that_has_it(future_nccl):
 
 
 def test_other_errors_are_notes_of_the_first():
-    from ncclpy.core.errors import attach
+    from ncclpy.errors import attach
 
     first = ncclpy.NcclTimeout("rank 1 is late", function="Plan.launch")
     others = [first, ncclpy.NcclTimeout("rank 2 is late"), ValueError("bad"), ncclpy.NcclTimeout("rank 2 is late")]

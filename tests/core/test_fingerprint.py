@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ncclpy
-from ncclpy.core.overlap import type_of_array
+from ncclpy.core.arguments.validation import type_of_array
 
 #: More types than are remembered.
 MANY = 1100

@@ -178,7 +178,7 @@ def test_exit_with_a_full_stream():
     done = testing.run_python(
         """
         import ncclpy
-        from ncclpy.core import device
+        from ncclpy.core.runtime import device
         import testing
         comms = ncclpy.Communicator.init_all(range(2))
         testing.connect(comms)

@@ -13,7 +13,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 # Birth
 

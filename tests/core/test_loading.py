@@ -63,7 +63,7 @@ def test_the_wheel_is_found(libnccl, tmp_path):
     (lib / "libnccl.so.2").symlink_to(libnccl)
     code = f"""
         import sys
-        from ncclpy.core import search
+        from ncclpy.core.runtime import search
         # This machine may have a wheel of its own, and a .pth file that has made `nvidia` a module already.
         sys.modules["cuda"] = None
         for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
@@ -101,7 +101,7 @@ def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
 def test_the_same_choice_again_does_nothing(tmp_path):
     code = f"""
         import os, pathlib, shutil, ncclpy
-        from ncclpy.core import search
+        from ncclpy.core.runtime import search
         os.chdir({str(tmp_path)!r})
         shutil.copy(search.host_engine_path(), "libsome.so")
         ncclpy.use(os.path.join(os.curdir, "libsome.so"))

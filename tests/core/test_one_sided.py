@@ -8,7 +8,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 FLOAT32 = ncclpy.DataType.FLOAT32
 

@@ -11,7 +11,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings, memory
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 COUNT = 1000
 

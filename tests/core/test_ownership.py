@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import testing
-from ncclpy.core import ownership
+from ncclpy import ownership
 
 OTHER = 12345
 

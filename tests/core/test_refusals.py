@@ -12,7 +12,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.core import errors
+from ncclpy import errors
 
 
 def objects(comm):

@@ -11,7 +11,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings
-from ncclpy.core.device import using
+from ncclpy.core.runtime.device import using
 
 
 class Memory:

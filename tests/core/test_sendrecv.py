@@ -110,13 +110,13 @@ def test_a_plan_has_it(host_engine, comm1):
 
 def test_memory_with_and_without_a_stream(host_engine, comm1):
     """One of the two is to be waited for, and the other goes on its stream: the call waits for what it must."""
-    pointer = ncclpy.core.device.allocate(16, comm1.device)
+    pointer = ncclpy.core.runtime.device.allocate(16, comm1.device)
     there = ncclpy.Buffer(pointer, 2, "float64", device=comm1.device)
     testing.write(pointer, np.array([5.0, 6.0]), comm1.device)
     here = np.zeros(2)
     comm1.sendrecv(there, 0, here, 0)
     assert here.tolist() == [5, 6]
-    ncclpy.core.device.free(pointer)
+    ncclpy.core.runtime.device.free(pointer)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import in_flight
 import ncclpy
 import testing
-from ncclpy.core.abort import abort_for
+from ncclpy.core.handles.abort import abort_for
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -179,7 +179,7 @@ SLOW = (
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ENDS]
 )
 def test_signals(name):
-    prelude = in_flight.PRELUDE + "from ncclpy.core.stream import in_flight\n"
+    prelude = in_flight.PRELUDE + "from ncclpy.core.runtime.stream import in_flight\n"
     testing.run_python(
         f"import sys\nsys.argv = ['']\n{prelude}\n{ENDS[name]}", env={"NCCLPY_LIBRARY": "host"}, warm=True
     )

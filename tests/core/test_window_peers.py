@@ -15,7 +15,7 @@ from windows import World
 import ncclpy
 import testing
 from ncclpy import bindings
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 from ncclpy.testing import run_ranks
 
 COUNT = 64

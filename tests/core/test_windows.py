@@ -12,7 +12,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 COUNT = 1024
 

@@ -170,7 +170,11 @@ def test_reference_has_every_public_name():
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}
     assert public - listed == set(), "missing in docs/api"
-    returned = {"ncclpy.core.library.Library", "ncclpy.process_group.Began", "ncclpy.interop.torch_hooks.TorchHooks"}
+    returned = {
+        "ncclpy.core.runtime.library.Library",
+        "ncclpy.process_group.Began",
+        "ncclpy.interop.torch.hooks.TorchHooks",
+    }
     assert listed - public == returned, "what others return"
 
 

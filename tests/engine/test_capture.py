@@ -12,7 +12,7 @@ from driver_calls import Driver, HostFunction, refused
 
 import ncclpy
 import testing
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 NONE, ACTIVE, INVALIDATED = 0, 1, 2

@@ -121,7 +121,7 @@ def test_ctrl_c_ends_a_call_that_the_main_thread_is_in(host_engine):
 
 def test_the_current_device_of_who_adds_stays(manager):
     some_devices(2)
-    from ncclpy.core import device as devices
+    from ncclpy.core.runtime import device as devices
 
     sum_works(manager, "warm", range(2))[1]()
     time.sleep(2e-3)

@@ -10,7 +10,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
         elif hasattr(to, "copy_"):
             to.copy_(source)
         else:
-            ncclpy.core.device.copy(to.pointer, source.pointer, 4 * len(to))
+            ncclpy.core.runtime.device.copy(to.pointer, source.pointer, 4 * len(to))
         ncclpy.synchronize(device)
 
 

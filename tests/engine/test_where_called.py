@@ -15,7 +15,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
-from ncclpy.core.abort import abort_for
+from ncclpy.core.handles.abort import abort_for
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

@@ -218,7 +218,7 @@ def test_ranks_in_threads_and_a_split():
     assert type(unique_id) is bytes and len(unique_id) == 128
 
     def body(rank):
-        with ncclpy.core.device.using(rank.rank):
+        with ncclpy.core.runtime.device.using(rank.rank):
             comm = nccl.NcclCommunicator(3, unique_id, rank.rank, nccl.NcclConfig(split_share=1))
             part = comm.commSplit(color=rank.rank % 2, key=-rank.rank)
             array = np.array([10 + rank.rank], np.int8)
@@ -278,7 +278,7 @@ def test_dropped_with_work_that_never_ends_it_is_aborted_at_its_deadline(monkeyp
     unique_id, array = nccl.get_unique_id(), np.ones(3)
 
     def body(rank):
-        with ncclpy.core.device.using(rank.rank):
+        with ncclpy.core.runtime.device.using(rank.rank):
             return nccl.NcclCommunicator(2, unique_id, rank.rank)
 
     comms = testing.run_threads(2, body)
@@ -551,7 +551,7 @@ import cupyx.distributed
 from cupyx.distributed import NCCLBackend
 
 rank, stream = environment().rank, types.SimpleNamespace(ptr=0)
-with ncclpy.core.device.using(rank):
+with ncclpy.core.runtime.device.using(rank):
     backend = NCCLBackend(2, rank, port={port})
 assert isinstance(backend._comm, cupy_nccl.NcclCommunicator)
 

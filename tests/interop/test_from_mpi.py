@@ -59,7 +59,7 @@ def test_without_mpi4py_it_says_what_to_do():
 
 def test_devices():
     """Asked for, current, or by number; each machine for itself."""
-    from ncclpy.interop.mpi_meeting import devices_of
+    from ncclpy.interop.mpi.meeting import devices_of
 
     assert devices_of("aab", [(None, 0, 8)] * 3) == [0, 1, 0]
     assert devices_of("aa", [(None, 3, 8), (None, 5, 8)]) == [3, 5]

@@ -129,8 +129,8 @@ def test_what_cannot_be_sent():
         with pytest.raises(ValueError, match=r"recv: .*read-only"):
             comm.all_reduce(np.ones(2, np.float32), jnp.ones(2))
     with ncclpy.group():
-        assert ncclpy.core.group.in_group()
-    assert not ncclpy.core.group.in_group()
+        assert ncclpy.core.calls.group.in_group()
+    assert not ncclpy.core.calls.group.in_group()
 
 
 def test_arrays_of_several_devices():

@@ -84,7 +84,7 @@ def in_ranks(size, program):
         unique_id = TheirUniqueId()
         for index, byte in enumerate(received):
             unique_id.internal[index] = byte  # as from a broadcast tensor
-        with ncclpy.core.device.using(rank.rank):
+        with ncclpy.core.runtime.device.using(rank.rank):
             comm = library.ncclCommInitRank(size, unique_id, rank.rank)
             try:
                 return program(library, comm, rank.rank)

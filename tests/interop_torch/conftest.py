@@ -9,7 +9,8 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 from torch_ranks import Ranks
 
-from ncclpy.interop import torch_build, torch_extension
+from ncclpy.interop.torch import build as torch_build
+from ncclpy.interop.torch import extension as torch_extension
 
 
 @pytest.fixture(scope="session")

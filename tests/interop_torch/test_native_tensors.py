@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch_ranks import Ranks
 
 import ncclpy
-from ncclpy.core.exports import read_by
-from ncclpy.interop import torch_build, torch_extension
+from ncclpy.core.arguments.datatypes import read_by
+from ncclpy.interop.torch import build as torch_build
+from ncclpy.interop.torch import extension as torch_extension
 from ncclpy.interop.torch import read_tensors_natively
 
 KINDS = [torch.Tensor, torch.nn.Parameter]

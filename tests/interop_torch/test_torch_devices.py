@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch_ranks import Group, error_of
 
-from ncclpy.interop import torch_registration
-from ncclpy.interop.torch_backend import TorchBackend
-from ncclpy.interop.torch_registration import _gpu
-from ncclpy.interop.torch_tensors import bring
-from ncclpy.interop.torch_work import TorchWork, _stream_of
+from ncclpy.interop.torch import registration as torch_registration
+from ncclpy.interop.torch.backend import TorchBackend
+from ncclpy.interop.torch.registration import _gpu
+from ncclpy.interop.torch.tensors import bring
+from ncclpy.interop.torch.work import TorchWork, _stream_of
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from torch_ranks import Group, error_of
 
 import testing
 from ncclpy.interop.torch import backend_of
-from ncclpy.interop.torch_work import Together, TorchWork
+from ncclpy.interop.torch.work import Together, TorchWork
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import testing
 from ncclpy.bootstrap import StoreError
-from ncclpy.interop import torch_extension
-from ncclpy.interop.torch_store import TorchStore
+from ncclpy.interop.torch import extension as torch_extension
+from ncclpy.interop.torch.store import TorchStore
 
 #: Two ranks, each on a machine of its own if that is asked for; rank 0 serves the store.
 PROGRAM = """
@@ -32,7 +32,7 @@ PROGRAM = """
         processes._PROCESSES = f"processes/{reports.MACHINE}"
 
     import torch, torch.distributed as dist
-    from ncclpy.interop.torch_store import TorchStore
+    from ncclpy.interop.torch.store import TorchStore
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("ncclpy", rank=rank, world_size=2, pg_options={"on_error": "abort", "timeout": 100})

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 
 import testing
-from ncclpy.interop import torch_registration
+from ncclpy.interop.torch import registration as torch_registration
 
 ENTRY = ROOT / "_ncclpy_torch.py"
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import testing
 from ncclpy.bootstrap import StoreLost
 from ncclpy.bootstrap.store import StoreEnded
-from ncclpy.interop.torch_shutdown import StoreShutdown
-from ncclpy.interop.torch_store import TorchStore
+from ncclpy.interop.torch.shutdown import StoreShutdown
+from ncclpy.interop.torch.store import TorchStore
 from ncclpy.peers.reports import process_state
 
 PROGRAM = """

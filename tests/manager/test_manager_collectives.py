@@ -172,7 +172,7 @@ def test_the_device_is_that_of_the_array(manager):
 
 
 def test_an_array_in_cpu_memory_is_on_the_current_device(manager, host_engine):
-    with ncclpy.core.device.using(3):
+    with ncclpy.core.runtime.device.using(3):
         work = manager.all_reduce("k", np.ones(3), num_local=1)
     assert work.device == 3
     finish([work])
@@ -180,7 +180,7 @@ def test_an_array_in_cpu_memory_is_on_the_current_device(manager, host_engine):
 
 def test_the_current_device_is_left_alone(manager):
     n = some_devices(2)
-    device = ncclpy.core.device
+    device = ncclpy.core.runtime.device
     with device.using(n - 1):
         data = Data(n)
         works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n)]

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <thread>
 
-#include "ncclpy/core/tenant.h"
+#include "ncclpy/core/handles/tenant.h"
 
 int main() {
   ncclpy_door* door = ncclpy_door_new(nullptr);

@@ -23,7 +23,7 @@ from leftovers import is_allocated, is_mapped
 import ncclpy
 import testing
 from ncclpy import memory
-from ncclpy.interop import torch_hooks
+from ncclpy.interop.torch import hooks as torch_hooks
 from ncclpy.memory import allocation
 
 COUNT = 64

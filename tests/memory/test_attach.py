@@ -70,7 +70,7 @@ def test_a_free_is_behind_its_stream(functions, registry, host_engine):
         testing.connect(comms)
         comms[0].all_reduce((pointer, 1000, "int32"), stream=stream)  # waits for the other rank
         behind = alloc(64, 0, None)  # no communicator uses it
-        with ncclpy.core.device.using(0):
+        with ncclpy.core.runtime.device.using(0):
             free(behind, 64, 0, stream.handle)
         assert not registry.drain(0.2) and is_allocated(behind)
         second = memory.alloc(4000, 1)
@@ -307,7 +307,7 @@ def test_a_resource_of_others_is_registered(monkeypatch, comms2, registry, host_
 def test_an_absent_framework_is_named(monkeypatch):
     """Each as it is on a machine with GPUs that has not got the package."""
     monkeypatch.setattr("ncclpy.memory.frameworks.library", lambda: types.SimpleNamespace(engine="cuda"))
-    monkeypatch.setattr("ncclpy.core.device.current", lambda: 0)
+    monkeypatch.setattr("ncclpy.core.runtime.device.current", lambda: 0)
     for framework, package in (("torch", "torch"), ("cupy", "cupy"), ("rmm", "rmm"), ("cuda.core", "cuda")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"attach: {framework} cannot be imported here"):

@@ -12,7 +12,7 @@ import torch_stand_in
 from paths import ROOT, SUPPORT
 
 import testing
-from ncclpy.interop import torch_build
+from ncclpy.interop.torch import build as torch_build
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
     script = """
         import ctypes, sys, torch_stand_in
         from pathlib import Path
-        from ncclpy.interop import torch_build
+        from ncclpy.interop.torch import build as torch_build
         torch = torch_stand_in.Fake(Path(sys.argv[1]))
         sys.modules["torch"] = torch
         sys.stdin.readline()
@@ -146,7 +146,7 @@ def test_of_processes_that_want_one_at_once_one_builds(torch, root, tmp_path):
     script = """if True:
         import os, sys, time, torch_stand_in
         from pathlib import Path
-        from ncclpy.interop import torch_build
+        from ncclpy.interop.torch import build as torch_build
 
         def compile_shim(compiler, flags, target, part):
             Path(target.parent, f"by-{os.getpid()}").touch()
@@ -199,7 +199,7 @@ def test_folder_for_one_process_is_made_once_and_goes_with_it(torch, tmp_path, e
     testing.run_python(f"""
         import os, tempfile
         from pathlib import Path
-        from ncclpy.interop import torch_build
+        from ncclpy.interop.torch import build as torch_build
 
         tempfile.tempdir = {str(elsewhere)!r}
         torch_build._why_not = lambda folder: "" if folder == torch_build._made else "a test"

@@ -17,7 +17,7 @@ from segment_checks import LONG, pointers, reduce_all, synchronize
 import ncclpy
 import testing
 from ncclpy import memory
-from ncclpy.interop import torch_hooks
+from ncclpy.interop.torch import hooks as torch_hooks
 
 COUNT = 1000
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import ncclpy
-from ncclpy.interop import torch_hooks
+from ncclpy.interop.torch import hooks as torch_hooks
 
 torch = pytest.importorskip("torch")
 

@@ -32,7 +32,7 @@ from group_worlds import Processes, in_threads
 import ncclpy
 import testing
 from ncclpy import bindings
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 ONES = np.ones(100, np.float32)
 

@@ -21,7 +21,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
-from ncclpy.process_group import mailbox, shared_board
+from ncclpy.process_group.check import mailbox, shared_board
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

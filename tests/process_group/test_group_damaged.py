@@ -11,7 +11,7 @@ from group_ranks import DEADLINE
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore, StoreDamaged, StoreError
-from ncclpy.process_group import mailbox, shared_board
+from ncclpy.process_group.check import mailbox, shared_board
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

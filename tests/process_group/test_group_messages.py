@@ -17,7 +17,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore
-from ncclpy.process_group import mailbox
+from ncclpy.process_group.check import mailbox
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

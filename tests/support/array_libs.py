@@ -15,7 +15,7 @@ import numpy as np
 
 import ncclpy
 from ncclpy import DataType
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 DTYPES = {
     DataType.INT8: np.dtype(np.int8),
@@ -100,7 +100,7 @@ class CupyArrays:
 
 
 class RawArray:
-    """One-dimensional device memory from `ncclpy.core.device`; a slice shares it."""
+    """One-dimensional device memory from `ncclpy.core.runtime.device`; a slice shares it."""
 
     def __init__(self, memory, pointer: int, count: int, dtype: np.dtype, device: int):
         self.memory, self.pointer, self.count, self.dtype, self.device = memory, pointer, count, dtype, device

@@ -14,7 +14,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 MPI_ENGINE = os.environ.get("NCCLPY_TEST_MPI")
 

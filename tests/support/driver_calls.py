@@ -14,7 +14,7 @@ from paths import ROOT
 PATH = os.environ.get("NCCLPY_TEST_DRIVER")
 REAL_DRIVER = PATH is not None
 if PATH is None:
-    from ncclpy.core.search import host_engine_path
+    from ncclpy.core.runtime.search import host_engine_path
 
     PATH = host_engine_path()
 

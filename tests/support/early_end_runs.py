@@ -36,7 +36,7 @@ class Levels:
         self.first = leftovers.settle(self.look, lambda seen: not seen["pooled"] and not seen["ours"], 3.0)
 
     def look(self):
-        from ncclpy.core.stream import in_flight
+        from ncclpy.core.runtime.stream import in_flight
 
         python, native = leftovers.python_threads(), leftovers.threads(leftovers.LASTING_MANAGER)
         return {

@@ -57,7 +57,7 @@ def devices():
     world = world_of_mpi()
     with ncclpy.Communicator.from_mpi(world, 5 - world.rank, timeout=DEADLINE) as comm:
         assert comm.device == 5 - world.rank and added(comm) == [6.0] * 4
-    with ncclpy.core.device.using(7 - world.rank):
+    with ncclpy.core.runtime.device.using(7 - world.rank):
         with ncclpy.Communicator.from_mpi(world, timeout=DEADLINE) as comm:
             assert comm.device == 7 - world.rank and added(comm) == [6.0] * 4
     with ncclpy.Communicator.from_mpi(world, 5 if world.rank == 0 else None, timeout=DEADLINE) as comm:
@@ -80,7 +80,7 @@ def room():
 
 def machines():
     """Ranks of other machines have devices of their own."""
-    from ncclpy.interop import mpi_meeting
+    from ncclpy.interop.mpi import meeting as mpi_meeting
 
     os.environ["NCCL_HOSTID"] = "one" if world_of_mpi().rank < 2 else "two"
     _, device = mpi_meeting.exchange(world_of_mpi(), None, DEADLINE, lambda: bytes(128))
@@ -90,7 +90,7 @@ def machines():
 
 def failing():
     """A rank that cannot take part is an error of all, its own one there."""
-    from ncclpy.interop import mpi_meeting
+    from ncclpy.interop.mpi import meeting as mpi_meeting
 
     world = world_of_mpi()
     for culprit in 0, 1:
@@ -121,7 +121,7 @@ def missing():
             said = "Communicator.from_mpi: not all 3 ranks of the communicator came within 500 ms"
             assert str(error) == said, error
         world.barrier()
-        from ncclpy.interop.mpi_meeting import left
+        from ncclpy.interop.mpi.meeting import left
 
         [(comm, request)] = left
     else:

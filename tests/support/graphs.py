@@ -9,7 +9,7 @@ import functools
 from driver_calls import Driver
 
 import ncclpy
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 

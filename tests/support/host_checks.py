@@ -58,7 +58,7 @@ def start(program, *arguments):
         import ctypes, os, sys, time, threading
         import numpy as np
         from nccl_calls import Nccl, NcclError
-        from ncclpy.core.search import host_engine_path
+        from ncclpy.core.runtime.search import host_engine_path
         nccl = Nccl(host_engine_path())
         def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, also by threads
         def init(nranks, rank, uid):

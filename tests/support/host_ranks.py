@@ -9,7 +9,7 @@ import traceback
 
 from nccl_calls import Nccl
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 DEADLINE = 60.0
 

@@ -84,7 +84,7 @@ def device_memory():
     """MPI is given CPU memory alone."""
     world = world_of_mpi()
     with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
-        pointer = ncclpy.core.device.allocate(64, 0)
+        pointer = ncclpy.core.runtime.device.allocate(64, 0)
         array = ncclpy.Buffer(pointer, 4, "float32", device=coordinator._session.device)
         try:
             coordinator.all_reduce("x", array)
@@ -93,7 +93,7 @@ def device_memory():
         else:
             raise AssertionError("it was taken")
         assert coordinator.all_reduce("x", np.ones(1)).result(DEADLINE) == [world.size]  # the name is free
-        ncclpy.core.device.free(pointer)
+        ncclpy.core.runtime.device.free(pointer)
 
 
 def both():
@@ -101,8 +101,8 @@ def both():
     import ctypes
 
     from ncclpy.coordinator import coordinator as module
-    from ncclpy.core import device
-    from ncclpy.interop.mpi_thread import MpiThread
+    from ncclpy.core.runtime import device
+    from ncclpy.interop.mpi.thread import MpiThread
 
     module.engine_name = lambda: "nccl"
     launch, by_mpi = MpiThread.launch, []
@@ -174,7 +174,7 @@ def types():
 
 def large():
     """Counts beyond what MPI takes, which here are those over 7, and some more later."""
-    from ncclpy.interop import mpi_plane
+    from ncclpy.interop.mpi import plane as mpi_plane
 
     mpi_plane._MOST = 7
     world = world_of_mpi()
@@ -331,7 +331,7 @@ def dropped():
 
 def late():
     """An operation that MPI does not end is an error in time, which ends the coordinator; its arrays stay."""
-    from ncclpy.interop.mpi_thread import MpiThread
+    from ncclpy.interop.mpi.thread import MpiThread
 
     world = world_of_mpi()
     coordinator = ncclpy.Coordinator(world, engine="mpi", timeout=1.0)
@@ -356,7 +356,7 @@ def missing():
     if world.rank == 0:
         refused(ncclpy.NcclTimeout, "not all 3 ranks of the communicator came within 500 ms", world, timeout=0.5)
         world.barrier()
-        from ncclpy.interop.mpi_meeting import left
+        from ncclpy.interop.mpi.meeting import left
 
         [(comm, request)] = left
     else:

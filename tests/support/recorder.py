@@ -103,8 +103,8 @@ class Recorded:
 
 
 def _decode(value: Any) -> Any:
-    from ncclpy.core.config import CollConfig, Config
-    from ncclpy.core.types import UniqueId
+    from ncclpy.core.arguments.config import CollConfig, Config
+    from ncclpy.types import UniqueId
 
     if isinstance(value, dict):
         ((kind, content),) = value.items()
@@ -117,8 +117,8 @@ def _decode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    from ncclpy.core.bindings.results import PendingHandle
-    from ncclpy.core.types import Result, UniqueId
+    from ncclpy.core.bindings.communicators import PendingHandle
+    from ncclpy.types import Result, UniqueId
 
     if isinstance(value, UniqueId):
         return {"id": bytes(value)[127]}

@@ -6,7 +6,7 @@ import numpy as np
 
 import ncclpy
 import testing
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 RAW = testing.RawArrays()
 

@@ -30,7 +30,7 @@ from array_libs import ncclpy_dtype as ncclpy_dtype
 from paths import SUPPORT
 
 import ncclpy
-from ncclpy.core import device as device_module
+from ncclpy.core.runtime import device as device_module
 
 
 def device_of(rank: int) -> int:
@@ -105,7 +105,7 @@ def connect(comms) -> None:
     to return while its peer is missing begin with this.
     """
     streams = [ncclpy.Stream(comm.device) for comm in comms]
-    memory = [ncclpy.core.device.allocate(4 * comm.nranks, comm.device) for comm in comms]
+    memory = [ncclpy.core.runtime.device.allocate(4 * comm.nranks, comm.device) for comm in comms]
     with ncclpy.group():
         for comm, stream, pointer in zip(comms, streams, memory, strict=True):
             for peer in range(comm.nranks):
@@ -119,7 +119,7 @@ def connect(comms) -> None:
         stream.synchronize()
         stream.close()
     for pointer in memory:
-        ncclpy.core.device.free(pointer)
+        ncclpy.core.runtime.device.free(pointer)
 
 
 def communicators(nranks: int, **options):

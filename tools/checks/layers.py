@@ -1,6 +1,7 @@
 """Packages use only packages of lower layers, also where they import by a string, and no modules import each other.
 
-The layers are in layers.toml: a new module needs no line there, a new package does.
+The layers are in layers.toml: a new module needs no line there, a new package does. A folder of a package may have a
+layer of its own ("core.calls"); what is in no such folder has the package's.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def _without_a_layer(root: Path, layers: dict[str, int]) -> Iterator[Problem]:
     for name in sorted(found - layers.keys()):
         yield Problem(package / name, 1, f"has no layer: give it one in {LAYERS}")
     for name in sorted(layers):
-        if not (package / name).is_dir() and not (package / f"{name}.py").exists():
+        place = package.joinpath(*name.split("."))
+        if not place.is_dir() and not place.with_suffix(".py").exists():
             yield Problem(root / LAYERS, 1, f"names {name}, which is no part of ncclpy")
 
 
 def _not_below(
     root: Path, path: Path, found: list[Import], layers: dict[str, int], users: list[str]
 ) -> Iterator[Problem]:
-    inside = path.relative_to(root / "ncclpy").parts
-    package = inside[0] if len(inside) > 1 else path.stem if path.stem in layers else PUBLIC
-    if package == PUBLIC or package not in layers:
+    package = _part_of(_module_of(root, path), layers)
+    if package == PUBLIC:
         return
     for line, name in found:
         parts = name.split(".")
@@ -51,7 +52,7 @@ def _not_below(
             yield Problem(path, line, f"cimports {name}: cimports are absolute")
         if parts[0] != "ncclpy":
             continue
-        used = parts[1] if len(parts) > 1 and parts[1] in layers else PUBLIC
+        used = _part_of(name, layers)
         if used == package or (used == PUBLIC and package in users):
             continue
         if parts == ["ncclpy"] and any(other.name.startswith("ncclpy.") for other in found):
@@ -62,6 +63,13 @@ def _not_below(
             yield Problem(
                 path, line, f"{package} (layer {layers[package]}) uses {used} (layer {layers[used]}): {name}"
             )
+
+
+def _part_of(name: str, layers: dict[str, int]) -> str:
+    """Return the part of the package that has a layer and holds this dotted name, or `PUBLIC`."""
+    parts = name.split(".")[1:]
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((prefix for prefix in prefixes if prefix in layers), PUBLIC)
 
 
 def _circles(root: Path, imported: dict[Path, list[Import]]) -> Iterator[Problem]:
@@ -107,10 +115,10 @@ def _strongly_connected(used: dict[str, set[str]]) -> list[list[str]]:
 
 def _named_not_below(root: Path, path: Path, layers: dict[str, int], allowed: list[str]) -> Iterator[Problem]:
     """Yield each import by a string, which no import statement shows, of what is not below."""
-    package = path.relative_to(root / "ncclpy").parts[0].removesuffix(path.suffix)
+    package = _part_of(_module_of(root, path), layers)
     where = str(path.relative_to(root / "ncclpy"))
     for line, text in enumerate(path.read_text().splitlines(), 1):
         for found in _BY_NAME.finditer(text):
-            used = found[1].split(".")[0]
+            used = _part_of(f"ncclpy.{found[1]}", layers)
             if package in layers and layers.get(used, -1) > layers[package] and where not in allowed:
                 yield Problem(path, line, f"{package} imports ncclpy.{found[1]} by name: it is of a higher layer")

@@ -28,7 +28,7 @@ def check(root: Path) -> Iterator[Problem]:
     for folder in sorted({path.parent for path in lines}):
         name = str(folder.relative_to(package))
         count = sum(path.parent == folder for path in lines)
-        if name in limits["folders"]:
+        if name in limits.get("folders", {}):
             yield from _compared(root, f"modules in {name}", count, limits["folders"][name])
         elif count > limits["folder"]:
             yield Problem(folder, 1, f"has {count} modules, more than {limits['folder']}")

@@ -16,7 +16,7 @@ from ncclpy.cli.perf.progress import Progress
 from ncclpy.cli.perf.report import Report
 from ncclpy.cli.perf.sizes import sweep
 from ncclpy.cli.perf.threads import Threads
-from ncclpy.core import device
+from ncclpy.core.runtime import device
 
 
 class ArgumentError(ValueError):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.errors import NcclTimeout
 
 # Seconds that aborted workers get to end.
 GRACE = 15.0

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ncclpy.core.types import DataType
+from ncclpy.types import DataType
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ncclpy.cli.perf.check import POISON, count_touched, count_wrong
 from ncclpy.cli.perf.collectives import Collective, Layout, Segment
 from ncclpy.cli.perf.data import Block, Data, scalar
 from ncclpy.cli.perf.datatypes import Type
-from ncclpy.core import device
+from ncclpy.core.runtime import device
 
 # Bytes behind an output that must stay as they were.
 GUARD = 256

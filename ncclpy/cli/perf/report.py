@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.core.library import Library
+from ncclpy.core.runtime.library import Library
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ncclpy.cli.perf.datatypes import TYPES, Type
 from ncclpy.cli.perf.endpoint import Call, Endpoint
 from ncclpy.cli.perf.report import Rank, Row, Side
 from ncclpy.cli.perf.sizes import sweep
-from ncclpy.core import device
+from ncclpy.core.runtime import device
 
 
 class Link(Protocol):

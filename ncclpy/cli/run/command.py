@@ -13,7 +13,7 @@ from ncclpy.cli.run.meeting import Meeting
 from ncclpy.cli.run.output import Output, colours, prefix
 from ncclpy.cli.run.ranks import Ranks, StartError
 from ncclpy.cli.run.supervise import Supervisor, say
-from ncclpy.core.errors import NcclError
+from ncclpy.errors import NcclError
 
 _INTERRUPTED = 130
 

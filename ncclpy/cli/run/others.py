@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ncclpy.bootstrap import Store, StoreError
-from ncclpy.core.errors import NcclError
+from ncclpy.errors import NcclError
 
 #: The exit code where a launcher has gone without a word.
 _LOST = 1

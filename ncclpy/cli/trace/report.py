@@ -12,8 +12,8 @@ from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, apart
 from ncclpy.cli.trace.reasons import Reasons
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
-from ncclpy.core.errors import listed, ranks, seconds, spans
 from ncclpy.engine.stack import in_short
+from ncclpy.errors import listed, ranks, seconds, spans
 
 SHOWN = 20
 _TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}

@@ -1,7 +1,7 @@
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-from ncclpy.core.types import Result
+from ncclpy.types import Result
 
 def reduce(
     sendbuff: SupportsIndex,

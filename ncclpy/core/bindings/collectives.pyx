@@ -13,10 +13,9 @@ from ncclpy.abi.nccl cimport (
     NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t,
     ncclScalarResidence_t, ncclSimInfo_t, ncclWaitSignalDesc_t, ncclWindow_t,
 )
-from ncclpy.core.bindings.results cimport state
-from ncclpy.core.check cimport check
-from ncclpy.core.config cimport struct_version
-from ncclpy.core.library cimport nccl, require
+from ncclpy.core.bindings.communicators cimport state
+from ncclpy.core.runtime.library cimport check, nccl, require
+from ncclpy.core.arguments.config cimport struct_version
 
 
 def reduce(

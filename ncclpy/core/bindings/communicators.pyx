@@ -1,4 +1,4 @@
-"""NCCL's functions that make and end communicators.
+"""NCCL's functions for communicators, and what comes back from C: results, unique ids, handles written later.
 
 A communicator is an int, the ``ncclComm_t``; 0 is none. What is not a communicator crashes the process, as in C.
 
@@ -12,17 +12,97 @@ defaults. It is read during the call.
 
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from ncclpy.abi.nccl cimport (
     cudaStream_t, ncclCollConfig_t, ncclCommMemStat_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
     ncclResult_t, ncclSuccess, ncclUniqueId,
 )
-from ncclpy.core.bindings.results cimport PendingHandle, as_result, new_pending, read_unique_id, state
-from ncclpy.core.check cimport check
-from ncclpy.core.config cimport fill_coll_config, fill_config
-from ncclpy.core.library cimport nccl, require, version_code
+from ncclpy.core.arguments.config cimport fill_coll_config, fill_config
+from ncclpy.core.runtime.library cimport check, nccl, require, version_code
 
-from ncclpy.core.types import UniqueId
+from ncclpy.types import Result, UniqueId, as_unique_id
+
+
+cdef extern from *:
+    """
+    static void* ncclpy_load(void** cell) { return __atomic_load_n(cell, __ATOMIC_ACQUIRE); }
+    """
+    void* ncclpy_load(void** cell) noexcept nogil
+
+SUCCESS = Result.SUCCESS
+IN_PROGRESS = Result.IN_PROGRESS
+
+
+cdef class PendingHandle:
+    """PendingHandle(*args, **kwargs)
+--
+
+Hold a communicator or window that NCCL hands over now or later; it serves wherever its int does.
+
+    On a nonblocking communicator, or inside a group, NCCL writes the handle after the call has returned. The place it
+    writes to belongs to this object. An object dropped before NCCL has written leaves that place to NCCL for good:
+    a few bytes are lost, and nothing is overwritten.
+
+    Attributes
+    ----------
+    value : int
+        The handle, 0 as long as NCCL has not written it. It stays 0 where there is none: a split with a negative color
+        (``NCCL_SPLIT_NOCOLOR``), or a window on a machine without symmetric memory.
+    result : Result
+        What the call returned: ``SUCCESS`` or ``IN_PROGRESS``.
+    """
+
+    def __init__(self):
+        raise TypeError("PendingHandle is made by comm_split, comm_shrink, comm_grow and comm_window_register")
+
+    @property
+    def value(self):
+        return <uintptr_t>ncclpy_load(self.cell)
+
+    def __int__(self):
+        return <uintptr_t>ncclpy_load(self.cell)
+
+    def __index__(self):
+        return <uintptr_t>ncclpy_load(self.cell)
+
+    def __bool__(self):
+        return ncclpy_load(self.cell) != NULL
+
+    def __repr__(self):
+        return f"PendingHandle(value={self.value:#x}, result={self.result!r})"
+
+    def __reduce__(self):
+        raise TypeError("a handle means nothing in another process")
+
+    def __dealloc__(self):
+        if self.cell != NULL and self.written_once and ncclpy_load(self.cell) != NULL:
+            free(self.cell)
+
+
+cdef PendingHandle new_pending(bint written_once):
+    cdef PendingHandle handle = PendingHandle.__new__(PendingHandle)
+    handle.cell = <void**>calloc(1, sizeof(void*))
+    if handle.cell == NULL:
+        raise MemoryError
+    handle.written_once = written_once
+    handle.result = SUCCESS
+    return handle
+
+
+cdef object as_result(int code):
+    """Return the `Result` of any code; one that a newer NCCL added stays its number."""
+    try:
+        return Result(code)
+    except ValueError:
+        return code
+
+
+cdef int read_unique_id(object value, ncclUniqueId* out) except -1:
+    """Copy a `UniqueId`, or its bytes, to where NCCL reads it."""
+    cdef bytes data = bytes(as_unique_id(value))
+    memcpy(out, <const char*>data, sizeof(ncclUniqueId))
+    return 0
 
 
 cdef ncclComm_t* _new_cells(Py_ssize_t count) except NULL:

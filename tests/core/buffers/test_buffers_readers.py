@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ncclpy
-from ncclpy.core.exports import read_by
+from ncclpy.core.arguments.datatypes import read_by
 
 _ON_CPU, _FLOAT = -1, 2
 

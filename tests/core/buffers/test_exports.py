@@ -128,7 +128,7 @@ def test_a_buffer_is_read_as_before(comms2, host_engine):
 @pytest.mark.gpu
 def test_memory_of_a_gpu():
     torch = pytest.importorskip("torch")
-    pointer = ncclpy.core.device.allocate(64, 0)
+    pointer = ncclpy.core.runtime.device.allocate(64, 0)
     try:
         for device in (0, None):
             buffer = Buffer(pointer, 16, "float32", device=device)
@@ -144,4 +144,4 @@ def test_memory_of_a_gpu():
         assert torch.from_dlpack(Buffer(pointer, 8, "bfloat16", device=0)).dtype == torch.bfloat16
     finally:
         torch.cuda.synchronize()
-        ncclpy.core.device.free(pointer)
+        ncclpy.core.runtime.device.free(pointer)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from sanitizers import ROOT, SANITIZERS, build, flags_of
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 DRIVER = ROOT / "tests/host/driver_stress.cpp"
 

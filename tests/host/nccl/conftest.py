@@ -4,7 +4,7 @@ import pytest
 from host_ranks import Processes
 from nccl_calls import Nccl
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 
 @pytest.fixture(scope="module")

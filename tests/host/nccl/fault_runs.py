@@ -16,7 +16,7 @@ import leftovers
 import numpy as np
 from nccl_calls import IN_PROGRESS, SUM, Config, Nccl, NcclError
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 FLOAT32 = 7
 PATIENCE = 0.15  # after a fault has fired, what is stuck for so long is aborted

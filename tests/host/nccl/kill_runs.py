@@ -18,7 +18,7 @@ import traceback
 import numpy as np
 from nccl_calls import REMOTE, SUM, Config, Nccl, NcclError
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 FLOAT32, INT64 = 7, 4
 DEADLINE = 10.0

@@ -168,7 +168,7 @@ def test_nothing_is_left_after_a_kill(nccl, tmp_path):
     code = (
         "import sys\n"
         "from nccl_calls import Nccl\n"
-        "from ncclpy.core.search import host_engine_path\n"
+        "from ncclpy.core.runtime.search import host_engine_path\n"
         "nccl = Nccl(host_engine_path())\n"
         "nccl.driver.use(1)\n"
         "comm = nccl.init(2, bytes.fromhex(sys.argv[1]), 1)\n"

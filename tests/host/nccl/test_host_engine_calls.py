@@ -185,7 +185,7 @@ def test_ranks_disagree_about_their_number(nccl):
 def test_unique_id_of_a_dead_process(nccl, tmp_path):
     code = (
         "from nccl_calls import Nccl\n"
-        "from ncclpy.core.search import host_engine_path\n"
+        "from ncclpy.core.runtime.search import host_engine_path\n"
         "print(Nccl(host_engine_path()).unique_id().hex())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}

@@ -138,7 +138,7 @@ def test_without_the_variable_the_other_ranks_wait(nccl):
     from nccl_calls import Nccl, SUM
     import host_bodies as bodies
     from host_checks import blocked, in_thread, join
-    from ncclpy.core.search import host_engine_path
+    from ncclpy.core.runtime.search import host_engine_path
 
     nccl = Nccl(host_engine_path())
     nccl.driver.use(0)

@@ -431,7 +431,7 @@ def test_a_wrong_plan_in_the_environment_is_said_by_every_call():
     program = "import ctypes, sys; e = ctypes.CDLL(sys.argv[1]); e.ncclGetLastError.restype = ctypes.c_char_p; "
     program += "print(e.ncclGetUniqueId(ctypes.create_string_buffer(128)), e.ncclGetLastError(None).decode())"
     done = subprocess.run(
-        [sys.executable, "-c", program, ncclpy.core.search.host_engine_path()],
+        [sys.executable, "-c", program, ncclpy.core.runtime.search.host_engine_path()],
         env=os.environ | {"NCCLPY_FAULTS": "do=what"},
         capture_output=True,
         text=True,
@@ -540,7 +540,7 @@ class TestFace:
             ncclpy.faults(3)
 
     def test_only_the_host_engine_takes_orders(self, monkeypatch):
-        from ncclpy.core import faults, library
+        from ncclpy.core.runtime import faults, library
 
         class Loaded:
             engine, path = "cuda", "/usr/lib/libnccl.so.2"

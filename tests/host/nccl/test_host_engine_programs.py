@@ -214,7 +214,7 @@ def rerun(program):
     """Run a program that a test has printed, as threads."""
     from nccl_calls import Nccl
 
-    from ncclpy.core.search import host_engine_path
+    from ncclpy.core.runtime.search import host_engine_path
 
     check(program, as_threads(Nccl(host_engine_path()), program[0], execute, program))
 

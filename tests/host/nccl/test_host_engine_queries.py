@@ -8,7 +8,7 @@ import pytest
 from host_checks import refused
 from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, MAGIC, VERSION
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 
 class Properties(ctypes.Structure):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from sanitizers import KERNELS, ROOT, SANITIZERS, build, flags_of
 
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 ENGINE = ROOT / "ncclpy/host"
 DRIVER = sorted((ROOT / "tests/host").glob("stress*.cpp"))

@@ -12,7 +12,7 @@ from host_checks import wait_for
 
 import ncclpy
 import testing
-from ncclpy.core.search import host_engine_path
+from ncclpy.core.runtime.search import host_engine_path
 
 
 def threads():

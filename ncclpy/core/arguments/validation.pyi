@@ -1,0 +1,3 @@
+from ncclpy.types import BufferLike
+
+def type_of_array(array: BufferLike) -> str: ...

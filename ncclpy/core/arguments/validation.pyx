@@ -1,0 +1,839 @@
+"""From the buffers of a call to a checked operation: counts, parts, what must match, and which memory overlaps.
+
+The count is one of the array's own elements and the type has the name that its owner knows it by, not the one of what
+carries it: int16 and uint16 are the same bytes to NCCL. In one process types are told apart by their flavours, between
+processes by their names. A coordinator knows an array by its name and its shape, of which the count comes.
+
+NCCL checks none of this: where the memory of `send` and `recv` overlaps in another way than its in-place layout, or two
+operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
+
+NCCL's collectives take one buffer with parts of one size. All else is a group: broadcasts for an all-gather, reduces
+for a reduce-scatter, sends and receives for the rest. A gather and a scatter come here only on a root whose parts lie
+apart: the other ranks make the same calls whatever the root has (`operation`).
+
+The rules of every collective, in one place for all who take part in one: a communicator's calls, the Manager's
+participants. Whatever does not fit raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
+
+Collectives whose parts differ in size or lie apart are checked by the same rules. In errors an element of a list is named
+by its place: ``recv[2]``.
+"""
+
+from operator import index
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free, malloc, qsort, realloc
+
+from ncclpy.abi.nccl cimport ncclFloat8e4m3
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, read_view
+from ncclpy.core.arguments.datatypes cimport BOOLEAN, BYTES, COMPLEX, ITEMSIZE, name_of, times_overflows
+from ncclpy.core.runtime.library cimport host_engine, nccl, version_code
+from ncclpy.core.arguments.operation cimport (
+    ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, PUT_SIGNAL, RECV, REDUCE, REDUCE_SCATTER, SCATTER, SEND,
+    SENDRECV, has_root, reduces,
+)
+
+from ncclpy.errors import NcclUnsupported
+from ncclpy.types import DataType, ReduceOp, as_op
+
+
+cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil:
+    made.kind = operation.kind
+    made.op = operation.op if reduces(operation.kind) else -1
+    made.root = operation.root if has_root(operation.kind) else -1
+    made.datatype, made.flavour = view.datatype, view.flavour
+    made.count = operation.count if view.unit <= 1 else operation.count // view.unit
+
+
+cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil:
+    cdef Difference found
+    if one.kind != other.kind:
+        return KIND
+    found = difference_of_data(one, other)
+    if found != NOTHING:
+        return found
+    if one.op != other.op:
+        return OPERATOR
+    return NOTHING if one.root == other.root else ROOT
+
+
+cdef Difference difference_of_data(const Fingerprint* one, const Fingerprint* other) noexcept nogil:
+    if one.datatype != other.datatype or one.flavour != other.flavour:
+        return TYPE
+    return NOTHING if one.count == other.count else COUNT
+
+
+cdef str type_of(const Fingerprint* call):
+    return name_of(call.datatype, call.flavour)
+
+
+def type_of_array(array):
+    """Return the name of an array's type, of ASCII, which is what processes compare."""
+    cdef View view
+    read_view(array, &view, "array")
+    return name_of(view.datatype, view.flavour)
+
+
+cdef dict _NAMES = {
+    ALL_REDUCE: "all_reduce", BROADCAST: "broadcast", REDUCE: "reduce", ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter", ALL_TO_ALL: "all_to_all", GATHER: "gather", SCATTER: "scatter",
+    SEND: "send", RECV: "recv", PUT_SIGNAL: "put_signal", SENDRECV: "sendrecv",
+}
+
+
+# One operation.
+cdef inline void _memory_of(
+    const Operation* o, size_t nranks, const void** send, size_t* sent, const void** recv, size_t* received
+) noexcept nogil:
+    """Find what an operation reads and writes on this rank; nothing of a kind that has no memory of this rank's."""
+    cdef size_t nbytes
+    cdef int kind = o.kind
+    if kind > PUT_SIGNAL:
+        send[0] = recv[0] = NULL
+        sent[0] = received[0] = 0
+        return
+    nbytes = o.count * <size_t>ITEMSIZE[o.datatype]
+    send[0], recv[0] = o.send, o.recv
+    sent[0] = received[0] = nbytes
+    if kind == ALL_REDUCE:
+        return
+    if kind == ALL_TO_ALL or kind == REDUCE_SCATTER or kind == SCATTER:
+        sent[0] = nbytes * nranks
+    if kind == ALL_TO_ALL or kind == ALL_GATHER or kind == GATHER:
+        received[0] = nbytes * nranks
+    elif kind == SEND or kind == PUT_SIGNAL:  # of a put `recv` is where the window stands
+        recv[0] = NULL
+    if kind == RECV:
+        send[0] = NULL
+    if send[0] == NULL:
+        sent[0] = 0
+    if recv[0] == NULL:
+        received[0] = 0
+
+
+cdef int check_layout(const Operation* operation, int nranks, int rank) except -1:
+    cdef const void* send
+    cdef const void* recv
+    cdef size_t sent, received
+    _memory_of(operation, nranks, &send, &sent, &recv, &received)
+    return check_overlap(operation.kind, send, sent, recv, received, <Py_ssize_t>rank * <Py_ssize_t>min(sent, received))
+
+
+cdef inline bint _is_part(uintptr_t part, size_t size, uintptr_t whole, size_t length, Py_ssize_t offset) noexcept:
+    """Return whether memory is the part at an offset; if that is not known, whether it is any part of this size."""
+    if offset >= 0:
+        return part == whole + <size_t>offset
+    return whole <= part and part + size <= whole + length and (part - whole) % size == 0
+
+
+cdef int refuse_overlap(
+    int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
+) except -1:
+    cdef uintptr_t s = <uintptr_t>send, r = <uintptr_t>recv
+    if lie_apart(send, sent, recv, received):
+        return 0
+    name = method_of(kind)
+    where = f"send is {sent} bytes at {s:#x}, recv {received} bytes at {r:#x}"
+    if kind == ALL_TO_ALL or kind == SENDRECV or kind == PUT_SIGNAL:
+        raise ValueError(f"recv: {name} cannot work in place, and recv overlaps send ({where}); pass another buffer")
+    if kind == ALL_REDUCE or kind == REDUCE or kind == BROADCAST:
+        if s == r:
+            return 0
+        rule = "recv is send"
+    elif kind == ALL_GATHER or kind == GATHER:
+        if _is_part(s, sent, r, received, offset):
+            return 0
+        rule = "send is this rank's part of recv" + (f", at {r + <size_t>offset:#x}" if offset >= 0 else "")
+    else:
+        if _is_part(r, received, s, sent, offset):
+            return 0
+        rule = "recv is this rank's part of send" + (f", at {s + <size_t>offset:#x}" if offset >= 0 else "")
+    raise ValueError(
+        f"recv: it overlaps send ({where}), and {name} works in place only where {rule}; pass another buffer"
+    )
+
+
+cdef str method_of(int kind):
+    return _NAMES.get(kind, "an operation")
+
+
+# Several that run together.
+cdef enum:
+    _FEW = 16
+
+
+cdef int _by_start(const void* one, const void* other) noexcept nogil:
+    cdef uintptr_t a = (<const Extent*>one).start, b = (<const Extent*>other).start
+    return (a > b) - (a < b)
+
+
+cdef void _sort(Extent* rows, size_t count) noexcept:
+    """Sort by the start: a few as they come, which are in order already, mostly."""
+    cdef size_t i, at
+    cdef Extent row
+    if count > _FEW:
+        qsort(rows, count, sizeof(Extent), _by_start)
+        return
+    for i in range(1, count):
+        row = rows[i]
+        at = i
+        while at and rows[at - 1].start > row.start:
+            rows[at] = rows[at - 1]
+            at -= 1
+        rows[at] = row
+
+
+cdef class Extents:
+    """Collect what operations, or the parts of one, read and write, and find two that may not run together."""
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1:
+        """Add memory; no bytes overlap nothing."""
+        cdef Extent* grown
+        cdef size_t capacity
+        if nbytes == 0:
+            return 0
+        if self.count == self.capacity:
+            capacity = 2 * self.capacity + 16
+            grown = <Extent*>realloc(self.rows, capacity * sizeof(Extent))
+            if grown == NULL:
+                raise MemoryError
+            self.rows, self.capacity = grown, capacity
+        self.rows[self.count].start = <uintptr_t>start
+        self.rows[self.count].end = <uintptr_t>start + nbytes
+        self.rows[self.count].place, self.rows[self.count].writes = place, writes
+        self.count += 1
+        return 0
+
+    cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1:
+        """Add what one operation reads and writes; in place, what it writes and the rest that it only reads."""
+        cdef const void* send
+        cdef const void* recv
+        cdef size_t sent, received, before
+        _memory_of(operation, nranks, &send, &sent, &recv, &received)
+        self.add(recv, received, place, True)
+        if lie_apart(send, sent, recv, received):
+            self.add(send, sent, place, False)
+        elif sent > received:
+            before = <uintptr_t>recv - <uintptr_t>send
+            self.add(send, before, place, False)
+            self.add(<char*>recv + received, sent - before - received, place, False)
+        return 0
+
+    cdef bint clash(self) noexcept:
+        """Return whether memory that one place writes is read or written by another; `first` and `second` are such."""
+        cdef size_t i
+        cdef Extent* row
+        cdef Extent* written = NULL  # which reaches farthest of those before
+        cdef Extent* read = NULL
+        cdef Extent* before
+        _sort(self.rows, self.count)
+        for i in range(self.count):
+            row = &self.rows[i]
+            before = NULL
+            if written != NULL and row.start < written.end:
+                before = written
+            elif row.writes and read != NULL and row.start < read.end:
+                before = read
+            if before != NULL:
+                self.first, self.second = before[0], row[0]
+                if self.first.place > self.second.place:
+                    self.first, self.second = self.second, self.first
+                return True
+            if row.writes:
+                written = row  # those before it have ended
+            elif read == NULL or row.end > read.end:
+                read = row
+        return False
+
+
+# Digests of operations that were compared; of two with the same place here the later one stays. A word is written whole,
+# whatever thread does it.
+cdef enum:
+    _KNOWN = 1024
+
+cdef uint64_t[_KNOWN] _known
+
+
+cdef bint known_apart(uint64_t number) noexcept nogil:
+    return _known[number % _KNOWN] == number and number != 0
+
+
+cdef void note_apart(uint64_t number) noexcept nogil:
+    _known[number % _KNOWN] = number
+
+
+cdef str span(const Extent* extent):
+    return f"{extent.end - extent.start} bytes at {extent.start:#x}"
+
+
+cdef object shared_memory_error(const Extent* first, const Extent* second, str called, str other):
+    return ValueError(
+        f"{called} {'writes' if second.writes else 'reads'} {span(second)}, and {other} "
+        f"{'writes' if first.writes else 'reads'} {span(first)}, which overlap: operations of one launch run at the same "
+        "time, so what one of them writes may be used by no other; use other memory, or a second launch"
+    )
+
+
+cdef class Lowered:
+    """Operations of one communicator that make up a collective."""
+
+    def __cinit__(self, size_t most):
+        self.operations = <Operation*>malloc(most * sizeof(Operation))
+        if self.operations == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.operations)
+
+    cdef int add(
+        self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
+    ) except -1:
+        """Add an operation; the room for it was made at the beginning."""
+        cdef Operation* one = &self.operations[self.count]
+        one[0] = like[0]
+        one.kind, one.root = kind, peer
+        one.send, one.recv, one.count = send, recv, count
+        self.count += 1
+        return 0
+
+    cdef void drop_own(self, int rank) noexcept:
+        """Empty what a rank sends to itself: in place it is where it belongs."""
+        cdef size_t i
+        for i in range(self.count):
+            if self.operations[i].root == rank:
+                self.operations[i].count = 0
+
+
+cdef bint lacks(int kind) noexcept nogil:
+    return kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL
+
+
+cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs):
+    cdef const Operation* o = operation
+    cdef Lowered lowered = Lowered(2 * <size_t>nranks + 1)
+    cdef int kind = o.kind, peer
+    if kind == ALL_TO_ALL and sends is None:
+        sends = parts_in_line(o.send, o.count, o.datatype, nranks)
+        recvs = parts_in_line(o.recv, o.count, o.datatype, nranks)
+    if kind == GATHER:
+        lowered.add(o, SEND, o.root, o.send, NULL, o.count)
+    for peer in range(nranks):
+        if kind == ALL_GATHER:
+            lowered.add(
+                o, BROADCAST, peer, o.send if peer == rank else recvs.pointers[peer], recvs.pointers[peer],
+                recvs.counts[peer],
+            )
+        elif kind == REDUCE_SCATTER:
+            lowered.add(o, REDUCE, peer, sends.pointers[peer], o.recv if peer == rank else NULL, sends.counts[peer])
+        elif kind == ALL_TO_ALL or kind == SCATTER:
+            lowered.add(o, SEND, peer, sends.pointers[peer], NULL, sends.counts[peer])
+    if kind == SCATTER:
+        lowered.add(o, RECV, o.root, NULL, o.recv, o.count)
+    elif kind == ALL_TO_ALL or kind == GATHER:
+        for peer in range(nranks):
+            lowered.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
+    if kind == GATHER and recvs.pointers[rank] == o.send:
+        lowered.drop_own(rank)
+    elif kind == SCATTER and sends.pointers[rank] == o.recv:
+        lowered.drop_own(rank)
+    return lowered
+
+
+cdef enum:
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+
+cdef object _SUM = ReduceOp.SUM
+
+
+cdef object type_name(const View* view):
+    """Name a data type as its owner does."""
+    return name_of(view.datatype, view.flavour)
+
+
+cdef size_t elements(const View* view) noexcept nogil:
+    """Return the count in the array's own elements."""
+    return view.count if view.unit == 1 else view.count // view.unit
+
+
+cdef size_t element_size(const View* view) noexcept nogil:
+    """Return the size of one of the array's own elements in bytes."""
+    return view.unit * ITEMSIZE[view.datatype]
+
+
+# The rules, one by one.
+cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
+    """Read a buffer and check that a rank on `device` can reach it."""
+    read_view(obj, view, argument)
+    if view.device == HOST_MEMORY:
+        if not host_engine:
+            raise ValueError(
+                f"{argument}: the array is in CPU memory, and NCCL needs device memory: pass a torch or CuPy array "
+                f"on device {device}, or run on the host engine (NCCLPY_LIBRARY=host)"
+            )
+    elif view.device >= 0 and view.device != device:
+        raise ValueError(f"{argument}: the array is on device {view.device}, this communicator on device {device}")
+    if view.datatype >= <int>ncclFloat8e4m3 and version_code() < 22403:
+        raise NcclUnsupported(f"{argument}: data type {type_name(view)} needs NCCL 2.24.3 or newer")
+    return 0
+
+
+cdef int writable(const View* view, str argument) except -1:
+    if view.readonly:
+        raise ValueError(f"{argument}: the array is read-only and cannot receive")
+    return 0
+
+
+cdef int same_type(const View* view, const View* like, str argument, str other) except -1:
+    if view.datatype != like.datatype or view.flavour != like.flavour:
+        raise TypeError(f"{argument}: data type {type_name(view)} is not that of {other}, {type_name(like)}")
+    return 0
+
+
+cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
+    """Check that `view` holds `times` as many elements as `unit`."""
+    cdef size_t needed
+    cdef object one
+    if times_overflows(times, unit.count, &needed) or view.count != needed:
+        one = elements(unit)
+        need = f"{times} x {one} = {times * one}" if times != 1 else f"{one}"
+        raise ValueError(f"{argument}: {what} needs {need} elements to fit {other}, got {elements(view)}")
+    return 0
+
+
+cdef int op_number(object op, const View* view, int nranks) except -1:
+    """Return the number of one of NCCL's own operators for this data type."""
+    cdef int code = as_op(op) if op is not _SUM else SUM
+    if view.flavour >= BYTES:
+        raise cannot_reduce(view)
+    if view.flavour == BOOLEAN:
+        if code == AVG:
+            raise ValueError("op: avg of bool has no meaning; convert to a number type")
+        # Any of them and all of them, without overflow: True is any byte but 0, and 2 * 128 is 0 in a byte.
+        return MAX if code == SUM else MIN if code == PROD else code
+    if view.flavour == COMPLEX and code != SUM and code != AVG:
+        raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
+    if code == AVG and nranks == 1:
+        return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
+    return code
+
+
+cdef object cannot_reduce(const View* view, str argument="send"):
+    return TypeError(
+        f"{argument}: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
+        f"NCCL's are {', '.join(member.name.lower() for member in DataType)}"
+    )
+
+
+cdef inline int _receiver(View* view, object recv, int device) except -1:
+    """Read a buffer that receives."""
+    read_on_device(recv, view, "recv", device)
+    return writable(view, "recv")
+
+
+cdef inline bint _fill(
+    Operation* o, int kind, const View* view, const void* send, void* recv, size_t count
+) noexcept:
+    o.kind = kind
+    o.datatype = view.datatype
+    o.op = 0
+    o.send = send
+    o.recv = recv
+    o.count = count
+    return True
+
+
+# The collectives.
+cdef bint shape_all_reduce(
+    Operation* o, View* s, View* r, object send, object recv, int device
+) except -1:
+    read_on_device(send, s, "send", device)
+    if recv is None:
+        writable(s, "send")
+        return _fill(o, ALL_REDUCE, s, s.pointer, s.pointer, s.count)
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    if r.count != s.count:
+        fits(r, 1, s, "recv", "send", "all_reduce")
+    check_same_size(ALL_REDUCE, s.pointer, r.pointer, s.nbytes)
+    return _fill(o, ALL_REDUCE, s, s.pointer, r.pointer, s.count)
+
+
+cdef bint shape_reduce(
+    Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
+) except -1:
+    read_on_device(send, s, "send", device)
+    if not is_root:
+        _fill(o, REDUCE, s, s.pointer, NULL, s.count)
+        return False
+    if recv is None:
+        writable(s, "send")
+        return _fill(o, REDUCE, s, s.pointer, s.pointer, s.count)
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    fits(r, 1, s, "recv", "send", "reduce")
+    check_same_size(REDUCE, s.pointer, r.pointer, s.nbytes)
+    return _fill(o, REDUCE, s, s.pointer, r.pointer, s.count)
+
+
+cdef bint shape_broadcast(
+    Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
+) except -1:
+    if recv is None and (is_root or send is not None):
+        read_on_device(send, s, "send", device)
+        if not is_root:
+            writable(s, "send")
+        return _fill(o, BROADCAST, s, s.pointer, s.pointer, s.count)
+    _receiver(r, recv, device)
+    if not is_root:
+        return _fill(o, BROADCAST, r, r.pointer, r.pointer, r.count)
+    read_on_device(send, s, "send", device)
+    same_type(r, s, "recv", "send")
+    fits(r, 1, s, "recv", "send", "broadcast")
+    check_same_size(BROADCAST, s.pointer, r.pointer, s.nbytes)
+    return _fill(o, BROADCAST, r, s.pointer, r.pointer, r.count)
+
+
+cdef bint shape_all_gather(
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
+) except -1:
+    read_on_device(send, s, "send", device)
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    fits(r, nranks, s, "recv", "send", "all_gather")
+    check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>s.nbytes)
+    return _fill(o, ALL_GATHER, s, s.pointer, r.pointer, s.count)
+
+
+cdef bint shape_reduce_scatter(
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
+) except -1:
+    read_on_device(send, s, "send", device)
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    fits(s, nranks, r, "send", "recv", "reduce_scatter")
+    check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>r.nbytes)
+    return _fill(o, REDUCE_SCATTER, s, s.pointer, r.pointer, r.count)
+
+
+cdef bint shape_all_to_all(
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks
+) except -1:
+    read_on_device(send, s, "send", device)
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    fits(r, 1, s, "recv", "send", "all_to_all")
+    if elements(s) % <size_t>nranks:
+        raise ValueError(
+            f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {elements(s)}"
+        )
+    check_same_size(ALL_TO_ALL, s.pointer, r.pointer, s.nbytes)
+    return _fill(o, ALL_TO_ALL, s, s.pointer, r.pointer, s.count // <size_t>nranks)
+
+
+cdef bint shape_gather(
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
+) except -1:
+    read_on_device(send, s, "send", device)
+    if not is_root:
+        _fill(o, GATHER, s, s.pointer, NULL, s.count)
+        return False
+    if recv is None:
+        raise ValueError("recv: the root of a gather needs a buffer")
+    _receiver(r, recv, device)
+    same_type(r, s, "recv", "send")
+    fits(r, nranks, s, "recv", "send", "gather")
+    check_overlap(GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>s.nbytes)
+    return _fill(o, GATHER, s, s.pointer, r.pointer, s.count)
+
+
+cdef bint shape_scatter(
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
+) except -1:
+    if recv is None:
+        raise ValueError("recv: every rank of a scatter needs a buffer")
+    _receiver(r, recv, device)
+    if not is_root:
+        return _fill(o, SCATTER, r, NULL, r.pointer, r.count)
+    if send is None:
+        raise ValueError("send: the root of a scatter needs a buffer")
+    read_on_device(send, s, "send", device)
+    same_type(r, s, "recv", "send")
+    fits(s, nranks, r, "send", "recv", "scatter")
+    check_overlap(SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>r.nbytes)
+    return _fill(o, SCATTER, r, s.pointer, r.pointer, r.count)
+
+
+cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1:
+    read_on_device(buf, s, argument, device)
+    _fill(o, SEND, s, s.pointer, NULL, s.count)
+    return False
+
+
+cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1:
+    read_on_device(buf, r, argument, device)
+    writable(r, argument)
+    return _fill(o, RECV, r, NULL, r.pointer, r.count)
+
+
+cdef class Parts:
+    """Pointer and count of each rank's part; what they point to is held elsewhere."""
+
+    def __cinit__(self, int nranks):
+        self.nranks = nranks
+        self.pointers = <void**>calloc(nranks, sizeof(void*))
+        self.counts = <size_t*>calloc(nranks, sizeof(size_t))
+        if self.pointers == NULL or self.counts == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.pointers)
+        free(self.counts)
+
+
+cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nranks):
+    """Return parts of `count` elements that follow each other."""
+    cdef Parts parts = Parts(nranks)
+    cdef size_t size = count * ITEMSIZE[datatype]
+    cdef int rank
+    for rank in range(nranks):
+        parts.pointers[rank] = <char*>start + <size_t>rank * size
+        parts.counts[rank] = count
+    return parts
+
+
+cdef Parts _parts_by(const View* view, list counts):
+    """Return parts of one buffer, which is known to hold them all."""
+    cdef Parts parts = Parts(len(counts))
+    cdef size_t offset = 0, count
+    cdef int rank
+    for rank in range(parts.nranks):
+        count = counts[rank]
+        parts.pointers[rank] = <char*>view.pointer + offset
+        parts.counts[rank] = count * view.unit
+        offset += count * element_size(view)
+    return parts
+
+
+cdef list _as_counts(object counts, int nranks, str argument):
+    """Return one count a rank, in elements of the array."""
+    try:
+        numbers = [index(count) for count in counts]
+    except TypeError as error:
+        raise TypeError(f"{argument}: expected {nranks} ints, one a rank: {error}") from None
+    if len(numbers) != nranks or min(numbers) < 0:
+        raise ValueError(f"{argument}: expected {nranks} counts >= 0, one a rank, got {numbers}")
+    return numbers
+
+
+cdef int _holds(const View* view, object count, str argument, str what) except -1:
+    if elements(view) != count:  # as Python ints, which do not wrap: no part lies outside the buffer then
+        raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
+    return 0
+
+
+cdef int _check_lists(Spread spread, const View* send, const View* recv) except -1:
+    """Refuse memory that receives and is also sent, or that receives twice; `send` and `recv` are single buffers.
+
+    A single buffer may be this rank's own part of the list, which is then in place.
+    """
+    cdef Extents extents = Extents()
+    cdef size_t n = spread.nranks, size = <size_t>ITEMSIZE[spread.operation.datatype]
+    cdef int rank, own = spread.rank
+    for rank in range(spread.nranks):
+        if spread.sends is not None and not (rank == own and recv != NULL and spread.sends.pointers[own] == recv.pointer):
+            extents.add(spread.sends.pointers[rank], spread.sends.counts[rank] * size, rank, False)
+        if spread.recvs is not None:
+            extents.add(spread.recvs.pointers[rank], spread.recvs.counts[rank] * size, n + rank, True)
+    if send != NULL and not (spread.recvs is not None and spread.recvs.pointers[own] == send.pointer):
+        extents.add(send.pointer, send.nbytes, 2 * n, False)
+    if recv != NULL:
+        extents.add(recv.pointer, recv.nbytes, 2 * n + 1, True)
+    if not extents.clash():
+        return 0
+    if send != NULL:
+        rule = f"works in place only where send is recv[{own}], this rank's part"
+    elif recv != NULL:
+        rule = f"works in place only where recv is send[{own}], this rank's part"
+    else:
+        rule = "cannot work in place"
+    one, other = _called(extents.second.place, n), _called(extents.first.place, n)
+    if one[:4] == other[:4]:
+        rule = "needs memory of its own for each part that receives"
+    raise ValueError(
+        f"{one}: it overlaps {other} ({one} is {span(&extents.second)}, {other} {span(&extents.first)}), and "
+        f"{method_of(spread.operation.kind)} {rule}; pass another buffer"
+    )
+
+
+cdef str _called(size_t place, size_t nranks):
+    """Return the name of an argument, or of an element of it, by its place among what `_check_lists` compares."""
+    if place >= 2 * nranks:
+        return "send" if place == 2 * nranks else "recv"
+    return f"recv[{place - nranks}]" if place >= nranks else f"send[{place}]"
+
+
+cdef bint _has_stream(const View* view) noexcept:
+    """Return whether something other than the legacy default stream stands for stream=None."""
+    return view.framework != NO_FRAMEWORK or view.device == HOST_MEMORY
+
+
+cdef int _read(Spread spread, object buffer, View* view, str argument, bint receives) except -1:
+    """Read a buffer, and let it say whose stream stands for stream=None, if none before it could."""
+    read_on_device(buffer, view, argument, spread.device)
+    if receives:
+        writable(view, argument)
+    if not spread.seen or (_has_stream(view) and not _has_stream(&spread.view)):
+        spread.seen, spread.view = True, view[0]
+    return 0
+
+
+cdef int _describe(Spread spread, int kind, const View* view, const View* send, const View* recv) except -1:
+    """Fill in the operation: its type and this rank's own buffers, of which the last one's count is its own."""
+    spread.operation.kind = kind
+    spread.operation.datatype = view.datatype
+    if send != NULL:
+        spread.operation.send, spread.operation.count = send.pointer, send.count
+    if recv != NULL:
+        spread.operation.recv, spread.operation.count = recv.pointer, recv.count
+    return 0
+
+
+cdef Parts _list(Spread spread, tuple buffers, str argument, bint receives, View* like, str other, View* own):
+    """Read a list of buffers, each of the type of `like`; `own` is the one of this rank.
+
+    Without `other`, the name of `like`, it is the first one of the list.
+    """
+    cdef Parts parts
+    cdef View view
+    cdef int rank
+    if len(buffers) != spread.nranks:
+        raise ValueError(f"{argument}: expected a list of {spread.nranks} buffers, one a rank, got {len(buffers)}")
+    parts = Parts(spread.nranks)
+    for rank in range(spread.nranks):
+        name = f"{argument}[{rank}]"
+        _read(spread, buffers[rank], &view, name, receives)
+        if other is None:
+            like[0] = view
+            other = name
+        else:
+            same_type(&view, like, name, other)
+        if rank == spread.rank:
+            own[0] = view
+        parts.pointers[rank] = view.pointer
+        parts.counts[rank] = view.count
+    return parts
+
+
+cdef int _counted(Spread spread, View* s, View* r, object send, object recv) except -1:
+    """Read the two buffers of a collective with counts."""
+    spread.send, spread.recv = send, recv
+    _read(spread, send, s, "send", False)
+    _read(spread, recv, r, "recv", True)
+    return same_type(r, s, "recv", "send")
+
+
+cdef class Spread:
+    """A collective of one rank over parts; one of its methods fills it in."""
+
+    # Lists of buffers.
+
+    cdef int all_gather(self, send, list recv) except -1:
+        cdef View s, own
+        self.send, self.recv = send, tuple(recv)
+        _read(self, send, &s, "send", False)
+        self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
+        fits(&own, 1, &s, f"recv[{self.rank}]", "send", "all_gather")
+        _describe(self, ALL_GATHER, &s, &s, NULL)
+        return _check_lists(self, &s, NULL)
+
+    cdef int reduce_scatter(self, list send, recv) except -1:
+        cdef View r, own
+        self.send, self.recv = tuple(send), recv
+        _read(self, recv, &r, "recv", True)
+        self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
+        fits(&own, 1, &r, f"send[{self.rank}]", "recv", "reduce_scatter")
+        _describe(self, REDUCE_SCATTER, &r, NULL, &r)
+        return _check_lists(self, NULL, &r)
+
+    cdef int all_to_all(self, send, recv) except -1:
+        cdef View first, s, r
+        if not isinstance(send, list) or not isinstance(recv, list):
+            kinds = f"{type(send).__name__} and {type(recv).__name__}"
+            raise TypeError(f"send, recv: all_to_all takes two buffers or two lists of buffers, got {kinds}")
+        self.send, self.recv = tuple(send), tuple(recv)
+        self.sends = _list(self, self.send, "send", False, &first, None, &s)
+        self.recvs = _list(self, self.recv, "recv", True, &first, "send[0]", &r)
+        fits(&r, 1, &s, f"recv[{self.rank}]", f"send[{self.rank}]", "all_to_all")
+        _describe(self, ALL_TO_ALL, &first, NULL, NULL)
+        return _check_lists(self, NULL, NULL)
+
+    cdef int gather(self, send, list recv, int root) except -1:
+        cdef View s, own
+        self.send, self.recv = send, tuple(recv)
+        self.operation.root = root
+        _read(self, send, &s, "send", False)
+        self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
+        fits(&own, 1, &s, f"recv[{root}]", "send", "gather")
+        _describe(self, GATHER, &s, &s, NULL)
+        return _check_lists(self, &s, NULL)
+
+    cdef int scatter(self, list send, recv, int root) except -1:
+        cdef View r, own
+        self.send, self.recv = tuple(send), recv
+        self.operation.root = root
+        if recv is None:
+            raise ValueError("recv: every rank of a scatter needs a buffer")
+        _read(self, recv, &r, "recv", True)
+        self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
+        fits(&own, 1, &r, f"send[{root}]", "recv", "scatter")
+        _describe(self, SCATTER, &r, NULL, &r)
+        return _check_lists(self, NULL, &r)
+
+    # Counts.
+
+    cdef int all_gather_v(self, send, recv, counts) except -1:
+        cdef View s, r
+        cdef Py_ssize_t offset
+        numbers = _as_counts(counts, self.nranks, "counts")
+        _counted(self, &s, &r, send, recv)
+        _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
+        _holds(&r, sum(numbers), "recv", "sum(counts)")
+        self.recvs = _parts_by(&r, numbers)
+        offset = <uintptr_t>self.recvs.pointers[self.rank] - <uintptr_t>r.pointer
+        check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
+        return _describe(self, ALL_GATHER, &s, &s, NULL)
+
+    cdef int reduce_scatter_v(self, send, recv, counts) except -1:
+        cdef View s, r
+        cdef Py_ssize_t offset
+        numbers = _as_counts(counts, self.nranks, "counts")
+        _counted(self, &s, &r, send, recv)
+        _holds(&s, sum(numbers), "send", "sum(counts)")
+        _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
+        self.sends = _parts_by(&s, numbers)
+        offset = <uintptr_t>self.sends.pointers[self.rank] - <uintptr_t>s.pointer
+        check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
+        return _describe(self, REDUCE_SCATTER, &s, NULL, &r)
+
+    cdef int all_to_all_v(self, send, recv, send_counts, recv_counts) except -1:
+        cdef View s, r
+        outgoing = _as_counts(send_counts, self.nranks, "send_counts")
+        incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
+        _counted(self, &s, &r, send, recv)
+        _holds(&s, sum(outgoing), "send", "sum(send_counts)")
+        _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
+        check_overlap(ALL_TO_ALL, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
+        self.sends, self.recvs = _parts_by(&s, outgoing), _parts_by(&r, incoming)
+        return _describe(self, ALL_TO_ALL, &s, NULL, NULL)
+
+
+cdef Spread new_spread(int device, int nranks, int rank):
+    cdef Spread spread = Spread.__new__(Spread)
+    spread.device, spread.nranks, spread.rank = device, nranks, rank
+    return spread

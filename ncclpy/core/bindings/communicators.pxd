@@ -1,0 +1,22 @@
+from ncclpy.abi.nccl cimport ncclInProgress, ncclUniqueId
+
+
+# The two results that a call can return without raising, made once: no enum is looked up on the way of a call.
+cdef object SUCCESS
+cdef object IN_PROGRESS
+
+
+cdef inline object state(int result):
+    """Return the `Result` of a call that `check` let pass."""
+    return IN_PROGRESS if result == ncclInProgress else SUCCESS
+
+
+cdef class PendingHandle:
+    cdef void** cell  # what NCCL writes to, perhaps from a thread of its own
+    cdef bint written_once  # NCCL writes the handle as its last deed, so that a value means "done with the cell"
+    cdef readonly object result
+
+
+cdef PendingHandle new_pending(bint written_once)
+cdef object as_result(int code)
+cdef int read_unique_id(object value, ncclUniqueId* out) except -1

@@ -1,0 +1,1 @@
+"""Calls of NCCL: one, several at once, a group."""

@@ -1,0 +1,726 @@
+"""Groups of calls, and waits for all communicators of one.
+
+A group records what is called inside its block and makes the calls when the outermost block ends, between
+`ncclGroupStart` and `ncclGroupEnd`, all in one stretch without the GIL. NCCL itself cannot take a call back once it is
+inside a group; recording can, so an exception inside the block launches nothing.
+
+A member that fails hides no other: its error goes to the list of all, and the rest have their deadlines, or, where they
+have none, a patience.
+"""
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
+
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
+from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
+from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
+from ncclpy.core.arguments.config cimport struct_version
+from ncclpy.core.handles.handle cimport Tap, count_waits, in_lock_order, tell_trouble
+from ncclpy.core.handles.observers cimport begin_whole, end_whole
+from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
+from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
+from ncclpy.core.handles.state cimport ABORTED, ASKED, FINALIZED, INITIALISING, READY
+from ncclpy.core.runtime.stream cimport hold
+from ncclpy.core.calls.stretch cimport follow_late, make_calls, note_arrival
+from ncclpy.core.runtime.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
+from ncclpy.core.handles.watch cimport (
+    Waiting, begin_wait, born, check_alive, end_wait, finish, forget_wait, give_up, make_wait, raise_if_fenced,
+    wait_stream,
+)
+
+from ncclpy.errors import NcclError, attach, not_copied
+
+
+cdef extern from *:
+    """
+    /* The outermost group of this thread; the reference is held by the thread while the block lasts. */
+    static __thread PyObject* ncclpy_current_group = NULL;
+    """
+    PyObject* ncclpy_current_group
+
+# Operations of a group that an error says the places of.
+cdef int EXPLAINED = 3
+
+
+cdef PyObject* open_group() noexcept nogil:
+    return ncclpy_current_group
+
+
+def in_group():
+    """Return whether the calling thread has a group open: what it calls is then made when the group ends."""
+    return ncclpy_current_group != NULL
+
+
+cdef Group current_group():
+    """Return the outermost group of the calling thread, or None."""
+    if ncclpy_current_group == NULL:
+        return None
+    return <Group>ncclpy_current_group
+
+
+@cython.freelist(8)
+cdef class Group:
+    """Group(simulate=False, timeout=None)
+--
+
+Record the calls of a ``with`` block and start them together when the outermost block ends.
+
+    Parameters
+    ----------
+    simulate : bool, optional
+        Launch nothing: `estimated_time_us` tells afterwards how long NCCL thinks the group would take on the device
+        (`ncclGroupSimulateEnd`, NCCL 2.22).
+    timeout : float, optional
+        Seconds that each wait at the group's end may take, instead of the communicators' own. Every communicator of
+        the group must be one that can be ended: made with ``timeout=`` or ``abortable=True``, or nonblocking.
+
+    Notes
+    -----
+    A failing member hides no other: all are waited for, each under its deadline (5 s where it has none), before the
+    first error is raised, with the others' as notes. If a signal handler raises, all are aborted.
+    """
+
+    def __cinit__(self, bint simulate=False, timeout=None):
+        self.simulate = simulate
+        self.limit = as_timeout(timeout)
+        self.held, self.capacity = self.few, FEW
+
+    def __dealloc__(self):
+        self.drop(0)
+        if self.held != self.few:
+            free(self.held)
+        free(self.calls.words)
+
+    cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
+        """Append one operation; its communicator and buffers live at least until the group ends."""
+        cdef Held* held
+        if self.count == self.capacity:
+            self._grow()
+        if self.recent != <PyObject*>handle:
+            self.meet(handle)
+        held = &self.held[self.count]
+        held.step.operation = operation[0]
+        Py_INCREF(handle)
+        Py_INCREF(send)
+        Py_INCREF(recv)
+        held.step.handle = <PyObject*>handle
+        held.send = <PyObject*>send
+        held.recv = <PyObject*>recv
+        self.count += 1
+        if _tap.tap is not None:
+            self._note_place()
+        return 0
+
+    def _note_place(self):
+        """Note where the last operation was recorded."""
+        cdef Py_ssize_t before = self.count - 1
+        cdef list places = self.places or []
+        places += [None] * (before - len(places))  # nobody wanted to know then
+        del places[before:]  # of what was dropped
+        places.append((<Tap>_tap.tap).here())
+        self.places = places
+
+    cdef list everything(self):
+        """Return what the operations keep alive."""
+        cdef size_t i
+        found = []
+        for i in range(self.count):
+            found.append((<object>self.held[i].step.handle, <object>self.held[i].send, <object>self.held[i].recv))
+        return found
+
+    cdef bint writes_to(self, object recv) noexcept:
+        """Return whether an operation that is recorded here writes to this object."""
+        cdef size_t i
+        for i in range(self.count):
+            if self.held[i].recv == <PyObject*>recv:
+                return True
+        return False
+
+    cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1:
+        """Have the group's end wait for a stream, on which data are in CPU memory."""
+        if self.awaited != <PyObject*>handle or self.awaited_stream != stream or self.awaited_limit != limit:
+            self.waits.append((handle, <uintptr_t>stream, limit))
+            self.awaited, self.awaited_stream, self.awaited_limit = <PyObject*>handle, stream, limit
+        return 0
+
+    def _grow(self):
+        """Make room for more operations."""
+        cdef size_t capacity = max(self.capacity * 2, <size_t>64)
+        cdef Held* grown = <Held*>realloc(NULL if self.held == self.few else self.held, capacity * sizeof(Held))
+        if grown == NULL:
+            raise MemoryError
+        if self.held == self.few:
+            memcpy(grown, self.few, self.count * sizeof(Held))
+        self.held, self.capacity = grown, capacity
+
+    cdef int meet(self, Handle handle) except -1:
+        """Note another communicator. The lists are made here: an empty group costs next to nothing."""
+        if self.handles is None:
+            self.handles = []
+            self.births = []
+            self.waits = []
+        if handle not in self.handles:
+            self.handles.append(handle)
+        self.recent = <PyObject*>handle
+        return 0
+
+    cdef int drop(self, size_t mark) noexcept:
+        """Let go of what the operations from `mark` on keep alive."""
+        cdef size_t i
+        cdef size_t count = self.count
+        self.count = min(mark, count)  # first: letting go may run anything
+        for i in range(mark, count):
+            Py_XDECREF(self.held[i].step.handle)
+            Py_XDECREF(self.held[i].send)
+            Py_XDECREF(self.held[i].recv)
+        return 0
+
+    def __enter__(self):
+        if self.entered:
+            raise RuntimeError("this group was entered before; make a new one with ncclpy.group()")
+        self.entered = True
+        if ncclpy_current_group != NULL:
+            self.outer = <Group>ncclpy_current_group
+            if self.simulate and not self.outer.simulate:
+                raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
+            self.mark = self.outer.count
+            return self
+        Py_INCREF(self)
+        set_current(<PyObject*>self)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        cdef Group outermost = self if self.outer is None else self.outer
+        if ncclpy_current_group != <PyObject*>outermost:
+            raise RuntimeError("this group is not open in this thread: it was left already, or entered in another one")
+        if self.outer is not None:
+            if kind is not None:
+                _forget(self.outer, self.mark)
+            self.outer = None
+            return
+        set_current(NULL)
+        try:
+            if kind is not None:
+                _forget(self, 0)
+            elif self.count:
+                self.finish()
+        finally:
+            aborts = self.aborts
+            self.recent = self.awaited = NULL
+            self.handles = self.births = self.waits = self.aborts = self.places = None
+            self.drop(0)
+            Py_DECREF(self)
+            # Whatever became of the calls: who asks for an abort wants an end.
+            if aborts is not None:
+                abort_handles(aborts, ABORT_DEADLINE, "aborted in a group")
+
+    def __reduce__(self):
+        raise not_copied(self, "open a new one where the calls are made")
+
+    def __repr__(self):
+        cdef size_t count = self.count
+        if self.outer is not None:
+            count = self.outer.count - self.mark
+        kind = "ncclpy.group" if not self.simulate else "ncclpy.group(simulate=True)"
+        return f"<{kind}, {f'{count} calls recorded' if self.entered else 'not entered'}>"
+
+    cdef int finish(self) except -1:
+        """Make the recorded calls; a plan keeps them instead."""
+        return _launch(self)
+
+    cdef int abort_at_end(self, Handle handle) except -1:
+        """Abort this communicator together with the others when the group ends."""
+        if self.aborts is None:
+            self.aborts = []
+        self.aborts.append(handle)
+        return 0
+
+
+cdef int set_current(PyObject* group) noexcept:
+    global ncclpy_current_group
+    ncclpy_current_group = group
+    return 0
+
+
+cdef int _forget(Group group, size_t mark) except -1:
+    """Drop what was recorded from `mark` on; nothing of it has reached NCCL."""
+    cdef Handle child
+    cdef size_t i
+    if group.count == mark:
+        return 0
+    for index, child in group.births:
+        if index >= mark:
+            child.unborn()
+    group.births = [birth for birth in group.births if birth[0] < mark]
+    group.drop(mark)
+    group.handles = []
+    for i in range(mark):
+        if <object>group.held[i].step.handle not in group.handles:
+            group.handles.append(<object>group.held[i].step.handle)
+    group.waits = [wait for wait in group.waits if wait[0] in group.handles]
+    group.recent = group.awaited = NULL
+    return 0
+
+
+cdef int check_together(list handles, set newborn) except -1:
+    """Raise for a communicator that cannot be used, and for a mixture that NCCL takes in no group."""
+    cdef Handle handle
+    for handle in handles:
+        if handle.state != READY and (newborn is None or id(handle) not in newborn):
+            check_alive(handle)
+        if handle.in_background() != (<Handle>handles[0]).in_background() and handle.owned:
+            raise ValueError(
+                "NCCL takes either blocking or nonblocking communicators in a group, and makes those with timeout= or "
+                f"abortable=True in the background; this one mixes {handle!r} and {handles[0]!r}"
+            )
+    return 0
+
+
+cdef int check_memory(Group group) except -1:
+    """Raise if what an operation writes is read or written by another one: a group runs them at the same time."""
+    cdef uint64_t number
+    cdef int nranks
+    cdef Handle handle
+    cdef Held* held = group.held
+    cdef Held* end = held + group.count
+    if group.count < 2:
+        return 0
+    nranks = (<Handle>group.handles[0]).nranks
+    if len(group.handles) > 1:
+        for handle in group.handles:
+            if handle.nranks != nranks:  # the sizes of what is read and written depend on it
+                return _compare_memory(group)
+    number = digest_begun(nranks)
+    while held != end:
+        number = digest(number, &held.step.operation)
+        held += 1
+    if not known_apart(number):
+        _compare_memory(group)
+        note_apart(number)
+    return 0
+
+
+cdef int _compare_memory(Group group) except -1:
+    cdef Extents extents = Extents()
+    cdef Held* held
+    cdef size_t i
+    for i in range(group.count):
+        held = &group.held[i]
+        if held.send != <PyObject*>None or held.recv != <PyObject*>None:  # a barrier has no memory of the caller's
+            extents.add_operation(&held.step.operation, (<Handle>held.step.handle).nranks, i)
+    if extents.clash():
+        raise shared_memory_error(
+            &extents.first, &extents.second, _called(group, extents.second.place), _called(group, extents.first.place)
+        )
+    return 0
+
+
+cdef str _called(Group group, size_t place):
+    """Return what an operation of the group is called."""
+    cdef Step* step = &group.held[place].step
+    return f"operation {place + 1} of {group.count} ({method_of(step.operation.kind)} of rank {(<Handle>step.handle).rank})"
+
+
+cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
+    """Make the recorded calls; return False if other threads are inside the communicators until a moment."""
+    cdef Stretch* calls = &group.calls
+    calls.steps = <char*>group.held
+    calls.stride = sizeof(Held)
+    calls.count = group.count
+    calls.handles, calls.nhandles = locked, nlocked
+    calls.grouped = not group.bare
+    calls.watched = calls.marked = group.watched and not group.simulate
+    calls.limit = -1 if group.limit == FOREVER else group.limit
+    calls.simulated = &group.info if group.simulate else NULL
+    return make_calls(calls, until)
+
+
+cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting, CUstream stream) except -1:
+    """Make the calls when other threads are through with the communicators; handlers run meanwhile.
+
+    And wait for the stream, if `waiting` is given and they are made: the GIL is given up once for both, as for a single
+    call.
+    """
+    cdef bint made
+    cdef double started = now(), deadline = started + _limit_of(group, group.handles)
+    while True:
+        with nogil:
+            made = _make_calls(group, locked, nlocked, min(now() + SLICE, deadline))
+            if made and waiting != NULL and group.calls.result == ncclSuccess:
+                make_wait(waiting, stream)
+        if made:
+            return 0
+        PyErr_CheckSignals()
+        if now() >= deadline:
+            give_up(<Handle>group.handles[0], "ncclGroupEnd", now() - started)
+        if waiting != NULL:  # it has its own time, which begins with the calls
+            begin_wait(
+                waiting, <Handle>waiting.handle, waiting.what, now() + (waiting.deadline - waiting.started), group.handles
+            )
+
+
+cdef double _limit_of(Group group, list concerned) noexcept:
+    """Return the seconds that the calls of a group may take: its own, or the least of its communicators'."""
+    cdef Handle handle
+    cdef double limit = group.limit
+    if limit == FOREVER:
+        for handle in concerned:
+            limit = min(limit, handle.limit)
+    return limit
+
+
+cdef class _Stretch(Call):
+    """The calls of a group that wait for other ranks, in a thread of their own."""
+
+    cdef Group group
+    cdef PyObject** locked
+    cdef size_t nlocked
+
+    def __dealloc__(self):
+        free(self.locked)
+
+    cdef int make(self) except -1:
+        with nogil:
+            _make_calls(self.group, self.locked, self.nlocked, FOREVER)
+        return 0
+
+
+cdef int _call_aside(Group group) except -1:
+    """Make the calls in another thread and wait for it, under the communicators' deadlines, with signal handlers."""
+    cdef _Stretch stretch = _Stretch()
+    cdef Handle handle
+    cdef double started = now()
+    stretch.group = group
+    stretch.locked = in_lock_order(group.handles)
+    stretch.nlocked = len(group.handles)
+    concerned = [child for _, child in group.births] + group.handles
+    stretch.start("ncclpy-call")
+    for _, child in group.births:
+        (<Handle>child).called()
+    try:
+        if stretch.wait(started + _limit_of(group, concerned)):
+            return 0
+        handle = concerned[0]
+        what = "ncclGroupEnd" if not group.bare else function_of(group.held[0].step.operation.kind).decode()
+        raise handle.timeout_error(what, now() - started)
+    except BaseException as error:
+        why = f"a call was left early: {type(error).__name__}"
+        try:
+            end_call(concerned, stretch, [child for _, child in group.births], why, error)
+        finally:  # also if Ctrl-C comes a second time
+            hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {why}")
+        raise
+
+
+cdef int _launch(Group group) except -1:
+    """Make the recorded calls, and wait for what the end of a group waits for."""
+    if _tap.tap is not None and not group.simulate:
+        return _launch_tapped(group, _tap.tap)
+    return _launch_and_wait(group)
+
+
+cdef int _launch_tapped(Group group, Tap tap) except -1:
+    """The same, and have the calls told of."""
+    cdef size_t i
+    cdef Step* step
+    cdef list noted = []
+    cdef dict earlier = {}
+    cdef Py_ssize_t nplaces = 0 if group.places is None else len(group.places)
+    waited = {(id(handle), stream) for handle, stream, _ in group.waits}
+    for i in range(group.count):
+        step = &group.held[i].step
+        if step.operation.kind >= WINDOW:
+            noted.append(None)
+            continue
+        # As far as is known before their turn; a dump is to show it while they are stuck.
+        number = <uintptr_t>step.handle
+        step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
+        earlier[number] = earlier.get(number, 0) + 1
+        place = group.places[i] if <Py_ssize_t>i < nplaces else None
+        noted.append(tap.begin(<Handle>step.handle, &step.operation, place))
+    failure = None
+    begin_whole()
+    try:
+        _launch_and_wait(group)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        end_whole()
+        for i in range(group.count):
+            step = &group.held[i].step
+            if noted[i] is not None:
+                done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
+                tap.end(noted[i], &step.operation, done, failure)
+        if failure is not None:
+            tell_trouble(group.handles + [child for _, child in group.births], failure)
+            _explain(tap, noted, failure)
+    return 0
+
+
+cdef int _explain(Tap tap, list noted, object error) except -1:
+    """Have an error say where a group's first operations were called."""
+    cdef int left = EXPLAINED
+    for each in noted:
+        if each is not None and left > 0:
+            tap.explain(each, error)
+            left -= 1
+    return 0
+
+
+cdef int _launch_and_wait(Group group) except -1:
+    cdef Waiting waiting
+    if not group.waits:
+        return _launch_counted(group, NULL)
+    waits = group.waits
+    count_waits(waits, 1)
+    try:
+        return _launch_counted(group, &waiting)
+    finally:
+        forget_wait(&waiting, <Handle>waits[0][0])
+        count_waits(waits, -1)
+
+
+cdef int _launch_counted(Group group, Waiting* wait) except -1:
+    """Make the calls and wait for them; for one stream with `wait`, which is given where there is something to wait for."""
+    cdef Handle child
+    cdef PyObject** locked = NULL
+    cdef size_t nlocked = len(group.handles)
+    cdef Stretch* calls = &group.calls
+    cdef Waiting* waiting = NULL
+    cdef CUstream stream = NULL
+    try:
+        require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
+        if group.simulate:
+            require(<void*>nccl.ncclGroupSimulateEnd, b"ncclGroupSimulateEnd")
+            group.info.size = sizeof(group.info)
+            group.info.magic = NCCLPY_SIM_INFO_MAGIC
+            group.info.version = struct_version()
+            group.info.estimatedTime = NCCL_UNDEF_FLOAT
+        check_together(group.handles, {id(born) for _, born in group.births} if group.births else None)
+        check_memory(group)
+        if group.limit != FOREVER:
+            for handle in group.handles:
+                (<Handle>handle).check_endable("group(timeout=)")
+        if not group.simulate:
+            for handle, _, _ in group.waits:
+                raise_if_fenced(<Handle>handle, b"ncclGroupEnd")
+        if group.blocks:
+            _call_aside(group)
+        else:
+            if nlocked > 1:  # else the steps stand in that order
+                locked = in_lock_order(group.handles)
+            if len(group.waits) == 1 and not group.simulate:
+                handle, awaited, limit = group.waits[0]
+                stream = <CUstream><uintptr_t>awaited
+                begin_wait(wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
+                waiting = wait
+            _make_in_turn(group, locked, nlocked, waiting, stream)
+    except BaseException:
+        for _, child in group.births:
+            child.unborn()
+        raise
+    finally:
+        free(locked)
+    if calls.failed < group.count or (calls.result != ncclSuccess and calls.result != ncclInProgress):
+        for _, child in group.births:
+            child.unborn()
+        try:
+            _raise_failed(group)
+        except BaseException as error:
+            leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
+            if abort_preempts:  # as in is_stray()
+                more = []
+                end_orphans([child for _, child in group.births], more)
+                attach(error, more)
+            if calls.failed == group.count:
+                _hold_all(group)
+            for handle in group.handles:
+                (<Handle>handle).explain(error)
+            raise
+    if group.simulate:
+        group.estimated_time_us = group.info.estimatedTime
+        return 0
+    if group.births or group.waits or calls.result == ncclInProgress:
+        _see_through(group, waiting if calls.result == ncclSuccess else NULL)
+    return 0
+
+
+cdef int _raise_failed(Group group) except -1:
+    """Raise what the call that failed, or the group's end, has said."""
+    cdef Handle handle
+    cdef Stretch* calls = &group.calls
+    cdef int kind
+    if calls.failed < group.count:
+        handle = <Handle>group.held[calls.failed].step.handle
+        kind = group.held[calls.failed].step.operation.kind
+        handle.raise_if_aborted(calls.result, function_of(kind))
+        if <int>calls.result == NOT_THERE or calls.words == NULL:
+            raise_issue(calls.result, kind, handle.raw)
+        raise nccl_error(calls.result, function_of(kind), calls.words)
+    for handle in group.handles:
+        if handle.state == ABORTED:
+            raise handle.aborted_error(f"the group with {handle!r} ended: the communicator was aborted")
+    raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
+
+
+cdef double _by(Group group, double limit, list errors) noexcept:
+    return deadline_after(patience(group.limit, limit, errors))
+
+
+cdef int _see_through(Group group, Waiting* waited) except -1:
+    """Wait for all members, whatever becomes of each; raise the first error with the others as notes.
+
+    `waited` is a wait, the only one for CPU memory, that was made with the calls.
+    """
+    cdef Handle handle, child
+    cdef list errors = [], children = [], handles = group.handles, together = handles
+    if group.births:  # most have none, and each list costs a small group a hundredth of its time
+        children = [child for _, child in group.births]
+        together = children + handles
+    try:
+        if children:
+            for child in children:  # all of them before any is waited for: NCCL may write into any of them
+                adopt(errors, child, group.calls.result)
+            end_orphans(children, errors)
+            bring_up([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
+        if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
+            for handle in handles:
+                if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
+                    if not children:
+                        handle.was_in_progress()
+                    await_member(errors, handle, _by(group, handle.limit, errors))
+            if not errors:
+                with nogil:
+                    follow_late(&group.calls)
+        for handle, stream, limit in group.waits if len(group.waits) < 2 else dict.fromkeys(group.waits):
+            try:
+                if waited != NULL:
+                    end_wait(waited)
+                else:
+                    wait_stream(
+                        handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _by(group, limit, errors), together
+                    )
+                note_arrival(&group.calls, handle)
+            except NcclError as error:
+                errors.append(error)
+                handle.explain(error)
+    except BaseException as error:  # of a signal handler: whoever raises wants to get out, not to wait for the others
+        try:
+            leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
+        finally:  # also if Ctrl-C comes a second time, and a third
+            try:
+                abort_late(children, "a group was left early")  # those that were not collected yet
+            finally:
+                _hold_all(group)
+        raise
+    if errors:
+        _hold_all(group)
+        attach(errors[0], errors[1:])
+        raise errors[0]
+    return 0
+
+
+cdef int _hold_all(Group group) except -1:
+    """Hold what the operations of a group that has failed may still touch."""
+    cdef const Operation* operation
+    cdef Handle handle
+    cdef size_t i
+    seen = set()
+    objects = group.everything()
+    for i in range(group.count):
+        operation = &group.held[i].step.operation
+        handle = <Handle>group.held[i].step.handle
+        pair = (<uintptr_t><PyObject*>handle, <uintptr_t>operation.stream)
+        if pair not in seen and operation.kind < WINDOW:
+            seen.add(pair)
+            handle.hold([objects], operation.stream, f"arrays of a group on {handle!r}")
+    return 0
+
+
+# How long the other members of a group that has failed may take, where they have no deadline of their own.
+cdef double GROUP_PATIENCE = 5.0
+
+
+cdef double patience(double whole, double limit, list errors) noexcept:
+    if whole != FOREVER:
+        limit = whole
+    return GROUP_PATIENCE if errors and limit == FOREVER else limit
+
+
+cdef int end_orphans(list children, list errors) except -1:
+    """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
+    cdef Handle child
+    orphans = [child for child in children if child.state == ABORTED and child.cradle.stage == ASKED]
+    if orphans:
+        try:
+            abort_late(orphans, "aborted while its group ended")
+        except NcclError as error:
+            errors.append(error)
+    return 0
+
+
+cdef int bring_up(list children, double whole, list errors) except -1:
+    """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
+    cdef Handle child
+    cdef ncclResult_t result
+    cdef double started = now(), moment
+    making = [(child, started + patience(whole, child.limit, errors)) for child in children]
+    while True:
+        still, late = [], []
+        moment = now()
+        for child, deadline in making:
+            if child.state != INITIALISING:
+                if child.state == ABORTED:
+                    errors.append(child.aborted_error(f"initialisation of {child!r} ended: the communicator was aborted"))
+                continue
+            with nogil:
+                result = child.poll_once()
+            if result != ncclInProgress:
+                await_member(errors, child, moment, started)
+            elif moment >= deadline:
+                late.append(child)
+            else:
+                if errors:  # of another one
+                    deadline = min(deadline, deadline_after(patience(whole, child.limit, errors)))
+                still.append((child, deadline))
+        if late:
+            _give_up(late, errors, started)
+        if not still:
+            return 0
+        making = still
+        with nogil:
+            pause(now() - started)
+        PyErr_CheckSignals()
+
+
+cdef int _give_up(list late, list errors, double started) except -1:
+    """Abort what has passed its deadline, together: the abort of one alone would be an error of NCCL to the others."""
+    cdef Handle child
+    failures = [child.timeout_error("initialisation", now() - started) for child in late]
+    tied = [each for child in late for each in child.tied()]
+    leave(tied, "initialisation passed its deadline", failures[0])
+    errors += failures
+    return 0
+
+
+cdef int adopt(list errors, Handle child, ncclResult_t result) except -1:
+    try:
+        born(child, result)
+    except NcclError as error:
+        errors.append(error)
+    return 0
+
+
+cdef int await_member(list errors, Handle handle, double deadline, double started=0) except -1:
+    try:
+        finish(handle, "initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
+    except NcclError as error:
+        errors.append(error)
+    return 0

@@ -1,0 +1,247 @@
+"""A stretch of calls: lock, look, ncclGroupStart, issue, ncclGroupEnd, poll.
+
+It is the only place where several calls of NCCL are made: for a group's end, a plan, a graph that is captured, and a
+launch of the Manager's, in whichever thread. All of it is done without the GIL.
+"""
+
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
+from ncclpy.core.runtime.library cimport host_engine, keep_words, nccl
+from ncclpy.core.runtime.device cimport lend_device, take_device_back
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
+from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.handles.observers cimport follow, let_in
+from ncclpy.core.runtime.wait cimport FOREVER, now
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+
+cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
+    cdef size_t i
+    cdef ncclResult_t result
+    cdef char* at = stretch.steps
+    cdef bint watched = False, tenants = False, lent
+    if not _lock(stretch, until):
+        return False
+    stretch.failed = stretch.count
+    result = _look(stretch, &watched, &tenants)
+    watched = watched and stretch.watched
+    if result == ncclSuccess:
+        lent = not host_engine and stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
+        if watched:
+            _enter(stretch)
+        if tenants:
+            _let_in(stretch)
+        if stretch.grouped:
+            result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
+        if result == ncclSuccess:
+            for i in range(stretch.count):
+                result = issue(&(<Step*>at).operation)
+                if result != ncclSuccess and result != ncclInProgress:
+                    stretch.failed = i
+                    break
+                at += stretch.stride
+            if stretch.grouped:
+                result = _end_group(stretch, result)
+        if watched:
+            _leave(stretch, result == ncclSuccess)
+        if tenants:
+            _follow(stretch, result != ncclInProgress)
+        if lent:
+            take_device_back()
+    stretch.result = result
+    stretch.words = keep_words(result)
+    _unlock(stretch, <size_t>-1)
+    return True
+
+
+cdef ncclResult_t _end_group(const Stretch* stretch, ncclResult_t refused) noexcept nogil:
+    """End the group; a refused call has marked it: its end launches nothing and returns the same error."""
+    cdef ncclResult_t ended
+    if stretch.simulated != NULL:
+        ended = nccl.ncclGroupSimulateEnd(stretch.simulated)
+    else:
+        ended = nccl.ncclGroupEnd()
+    return ended if stretch.failed == stretch.count else refused
+
+
+cdef inline char* _handles(const Stretch* stretch, size_t* count, size_t* pitch) noexcept nogil:
+    """Return where the first handle stands, how many there are, and the bytes from one to the next."""
+    if stretch.handles != NULL:
+        count[0], pitch[0] = stretch.nhandles, sizeof(PyObject*)
+        return <char*>stretch.handles
+    count[0], pitch[0] = stretch.count, stretch.stride
+    return <char*>&(<Step*>stretch.steps).handle
+
+
+cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
+    """Take the locks of the communicators, each once, in the order of their addresses."""
+    cdef size_t i, count, pitch
+    cdef char* at = _handles(stretch, &count, &pitch)
+    cdef PyObject* last = NULL
+    for i in range(count):
+        if (<PyObject**>at)[0] != last:
+            last = (<PyObject**>at)[0]
+            if until == FOREVER:
+                (<Handle>last).lock()
+            else:
+                lock_wanted(LOCK_COMM, &(<Handle>last).mutex)
+                if not lock_within(&(<Handle>last).mutex, until):
+                    _unlock(stretch, i)
+                    return False
+        at += pitch
+    return True
+
+
+cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
+    """Give the locks back, of the first so many entries."""
+    cdef size_t i, count, pitch
+    cdef char* at = _handles(stretch, &count, &pitch)
+    cdef PyObject* last = NULL
+    for i in range(min(first, count)):
+        if (<PyObject**>at)[0] != last:
+            last = (<PyObject**>at)[0]
+            (<Handle>last).unlock()
+        at += pitch
+
+
+cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept nogil:
+    """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
+    cdef size_t i
+    cdef char* at = stretch.steps
+    cdef Operation* operation
+    cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
+    cdef ncclComm_t comm = NULL
+    cdef long long sequence = 0
+    cdef bint aborted = False, told = False
+    cdef int counted = stretch.simulated == NULL
+    for i in range(stretch.count):
+        operation = &(<Step*>at).operation
+        if (<Step*>at).handle != last:
+            if last != NULL:
+                (<Handle>last).sequence = sequence
+            last = (<Step*>at).handle
+            comm = (<Handle>last).raw
+            sequence = (<Handle>last).sequence
+            aborted = (<Handle>last).state == ABORTED
+            told = (<Handle>last).told and counted
+            if (<Handle>last).watched:
+                watched[0] = True
+            if (<Handle>last).tenant != NULL and counted:
+                tenants[0] = True
+        # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
+        if aborted or (comm == NULL and operation.kind < INIT_RANK):
+            stretch.failed = i
+            return <ncclResult_t>WAS_ABORTED
+        operation.comm = comm
+        operation.sequence = sequence
+        if told and operation.kind < WINDOW:
+            (<Handle>last).note(operation)
+        sequence += counted if operation.kind < WINDOW else 0
+        at += stretch.stride
+    if last != NULL:
+        (<Handle>last).sequence = sequence
+    return ncclSuccess
+
+
+cdef void _enter(Stretch* stretch) noexcept nogil:
+    """Tell the watcher, with a mark for each stream of each communicator if that is asked for."""
+    cdef size_t i
+    cdef Step* step
+    cdef Step* before = NULL
+    cdef double limit
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        step.mark = NULL
+        if step.operation.kind < WINDOW and (<Handle>step.handle).watched and not (
+            before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream
+        ):
+            limit = (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit
+            if stretch.marked:
+                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit, stretch.caller)
+            else:
+                (<Handle>step.handle).enter(limit)
+        before = step
+
+
+cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if step.operation.kind < WINDOW and (<Handle>step.handle).watched:
+            (<Handle>step.handle).leave_call(step.mark, issued)
+
+
+cdef void _let_in(Stretch* stretch) noexcept nogil:
+    """Let the communicators' tenants in."""
+    cdef size_t i
+    cdef PyObject* last = NULL
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if step.handle != last:
+            last = step.handle
+            if (<Handle>last).tenant != NULL and (<Handle>last).raw != NULL:
+                let_in((<Handle>last).tenant, (<Handle>last).raw)
+
+
+cdef void _follow(Stretch* stretch, bint issued) noexcept nogil:
+    """Tell the tenants, once for each run of steps on one communicator and stream."""
+    cdef size_t i
+    cdef Step* step
+    cdef Step* before = NULL
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if not (before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream):
+            if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW:
+                follow((<Handle>step.handle).tenant, step.operation.stream, issued)
+        before = step
+
+
+cdef void follow_late(const Stretch* stretch) noexcept nogil:
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
+            follow((<Handle>step.handle).tenant, step.operation.stream, True)
+            (<Handle>step.handle).unlock()
+
+
+cdef void poll_calls(Stretch* stretch) noexcept nogil:
+    """Poll; each step gets its own result, so that all that are late can be aborted; the stretch the first bad one."""
+    cdef size_t i
+    cdef Step* step
+    cdef double limit, begun = now()
+    stretch.result = ncclSuccess
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        limit = stretch.limit if stretch.limit >= 0 else (<Handle>step.handle).limit
+        while True:
+            step.polled = (<Handle>step.handle).poll_once()
+            if step.polled != ncclInProgress:
+                break
+            if now() - begun > limit:
+                step.polled = <ncclResult_t>PAST_DEADLINE
+                break
+            sched_yield()
+        if step.polled != ncclSuccess and stretch.result == ncclSuccess:
+            stretch.result = step.polled
+            stretch.failed = i
+    if stretch.result == ncclSuccess:
+        follow_late(stretch)
+    stretch.words = keep_words(stretch.result)
+
+
+cdef int note_arrival(const Stretch* stretch, Handle handle) except -1:
+    cdef const Operation* last = NULL
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count if handle.told else 0):
+        step = step_of(stretch, i)
+        if step.handle == <PyObject*>handle and step.operation.kind < WINDOW:
+            last = &step.operation
+    return 0 if last == NULL else handle.note_arrival(last)

@@ -1,0 +1,276 @@
+"""Calls of one communicator: made at once, or recorded by the group that is open in this thread."""
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
+from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
+from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.runtime.device cimport lend_device, take_device_back
+from ncclpy.core.calls.group cimport open_group
+from ncclpy.core.handles.handle cimport LOCK_BUSY, WAS_ABORTED, Tap, lock_within, tell_trouble
+from ncclpy.core.runtime.library cimport host_engine, nccl
+from ncclpy.core.handles.state cimport ABORTED, READY, Mark
+from ncclpy.core.arguments.operation cimport SENDRECV, WINDOW, function_of, issue, raise_issue
+from ncclpy.core.handles.observers cimport begin_whole, end_whole, follow, let_in
+from ncclpy.core.handles.watch cimport (
+    Waiting,
+    begin_wait,
+    check_alive,
+    end_wait,
+    forget_wait,
+    finish,
+    give_up,
+    make_wait,
+    raise_if_fenced,
+    wait_stream,
+)
+from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
+
+
+cdef bint makes_pairs() noexcept:
+    return (
+        open_group() == NULL and _tap.tap is None
+        and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
+    )
+
+
+cdef int submit(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1:
+    """Make a call at once, or have the thread's group record it.
+
+    With `wait_host` the data are in CPU memory that has no stream: the call, or the group's end, returns when they
+    are there.
+    """
+    cdef ncclResult_t result
+    cdef Group group
+    if open_group() != NULL:
+        group = <Group>open_group()
+        group.record(handle, operation, send, recv)
+        if wait_host:
+            group.wait_for(handle, operation.stream, limit)
+        if operation.kind == WINDOW:
+            group.blocks = True
+        group.watched = group.watched or handle.watched
+        return 0
+    if _tap.tap is not None:
+        return _submit_tapped(_tap.tap, handle, operation, send, recv, wait_host, limit)
+    if wait_host:
+        return _submit_and_wait(handle, operation, send, recv, limit)
+    result = <ncclResult_t>_call_in_turn(handle, operation, limit)
+    if result != ncclSuccess:
+        return _see_to(handle, operation, send, recv, False, limit, result)
+    return 0
+
+
+cdef int _submit_tapped(
+    Tap tap, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1:
+    """Make a call at once, and have it told of."""
+    operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
+    noted = tap.begin(handle, operation, None)
+    begin_whole()
+    try:
+        if wait_host:
+            _submit_and_wait(handle, operation, send, recv, limit)
+        else:
+            result = <ncclResult_t>_call_in_turn(handle, operation, limit)
+            if result != ncclSuccess:
+                _see_to(handle, operation, send, recv, False, limit, result)
+    except BaseException as error:
+        end_whole()
+        tap.end(noted, operation, False, error)
+        tell_trouble([handle], error)
+        tap.explain(noted, error)
+        raise
+    end_whole()
+    return tap.end(noted, operation, wait_host, None)
+
+
+cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
+    """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
+    cdef ncclResult_t result
+    cdef Waiting waiting
+    if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
+        check_alive(handle)
+    raise_if_fenced(handle, function_of(operation.kind))
+    handle.waiters += 1
+    try:
+        begin_wait(&waiting, handle, function_of(operation.kind), deadline_after(limit), None)
+        with nogil:  # once for both: to give it up and to have it back takes as long as the rest
+            result = _call(handle, operation, True, limit, 0)
+            if result == ncclSuccess:
+                make_wait(&waiting, operation.stream)
+        if result == ncclSuccess:
+            try:
+                end_wait(&waiting)
+            except BaseException as error:
+                _have_left(handle, operation, send, recv, error)
+                raise
+        else:
+            if <int>result == LOCK_BUSY:
+                result = <ncclResult_t>_call_later(handle, operation, True, limit)
+            _see_to(handle, operation, send, recv, True, limit, result)
+        if handle.told:
+            handle.note_arrival(_last_of(operation))
+    finally:
+        forget_wait(&waiting, handle)
+        handle.waiters -= 1
+    return 0
+
+
+cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil:
+    if operation.kind == SENDRECV:
+        return operation.receive
+    return operation
+
+
+cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit) except? -1:
+    """Make a call at once, or when the threads before this one are through with the communicator."""
+    cdef ncclResult_t result
+    with nogil:
+        result = _call(handle, operation, False, limit, 0)
+    return <int>result if <int>result != LOCK_BUSY else _call_later(handle, operation, False, limit)
+
+
+cdef inline ncclResult_t _call(
+    Handle handle, Operation* operation, bint wait_host, double limit, double until
+) noexcept nogil:
+    """Make a call under the communicator's lock, unless another thread has that until a moment."""
+    cdef ncclResult_t result
+    cdef Mark* mark
+    cdef bint lent
+    lock_wanted(LOCK_COMM, &handle.mutex)
+    if not lock_within(&handle.mutex, until):
+        return <ncclResult_t>LOCK_BUSY
+    operation.comm = handle.raw
+    operation.sequence = handle.sequence
+    handle.sequence += 1
+    if operation.kind == SENDRECV:
+        operation.receive.comm, operation.receive.sequence = operation.comm, handle.sequence
+        handle.sequence += 1
+    if handle.told:
+        handle.note(_last_of(operation))
+    lent = not host_engine and lend_device(handle.device)  # the host engine asks the stream, or the communicator
+    if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
+        let_in(handle.tenant, operation.comm)
+    if operation.comm == NULL or handle.state == ABORTED:
+        result = <ncclResult_t>WAS_ABORTED
+    elif handle.watched:
+        # Who waits for CPU memory keeps the deadline itself.
+        mark = handle.enter_call(_last_of(operation), limit) if not wait_host else NULL
+        result = issue(operation)
+        handle.leave_call(mark, result == ncclSuccess)
+    else:
+        result = issue(operation)
+    if handle.tenant != NULL:
+        follow(handle.tenant, operation.stream, result != ncclInProgress)
+    if lent:
+        take_device_back()
+    handle.unlock()
+    return result
+
+
+cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+    """Run signal handlers while other threads are inside the communicator, until the call is made."""
+    cdef ncclResult_t result
+    cdef double started = now(), deadline = deadline_after(limit)
+    while True:
+        with nogil:
+            result = _call(handle, operation, wait_host, limit, min(now() + SLICE, deadline))
+        if <int>result != LOCK_BUSY:
+            return <int>result
+        PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
+        if now() >= deadline:
+            give_up(handle, function_of(operation.kind).decode(), now() - started)
+
+
+cdef int _see_to(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
+) except -1:
+    """Wait for an operation as far as its caller does, and hold its arrays if that ends early."""
+    cdef const char* what = function_of(operation.kind)
+    try:
+        if result == ncclInProgress:
+            finish(handle, what.decode(), deadline_after(limit))
+            if handle.tenant != NULL:
+                _follow_late(handle, operation.stream)
+        elif result != ncclSuccess:
+            handle.raise_if_aborted(result, what)
+            raise_issue(result, operation.kind, handle.raw)
+        if wait_host:
+            wait_stream(handle, operation.stream, what, deadline_after(limit))
+    except BaseException as error:
+        # A group's end may fail half way.
+        if result == ncclSuccess or result == ncclInProgress or operation.kind == SENDRECV:
+            _have_left(handle, operation, send, recv, error)
+        else:
+            handle.explain(error)
+        raise
+    return 0
+
+
+cdef int _have_left(Handle handle, Operation* operation, object send, object recv, object error) except -1:
+    """Hold the arrays of an operation that runs, perhaps, though its wait has ended."""
+    what = function_of(operation.kind).decode()
+    handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+    handle.explain(error)
+    return 0
+
+
+cdef int _follow_late(Handle handle, CUstream stream) except -1:
+    """Have the tenant follow what NCCL has issued after its call had returned."""
+    with nogil:
+        if handle.lock_alive():
+            follow(handle.tenant, stream, True)
+            handle.unlock()
+    return 0
+
+
+cdef int check_makes(Group group, str what) except -1:
+    """Refuse to make something in a group that calls NCCL never, or many times."""
+    if group.simulate:
+        raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
+    if group.keeps:
+        raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
+    return 0
+
+
+cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
+    """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
+    cdef Group group
+    if open_group() != NULL:
+        group = <Group>open_group()
+        check_makes(group, "communicator")
+        return _record_birth(group, parent, child, operation)
+    group = Group()
+    group.bare = True
+    try:
+        _record_birth(group, parent, child, operation)
+        group.finish()
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1:
+    """Make one call that waits for other ranks, or have the thread's group record it."""
+    cdef Group group
+    if open_group() != NULL:
+        return submit(handle, operation, send, recv, False, handle.limit)
+    group = Group()
+    group.bare = group.blocks = True
+    try:
+        group.record(handle, operation, send, recv)
+        group.finish()
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int _record_birth(Group group, Handle parent, Handle child, Operation* operation) except -1:
+    group.record(child if parent is None else parent, operation, None, None)
+    group.births.append((group.count - 1, child))
+    group.blocks = True
+    return 0

@@ -1,6 +1,0 @@
-from typing import Any
-
-from ncclpy.core.types import UniqueId
-
-def get_unique_id() -> UniqueId: ...
-def device_of(place: Any) -> int: ...

@@ -1,0 +1,1 @@
+"""One communicator: its state, who observes it, its watchdog, its abort."""

@@ -1,0 +1,667 @@
+"""Aborts, and the ranks of one communicator in one process, which end together.
+
+NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
+gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
+and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
+the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
+communicator; only the host engine's abort brings it back.
+"""
+
+import logging
+import os
+import time
+import warnings
+import weakref
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport calloc, free
+
+from ncclpy.abi.locks cimport mutex_unlock
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
+from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
+from ncclpy.core.runtime.device cimport lend_device, take_device_back
+from ncclpy.core.handles.handle cimport BELIEVED, Handle, Tap, lock_within, note_failure, tell_trouble
+from ncclpy.core.handles.observers cimport Tenant
+from ncclpy.core.handles.ranges cimport Range, deregister_all
+from ncclpy.core.handles.state cimport ABORTED, UNBORN, is_over
+from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, this_thread
+
+from ncclpy.errors import NcclError, attach, same_class_as
+from ncclpy.core.runtime.stream_readers import raise_in_readers
+
+
+# What another rank has just completed ends here as well within so many seconds; and between two looks at it.
+cdef double _ENDS = 0.01
+cdef double _LOOKS = 0.0005
+
+# Both change under the GIL alone, in one step each.
+cdef dict _known = {}  # a weak reference to each communicator that was made here, by its address
+cdef list _endings = []  # of (handle, call)
+
+
+cdef int note_kin(Handle handle) except -1:
+    key = <size_t><void*>handle
+
+    def gone(reference):
+        if _known.get(key) is reference:  # the address may be another's by now
+            del _known[key]
+
+    _known[key] = weakref.ref(handle, gone)
+    return 0
+
+
+cdef list kin_of(Handle handle):
+    found = []
+    if handle.group_name is None:
+        return found
+    for reference in list(_known.values()):
+        other = reference()
+        if other is not None and other is not handle and (<Handle>other).group_name == handle.group_name:
+            found.append(other)
+    return found
+
+
+cdef int tell_kin(Handle handle) except -1:
+    for each in kin_of(handle):
+        (<Handle>each).bereft = True
+    return 0
+
+
+cdef object error_of_kin(Handle handle):
+    return same_class_as(handle.failed_as or "")(
+        f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
+        f"{handle.reason}"
+    )
+
+
+cdef int fence_kin(Handle handle) except -1:
+    cdef Handle other
+    kin = kin_of(handle)
+    _let_waits_end(kin)
+    for each in kin:
+        other = <Handle>each
+        if other.abort_of_kin is None:
+            other.abort_of_kin = error_of_kin(handle)
+        other.fenced = True
+    return 0
+
+
+cdef int _let_waits_end(list handles) except -1:
+    """See which waits of communicators have what they wait for; give those an instant that are about to have it."""
+    cdef Handle handle
+    cdef double until = now() + _ENDS
+    cdef bint all_have = False
+    while not all_have:
+        all_have = True
+        for handle in handles:
+            all_have = handle.look_at_waits() and all_have
+        if now() >= until:
+            break
+        if not all_have:
+            time.sleep(_LOOKS)
+    return 0
+
+
+cdef bint is_freed(Handle handle, list these) except -1:
+    """NCCL frees the ranks of one process together, with the last of them, and so the proxies that communicators share.
+
+    To close connections without the abort of a guard, it waits for the proxy's thread, and so for kin.
+    """
+    cdef Handle other
+    cdef bint guarded = handle.flagged or handle.guard != NULL
+    if handle.config is not None and handle.config.split_share:
+        return False
+    if handle.bereft and not guarded:
+        return False
+    for other in kin_of(handle):
+        if (other.raw != NULL or other.guard != NULL) and not (guarded and other in these):
+            return False
+    return True
+
+
+cdef int note_ending(Handle handle, Call call) except -1:
+    _endings.append((handle, call))
+    return 0
+
+
+cdef int forget_ending(Call call) except -1:
+    for i in range(len(_endings)):
+        if _endings[i][1] is call:
+            del _endings[i]
+            break
+    return 0
+
+
+cdef list endings_of(Handle handle):
+    return [
+        each for each in list(_endings)
+        if handle.group_name is not None and (<Handle>each[0]).group_name == handle.group_name
+    ]
+
+
+def _forked():
+    _known.clear()
+    del _endings[:]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef extern from *:
+    """
+    /* Whether this thread runs signal handlers in the middle of a wait. */
+    static __thread int ncclpy_in_handlers = 0;
+    """
+    int ncclpy_in_handlers
+
+_log = logging.getLogger("ncclpy.core")
+cdef bint _warned = False
+ABORT_DEADLINE = 10.0
+
+# How long an abort waits for a call that holds the communicator's lock: one that may be stuck, and one that NCCL or a
+# guard will bring back.
+cdef double ABORT_PATIENCE = 0.2
+cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
+cdef double CALL_PATIENCE = 5.0
+
+# How long a call that was aborted has before it is looked whether there is now something to abort.
+cdef double LOOK_AGAIN = 0.02
+
+# How often it is looked whether there is something to abort of a communicator that is being made.
+cdef double BIRTH_LOOKS = 0.002
+
+# How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
+cdef double HANDLER_PATIENCE = 0.1
+
+
+cdef int run_handlers() except -1:
+    global ncclpy_in_handlers
+    ncclpy_in_handlers += 1
+    try:
+        PyErr_CheckSignals()
+    finally:
+        ncclpy_in_handlers -= 1
+    return 0
+
+
+cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
+    if raw == NULL or nccl.ncclCommAbort == NULL:
+        return ncclSuccess
+    return nccl.ncclCommAbort(raw)
+
+
+cdef bint _has_failed(ncclResult_t result) noexcept nogil:
+    return result != ncclSuccess and result != ncclInProgress and not _is_gone(result)
+
+
+cdef bint _is_gone(ncclResult_t result) noexcept nogil:
+    """Whether a close has destroyed it at this moment: the host engine's stay in reach until then."""
+    return abort_preempts and result == ncclInvalidArgument
+
+
+cdef struct _Turn:  # of one communicator, or of its guard, in an abort
+    void* handle
+    ncclResult_t result
+    char* words  # NCCL's last ones, if it failed
+    bint taken  # its handle
+    bint stuck  # a thread is inside it that cannot be got out: it stays
+    bint freed  # see `abort.is_freed`
+
+
+cdef void _abort_guard(_Turn* turn) noexcept nogil:
+    """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
+    cdef ncclComm_t guard = (<Handle>turn.handle).guard_now(True)
+    if guard != NULL:
+        (<Handle>turn.handle).flagged = True
+    turn.result = _abort_raw(guard)
+
+
+cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
+    """Deregister what a communicator has registered that is about to be destroyed or aborted; under its lock.
+
+    The host engine asks nobody for that, and may be stuck in a call that its abort is to bring back.
+    """
+    cdef size_t count
+    cdef Range* taken
+    if abort_preempts or raw == NULL or nccl.ncclCommDeregister == NULL:
+        return
+    taken = (<Handle>handle).ranges.take_all(&count)
+    deregister_all(raw, taken, count, (<Handle>handle).flagged)
+
+
+cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
+    """The same for an abort, before its group begins: within a group NCCL would put off a part of it."""
+    cdef void* handle = turn.handle
+    cdef bint goes_on = (<Handle>handle).nonblocking
+    if not turn.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE)):
+        return
+    drop_ranges(handle, (<Handle>handle).raw)
+    mutex_unlock(&(<Handle>handle).mutex)
+
+
+cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
+    """Take the handle away and abort it, unless a thread is inside it that cannot be got out."""
+    cdef void* handle = turn.handle
+    cdef ncclComm_t raw
+    # NCCL joins the job of a nonblocking one itself.
+    cdef bint goes_on = abort_preempts or (<Handle>handle).nonblocking
+    cdef bint locked = lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE))
+    turn.stuck = not locked and not goes_on
+    if turn.stuck:
+        return
+    raw = (<Handle>handle).take_raw()
+    turn.taken = raw != NULL
+    turn.result = _abort_raw(raw)
+    if locked:
+        mutex_unlock(&(<Handle>handle).mutex)
+
+
+cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** words) noexcept nogil:
+    """Have each its turn, several in one group, and tell tenants of those that have ended; return what the group did.
+
+    All of it is without the GIL: who frees memory that they use may have that, and wait for the last of them.
+    """
+    cdef ncclResult_t result = ncclSuccess
+    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
+    cdef Tenant* tenant
+    cdef size_t i
+    for i in range(0 if guards or abort_preempts else count):
+        _drop_ranges(&turns[i], until)
+    if count > 1:
+        result = nccl.ncclGroupStart()
+        if result != ncclSuccess:
+            words[0] = keep_words(result)
+            return result
+    for i in range(count):
+        if guards:
+            _abort_guard(&turns[i])
+        else:
+            _abort_one(&turns[i], until)
+        turns[i].words = keep_words(turns[i].result)
+    if count > 1:
+        result = nccl.ncclGroupEnd()
+        words[0] = keep_words(result)
+    for i in range(count if result == ncclSuccess else 0):
+        tenant = (<Handle>turns[i].handle).tenant
+        if turns[i].taken and tenant != NULL and (turns[i].result == ncclSuccess or _is_gone(turns[i].result)):
+            tenant.over(tenant)
+    return result
+
+
+cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
+    """Abort all of them, or all their guards, as one NCCL group if there are several; the list keeps them."""
+    cdef ncclResult_t result
+    cdef size_t i, count = len(handles)
+    cdef char* words = NULL
+    cdef _Turn* turns = <_Turn*>calloc(count + 1, sizeof(_Turn))
+    if turns == NULL:
+        raise MemoryError
+    try:
+        for i in range(count):
+            turns[i].handle = <void*>handles[i]
+            turns[i].freed = is_freed(handles[i], handles)
+        with nogil:
+            result = _abort_all(turns, count, guards, &words)
+        for i in range(count):
+            if turns[i].stuck:
+                stuck.append(handles[i])
+            if _has_failed(turns[i].result):  # the others have ended all the same
+                failures.append(nccl_error(turns[i].result, b"ncclCommAbort", turns[i].words))
+        if _has_failed(result):
+            raise nccl_error(result, b"ncclGroupEnd", words)
+    finally:
+        for i in range(count):
+            free(turns[i].words)
+        free(turns)
+        free(words)
+    return 0
+
+
+cdef int let_graphs_go(Handle handle) except -1:
+    """Destroy its graphs, with the GIL and without a wait for anybody stuck: NCCL waits for all that refer to it."""
+    for each in list(handle.resources):
+        if hasattr(each, "_let_go"):
+            each._let_go()
+    return 0
+
+
+cdef int _warn_of_others(Handle handle) except -1:
+    """Warn, once, of an abort after a failure of which ranks of other processes hear nothing."""
+    global _warned
+    told = handle.contact != BELIEVED or len(kin_of(handle)) + 1 >= handle.nranks
+    if told or _warned or handle.failed_as is None or handle.state != ABORTED:
+        return 0
+    _warned = True
+    _log.warning(
+        "%r was aborted, and ranks of other processes are not told, as they have no store in common with it: an operation "
+        "of theirs that ends from now on may have wrong data (Communicator.from_env, a process group or a Manager with "
+        "a store tells them)", handle,
+    )
+    return 0
+
+
+cdef class _Abort(Call):
+    """Abort communicators in a thread of its own, and keep what became of that."""
+
+    cdef list handles
+    cdef list failures
+    cdef list stuck
+    cdef unsigned long caller  # the thread that has begun it
+
+    def __cinit__(self, list handles):
+        self.handles, self.failures, self.stuck = handles, [], []
+        self.caller = this_thread()
+
+    cdef int make(self) except -1:
+        """Abort them, and what was made of them meanwhile."""
+        cdef Handle handle = self.handles[0]
+        cdef bint lent = lend_device(handle.device)
+        try:
+            if not self._tell():
+                return 0
+            self._end(self.handles)
+            late = [handle for handle in self.handles if handle.take_late(False)]
+            if late:
+                self._end(late)
+        finally:
+            if lent:
+                take_device_back()
+        return 0
+
+    cdef bint _tell(self) except -1:
+        """Have the other ranks hear of it first: an abort may complete their operations with wrong data.
+
+        Return False if the process ends meanwhile: the others could not be told any more.
+        """
+        cdef Handle handle
+        cdef bint goes_on = True
+        for handle in self.handles:
+            try:
+                if handle.fellows is None:
+                    _warn_of_others(handle)
+                else:
+                    handle.fellows.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+            except BaseException as error:
+                self.failures.append(error)
+        try:
+            self._tell_readers()
+        except BaseException as error:
+            self.failures.append(error)
+        for handle in self.handles:
+            try:
+                fence_kin(handle)
+                if handle.fellows is not None:
+                    handle.fellows.confirm()
+            except BaseException as error:
+                self.failures.append(error)
+        for handle in self.handles:  # all are told by now: another rank may have these in another order
+            try:
+                if handle.fellows is not None and not handle.fellows.wait_until_heard():
+                    goes_on = False
+            except BaseException as error:
+                self.failures.append(error)
+        return goes_on
+
+    cdef int _tell_readers(self) except -1:
+        """Raise the error in threads that wait for an operation by a stream alone: the abort lets them read on.
+
+        The thread that has begun the abort knows of it.
+        """
+        cdef Handle handle, other
+        told = {self.caller}
+        for handle in self.handles:
+            kind = same_class_as(handle.failed_as or "") if handle.verdict is None else type(handle.verdict)
+            why = handle.reason if handle.verdict is None else handle.verdict
+            _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
+        for handle in self.handles:
+            for other in kin_of(handle):
+                _raise_in_readers(other, error_of_kin(handle), told)
+        return 0
+
+    cdef int _end(self, list handles) except -1:
+        """Guards first, so that nobody is inside the communicators when their turn comes. A failure stops nothing."""
+        cdef Handle handle
+        try:
+            guarded = [handle for handle in handles if handle.guard != NULL]
+            if guarded:
+                _abort_in_group(guarded, True, self.failures, self.stuck)
+        except BaseException as error:
+            self.failures.append(error)
+        for handle in handles:
+            try:
+                if handle.tenancy is not None:
+                    handle.tenancy.let_go(handle)
+                let_graphs_go(handle)
+            except BaseException as error:
+                self.failures.append(error)
+        try:
+            _abort_in_group(handles, False, self.failures, self.stuck)
+        except BaseException as error:
+            self.failures.append(error)
+        return 0
+
+
+cdef list begin_abort(list handles, object reason):
+    """Mark communicators as aborted, so that no operation of them starts, and start the threads that abort them.
+
+    Those that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one group, and
+    needs a thread for each.
+    """
+    cdef Handle handle
+    alive = []
+    for handle in handles:
+        if not handle.become(ABORTED):
+            continue
+        handle.reason = reason
+        tell_kin(handle)
+        if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
+            alive.append(handle)
+    if not alive:
+        return []
+    for handle in list(alive):  # those that wait in their end for one that will not come there
+        alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
+    require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
+    threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
+    for handle in alive:
+        handle.aborting = threads
+    for thread in threads:
+        start_or_run(thread)
+    return threads
+
+
+cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
+    """Raise an error in the threads that read by streams of a communicator, and are not told yet."""
+    if handle.readers_told or handle.marks == NULL:
+        return 0
+    handle.readers_told = True
+    readers = handle.readers() - told
+    if readers:
+        tell_trouble([handle], error)  # the error says what the other ranks do
+        readers -= handle.informed or set()
+        raise_in_readers(readers, 0, error, handle.subject())
+        told |= readers
+    return 0
+
+
+def await_birth(Handle handle not None, double seconds=ABORT_DEADLINE):
+    """Wait until an abort finds something of a communicator that is being made, if it is; some seconds at most.
+
+    NCCL has that when the call has returned, and a communicator without a deadline not before all ranks have come. The
+    host engine has it as soon as its call has begun. What comes later is aborted by the thread that has called.
+    """
+    cdef double deadline = deadline_after(seconds)
+    while handle.state == UNBORN and now() < deadline:
+        handle.tied()
+        if handle.raw != NULL:
+            break
+        time.sleep(BIRTH_LOOKS)
+
+
+def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
+    """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on.
+
+    One that is being made is aborted as soon as there is something to abort, or after so many seconds.
+    """
+    cdef bint made = handle.state != UNBORN
+    await_birth(handle, seconds)
+    if is_over(handle.state):
+        return
+    handle.verdict = error
+    text = str(error)
+    if made:  # else it has had no operation
+        note_failure([handle], error)
+        _say_where_called(handle, error)
+    begin_abort(handle.tied(), text)
+
+
+cdef int _say_where_called(Handle handle, object error) except -1:
+    """Have an error say where the first operation was called that the device has not ended, if calls are told of."""
+    cdef Tap tap = _tap.tap
+    if tap is None:
+        return 0
+    with nogil:
+        handle.look_at_marks()
+    if handle.unfinished_since != 0:
+        tap.explain(tap.find(handle, &handle.unfinished), error)
+    return 0
+
+
+cdef int start_or_run(Call call) except -1:
+    try:
+        call.start("ncclpy-abort")
+    except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
+        call._run()
+    return 0
+
+
+cdef list begin_quietly(list handles, object reason):
+    """Begin an abort on the way out, where another exception is what the caller is told."""
+    try:
+        return begin_abort(handles, reason)
+    except Exception:
+        return []
+
+
+cdef int end_abort(list threads, double timeout, object reason) except -1:
+    """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
+    cdef double deadline = deadline_after(timeout)
+    cdef _Abort thread
+    # The operation that is to end may be run by this very thread, beneath the handler: it ends when the handler has.
+    cdef bint within = abort_preempts and ncclpy_in_handlers > 0
+    if within:
+        deadline = min(deadline, now() + HANDLER_PATIENCE)
+    for thread in threads:
+        thread.wait(deadline)
+    slow, stuck = [], []
+    for thread in threads:
+        slow += [] if thread.done else thread.handles
+        stuck += thread.stuck
+    if slow and not within:
+        warnings.warn(
+            f"ncclCommAbort did not return within {timeout:g} s and was left behind with what it may touch "
+            f"({reason}): {slow!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    _leave_behind(stuck, reason)
+    for thread in threads:
+        if thread.failures:
+            raise thread.failures[0]
+    return 0
+
+
+cdef int end_quietly(list threads, object reason, object error) except -1:
+    try:
+        end_abort(threads, ABORT_DEADLINE, reason)
+    except Exception as failure:
+        attach(error, [failure])
+    return 0
+
+
+cdef int leave(list handles, object reason, object error) except -1:
+    note_failure(handles, error)
+    end_quietly(begin_quietly(handles, reason), reason, error)
+    return tell_trouble(handles, error)
+
+
+cdef int _leave_behind(list handles, object reason) except -1:
+    """Give up communicators that a thread is inside of and that nobody can end, with a warning."""
+    cdef Handle handle
+    for handle in handles:
+        if handle.become(ABORTED):
+            handle.reason = reason
+            tell_kin(handle)
+    if handles:
+        warnings.warn(
+            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
+            "communicator made with timeout= or abortable=True can be ended at any time",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return 0
+
+
+cdef int abort_late(list handles, object reason, bint called=True) except -1:
+    cdef Handle handle
+    cdef _Abort call
+    late = [handle for handle in handles if handle.take_late(called)]
+    if not late:
+        return 0
+    call = _Abort(late)
+    call.start("ncclpy-abort")
+    return end_abort([call], ABORT_DEADLINE, reason)
+
+
+cdef class _Ending(Call):
+    """Have a call come back that nobody waits for any longer, and end what it has made; in a thread of its own, so that
+    a second Ctrl-C ends the wait for that alone."""
+
+    cdef Call call
+    cdef list children
+    cdef object reason
+
+    cdef int make(self) except -1:
+        cdef double deadline = now() + ABORT_DEADLINE
+        # The abort may have come before the call had begun, and found nothing.
+        while not self.call.wait(min(now() + LOOK_AGAIN, deadline)) and now() < deadline:
+            abort_late(self.children, self.reason, False)
+        if self.call.done:
+            abort_late(self.children, self.reason)
+        return 0
+
+
+cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
+    """End what a call was made for that nobody waits for any longer; what cannot be ended is left behind with it."""
+    cdef Handle handle
+    cdef _Ending ending = None
+    ends, stays = [], []
+    for each in handles:
+        for handle in (<Handle>each).tied():
+            if handle.can_be_ended():
+                ends.append(handle)
+            elif not is_over(handle.state):
+                stays.append(handle)
+    if call is not None and not stays:
+        ending = _Ending()
+        ending.call, ending.children, ending.reason = call, children, reason
+    note_failure(handles, error)
+    try:
+        threads = begin_quietly(ends, reason)
+        if ending is not None:  # before anything is waited for: a signal may come once more
+            start_or_run(ending)
+        end_quietly(threads, reason, error)
+        if ending is not None:
+            ending.wait(FOREVER)  # it has a deadline itself
+        elif call is not None and call.done:
+            abort_late(children, reason)
+        else:
+            _leave_behind(stays, reason)
+    except Exception as failure:
+        attach(error, [failure])
+    return tell_trouble(handles, error)
+
+
+cdef int abort_handles(list handles, double timeout, object reason) except -1:
+    """Abort communicators together, from a side thread that is left behind if it does not return in time."""
+    return end_abort(begin_abort(handles, reason), timeout, reason)

@@ -1,0 +1,652 @@
+"""A communicator's handle: what it is at this moment, and what has to be known to use it safely.
+
+Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `state`), the parent that
+still makes it. All that happens to a communicator, its birth, waits, aborts and end, is done to a `Handle` by modules
+that are built on this one; here no other rank is waited for, and nothing is ended.
+
+NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
+group job on the side. So callers and pollers take the communicator's lock, always without the GIL.
+"""
+
+import os
+import threading
+import weakref
+
+from libc.stdlib cimport malloc
+
+from ncclpy.abi.driver cimport CUstreamCaptureMode
+from ncclpy.abi.locks cimport (
+    LOCK_COMM, LOCK_GATE, mutex_destroy, mutex_init, mutex_lock, mutex_t, mutex_trylock, mutex_unlock,
+)
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.runtime.device cimport relax, restore
+from ncclpy.core.runtime.library cimport abort_preempts, check, guarded_was_in_progress, nccl, require, who_is_missing
+from ncclpy.core.handles.observers cimport has_ended, in_whole, shut_door, tell_ended, tell_overdue
+from ncclpy.core.handles.ranges cimport Ranges
+from ncclpy.core.handles.state cimport (
+    ABORTED, ASKED, BY_ITSELF, CLOSED, FAILED, FINALIZED, FROM_GUARD, INITIALISING, IN_PARENT, MADE, READY, SUSPENDED,
+    UNBORN, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
+)
+from ncclpy.core.runtime.stream cimport Stream, event_behind, hold
+from ncclpy.core.runtime.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
+
+from ncclpy.errors import (
+    ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds,
+)
+from ncclpy.core.runtime.stream_readers import withdraw
+
+
+cdef class Tap:
+    """Nobody in particular; those who listen build on it."""
+
+    cdef object here(self):
+        raise NotImplementedError
+
+    cdef object begin(self, Handle handle, const Operation* operation, object here):
+        raise NotImplementedError
+
+    cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1:
+        raise NotImplementedError
+
+    cdef object find(self, Handle handle, const Operation* operation):
+        raise NotImplementedError
+
+    cdef int explain(self, object noted, object error) except -1:
+        raise NotImplementedError
+
+
+tap = None
+
+
+cdef int set_tap(Tap new) except -1:
+    """Have another one told from now on; None for nobody."""
+    global tap
+    tap = new
+    return 0
+
+
+cdef extern from "pthread.h" nogil:
+    unsigned long pthread_self()
+
+# How long who takes a handle away waits for who asks NCCL about it.
+cdef double GATE_PATIENCE = 0.2
+cdef double LOOK_PATIENCE = 0.002
+
+# The same for a look at who reads by streams: a thread that is passed over would read what the abort has torn.
+cdef double READERS_PATIENCE = 1.0
+
+# How long an abort waits for a thread that is polling, which does not take long.
+cdef double LATE_PATIENCE = 1.0
+
+# So many threads that read results by streams of one communicator are told that it has failed.
+cdef enum:
+    MOST_READERS = 64
+
+cdef unsigned long _main = threading.main_thread().ident
+
+
+def _forked():
+    global _main
+    _main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef bint on_main_thread() noexcept nogil:
+    return <unsigned long>pthread_self() == _main
+
+
+cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
+    """Take a lock unless that takes until a moment; return whether it was taken."""
+    cdef double started = now()
+    while mutex_trylock(mutex) != 0:
+        if now() >= until:
+            return False
+        pause(now() - started)
+    return True
+
+
+cdef class Handle:
+    """Own one `ncclComm_t` and what must be known to use it safely."""
+
+    def __cinit__(self, *args, **kwargs):
+        mutex_init(&self.mutex, LOCK_COMM)
+        mutex_init(&self.gate, LOCK_GATE)
+        self.state = UNBORN
+        self.contact = BELIEVED
+        self.owned = self.waits = True
+        self.limit = self.shortest = FOREVER
+        self.rank = self.nranks = self.device = -1
+        self.arrived = -1
+        self.children = weakref.WeakSet()
+        self.resources = weakref.WeakSet()
+        self.making = []
+        self.registered = {}
+        self.ranges = Ranges()
+        self.windows = {}
+
+    def __dealloc__(self):
+        shut_door(self.door)
+        free_marks(self.marks)
+        mutex_destroy(&self.mutex)
+        mutex_destroy(&self.gate)
+
+    def __reduce__(self):
+        raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
+
+    def __repr__(self):
+        # A child that is being made has no rank yet.
+        place = f"rank {self.rank} of {self.nranks} " if self.nranks > 0 else ""
+        return f"<ncclpy.{type(self).__name__} {place}on device {self.device}{shown(self.state)}>"
+
+    cdef bint become(self, int to) except -1:
+        if not may_become(self.state, to):
+            return False
+        self.state = to
+        return True
+
+    cdef int check_state(self) except -1:
+        if self.state == ABORTED:
+            raise self.aborted_error(f"{self!r} was aborted; make a new communicator")
+        if self.state == CLOSED:
+            raise ValueError(f"{self!r} is closed; make a new communicator")
+        if self.state == FINALIZED:
+            raise ValueError(f"{self!r} was finalized; only close() is left")
+        if self.state == SUSPENDED:
+            raise ValueError(f"{self!r} is suspended; call resume() first")
+        if self.state == FAILED:
+            raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
+        if self.state == UNBORN:
+            raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
+        return 0
+
+    cdef void lock(self) noexcept nogil:
+        mutex_lock(&self.mutex)
+
+    cdef void unlock(self) noexcept nogil:
+        mutex_unlock(&self.mutex)
+
+    cdef bint lock_alive(self) noexcept nogil:
+        """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
+        self.lock()
+        if self.raw != NULL and self.state != ABORTED:  # an abort may be waiting for this very lock
+            return True
+        self.unlock()
+        return False
+
+    cdef ncclComm_t take_raw(self) noexcept nogil:
+        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
+        cdef bint locked = lock_within(&self.gate, now() + GATE_PATIENCE)
+        cdef ncclComm_t raw = self.raw
+        self.raw = NULL
+        if locked:
+            mutex_unlock(&self.gate)
+        return raw
+
+    cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
+        """Return the guard or, to abort or destroy it, take it away: only one does so."""
+        cdef ncclComm_t guard
+        mutex_lock(&self.gate)
+        guard = self.guard
+        if take:
+            self.guard = NULL
+        mutex_unlock(&self.gate)
+        return guard
+
+    cdef void enter(self, double limit) noexcept nogil:
+        self.inside_main = on_main_thread()
+        self.inside_limit = limit
+        self.inside = now()
+
+    cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=0) noexcept nogil:
+        self.enter(limit)
+        cdef Mark* mark = mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
+        if mark != NULL:
+            mark.made = self.inside
+            mark.thread = thread or this_thread()
+            self.marked = True
+        return mark
+
+    cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
+        self.inside = 0
+        self.unissued = not issued
+        if mark != NULL:
+            mark_end(self.marks, mark, issued)
+
+    cdef void note(self, const Operation* operation) noexcept nogil:
+        self.latest = operation[0]
+        self.began = now_about()
+        self.failing = 0
+        self.marked = self.unissued = False
+
+    cdef int note_arrival(self, const Operation* operation) except -1:
+        self.arrived = max(self.arrived, operation.sequence)
+        self.ended = now_about()
+        return 0
+
+    cdef ncclResult_t poll_once(self) noexcept nogil:
+        """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
+        cdef ncclResult_t state = ncclSuccess
+        cdef ncclResult_t result
+        if self.state == INITIALISING:
+            return self.poll_birth()
+        self.lock()
+        if self.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
+            self.unlock()
+            return <ncclResult_t>WAS_ABORTED
+        result = nccl.ncclCommGetAsyncError(self.raw, &state)
+        self.unlock()
+        return state if result == ncclSuccess else result
+
+    cdef ncclResult_t poll_birth(self) noexcept nogil:
+        """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
+        cdef ncclResult_t result
+        if self.cradle.stage == IN_PARENT:
+            # First and without this one's lock: the order of locks is that of their addresses.
+            result = (<Handle>self.asked).poll_once()
+            if result != ncclSuccess or self.nranks == 0:
+                return result
+        self.lock()
+        if self.cradle.stage == IN_PARENT and self.state == INITIALISING:
+            self.take_cell()
+            self.cradle.stage = BY_ITSELF
+        if self.state != INITIALISING and self.state != READY:
+            result = <ncclResult_t>WAS_ABORTED
+        elif self.cradle.stage == MADE:
+            result = ncclSuccess
+        elif self.cradle.is_asking():
+            result = ncclInProgress
+        elif self.cradle.question.failed != ncclSuccess:
+            result = self.cradle.question.failed
+        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
+            result = <ncclResult_t>WAS_ABORTED
+        else:
+            result = self._ask_maker()
+            if result == ncclSuccess and self.cradle.guarded and self.cradle.stage == BY_ITSELF:
+                self.cradle.ask_guard(self.guard)
+                result = ncclInProgress
+            elif result == ncclSuccess:
+                if self.cradle.guarded:
+                    self.raw = self.cradle.question.cell
+                if self.raw != NULL:
+                    self.cradle.stage = MADE
+                else:  # not written yet
+                    result = ncclInProgress
+        self.unlock()
+        return result
+
+    cdef ncclResult_t _ask_maker(self) noexcept nogil:
+        """Ask the guard, or the communicator itself; an abort takes it away under the gate."""
+        cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
+        cdef ncclComm_t maker
+        mutex_lock(&self.gate)
+        maker = self.guard if self.cradle.guarded else self.raw
+        if maker != NULL:
+            result = nccl.ncclCommGetAsyncError(maker, &state)
+        mutex_unlock(&self.gate)
+        return state if result == ncclSuccess else result
+
+    cdef ncclResult_t peek(self) noexcept nogil:
+        """Ask NCCL once how the communicator is, whatever call is under way; success where it is not known.
+
+        Of a blocking communicator NCCL only reads a word. Of a nonblocking one it may complete a job, so that while
+        a call is under way nothing is known.
+        """
+        cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
+        if self.state != READY or nccl.ncclCommGetAsyncError == NULL:
+            return ncclSuccess
+        if self.nonblocking and mutex_trylock(&self.mutex) != 0:
+            return ncclSuccess
+        mutex_lock(&self.gate)
+        if self.raw != NULL:
+            result = nccl.ncclCommGetAsyncError(self.raw, &state)
+            if result != ncclSuccess:
+                state = result
+        mutex_unlock(&self.gate)
+        if self.nonblocking:
+            self.unlock()
+        return ncclSuccess if state == ncclInProgress else state
+
+    cdef int ask_who(self) except -1:
+        """Read rank, count and device from NCCL."""
+        require(<void*>nccl.ncclCommCount, b"ncclCommCount")
+        check(nccl.ncclCommCount(self.raw, &self.nranks), b"ncclCommCount", self.raw)
+        check(nccl.ncclCommUserRank(self.raw, &self.rank), b"ncclCommUserRank", self.raw)
+        return check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
+
+    cdef ncclComm_t speaker(self) noexcept:
+        """Return the communicator that knows why this one failed.
+
+        While it is made, the guard says what happens; of a child that NCCL has not made its parent does.
+        """
+        if self.raw != NULL:
+            return self.raw
+        if self.guard != NULL:
+            return self.guard
+        if self.parent is not None:
+            return self.parent.raw
+        if self.state == UNBORN and abort_preempts and self.cradle is not None:
+            return self.cradle.birth.cell
+        return NULL
+
+    cdef const char* last_words(self) noexcept:
+        if self.cradle is not None and self.cradle.question.words != NULL and not self.cradle.is_asking():
+            return self.cradle.question.words
+        return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
+
+    cdef void take_cell(self) noexcept nogil:
+        if self.cradle.guarded:
+            self.guard = self.cradle.birth.cell
+        else:
+            self.raw = self.cradle.birth.cell
+
+    cdef int called(self) except -1:
+        self.cradle.lent = True
+        return 0
+
+    cdef int unborn(self) except -1:
+        """Note that the group in which this communicator was to be made came to nothing."""
+        if self.state == UNBORN:
+            self.become(FAILED)
+            if self.cradle is not None and self.raw == NULL and self.guard == NULL:
+                self.cradle.lent = False
+        return 0
+
+    cdef bint is_stray(self) noexcept:
+        # Only the host engine says by the cell what it has made before another call of the group failed.
+        if self.state == FAILED and abort_preempts and self.raw == NULL and self.guard == NULL:
+            self.take_cell()
+        return self.raw != NULL or self.guard != NULL
+
+    cdef bint is_in_parent(self) noexcept:
+        return self.cradle is not None and self.cradle.stage == IN_PARENT
+
+    cdef bint take_late(self, bint called) except -1:
+        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
+
+        Nobody polls for it any more, and it would stay behind. `called` says that the call that makes it has returned,
+        although nobody has waited for it.
+        """
+        cdef bint taken
+        if self.state != ABORTED or self.cradle is None:
+            return False
+        if not called and abort_preempts and self.cradle.stage == ASKED and self.parent is None:
+            # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
+            if self.cradle.birth.cell == NULL:
+                return False
+            self.take_cell()
+            self.cradle.stage = BY_ITSELF
+            return True
+        with nogil:
+            taken = self._take_cell_late(called)
+        return taken
+
+    cdef bint _take_cell_late(self, bint called) noexcept nogil:
+        cdef double until = now() + LATE_PATIENCE
+        cdef bint taken
+        if not lock_within(&self.mutex, until):
+            return False
+        while self.cradle.is_asking() and now() < until:  # the guard is gone, which brings it back
+            pause(0.001)
+        taken = self.cradle.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
+        if taken:
+            if self.raw == NULL and self.cradle.stage == FROM_GUARD:
+                self.raw = self.cradle.question.cell
+            elif self.raw == NULL and (self.cradle.stage == IN_PARENT or self.cradle.stage == ASKED):
+                self.raw = self.cradle.birth.cell
+            self.cradle.stage = MADE
+            taken = self.raw != NULL
+        self.unlock()
+        return taken
+
+    cdef bint can_be_ended(self) noexcept:
+        return self.guard != NULL or self.nonblocking or abort_preempts
+
+    cdef list tied(self):
+        """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
+        asked = self.state == UNBORN and self.cradle is not None and self.parent is None and self.raw == NULL
+        if asked and abort_preempts:
+            self.take_cell()  # NCCL has written it, and works on it in another thread
+            if self.cradle.birth.cell != NULL:
+                self.cradle.stage = BY_ITSELF
+        unmade = self.state == UNBORN or self.state == INITIALISING
+        if unmade and self.raw == NULL and self.guard == NULL and self.parent is not None:
+            return [self, self.parent]
+        return [self, *self.making]
+
+    cdef int check_endable(self, object what) except -1:
+        """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
+        if self.guard == NULL and not self.nonblocking:
+            raise ValueError(
+                f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
+            )
+        return 0
+
+    cdef bint in_background(self) noexcept:
+        if self.state == UNBORN and self.cradle is not None:
+            return self.cradle.guarded or self.nonblocking
+        return self.nonblocking
+
+    cdef int was_in_progress(self) except -1:
+        if self.guard != NULL and not self.nonblocking:
+            guarded_was_in_progress()
+        return 0
+
+    cdef int check_call(self, ncclResult_t result, const char* function) except -1:
+        """Raise for the result of a call that was made under the lock, or not made (`WAS_ABORTED`)."""
+        if result == ncclSuccess:
+            return 0
+        self.raise_if_aborted(result, function)
+        return check(result, function, self.raw)
+
+    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
+        """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
+        if self.tenant != NULL and has_ended(self.tenant):
+            tell_ended(self)
+        if <int>result == WAS_ABORTED:
+            self.check_state()  # says whether it was closed or aborted
+            raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")
+        if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
+            raise self.aborted_error(f"{function.decode()} of {self!r} ended: the communicator was aborted")
+        return 0
+
+    cdef object aborted_error(self, object what):
+        """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        self.inform()
+        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
+            error = type(self.verdict)(f"{what}: {self.verdict}")
+            tell_trouble([self], error)
+            return error
+        return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+
+    cdef object timeout_error(self, object what, double waited):
+        """Return the exception for a deadline that has passed; it looks around, so before the abort."""
+        if self.state == INITIALISING and self.cradle.stage == IN_PARENT:
+            missing = who_is_missing(self.speaker())
+            missing += ". " if missing else ""
+            return NcclTimeout(
+                f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
+                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the "
+                "call",
+                function=what,
+            )
+        described = repr(self)
+        if self.state == INITIALISING:
+            advice = (
+                f"Not all {f'{self.nranks} ' if self.nranks > 0 else ''}ranks have joined: see whether each was started, with a rank of its own, this "
+                "unique id and this number of ranks, whether all of them or none pass timeout= or abortable=True, and "
+                "whether their machines reach each other"
+            )
+        else:
+            advice = _ADVICE
+        missing = who_is_missing(self.speaker())
+        advice = f"{missing}. {advice}" if missing else advice
+        return NcclTimeout(
+            f"{what} of {described} was not done after {seconds(waited)}; the communicator was aborted. {advice}",
+            function=what,
+        )
+
+    cdef int explain(self, object error) except -1:
+        if self.fellows is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
+            return 0
+        if in_whole():  # who calls that does so behind it
+            return 0
+        # They are asked once: not for what a rank has got wrong alone and can go on from.
+        if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
+            note_failure([self], error)
+            self.fellows.explain(error)
+        return 0
+
+    cdef void look_at_marks(self) noexcept nogil:
+        cdef CUstreamCaptureMode mode
+        cdef Mark overdue
+        cdef const Mark* first
+        if self.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
+            return
+        mode = relax()
+        find_overdue(self.marks, now(), &overdue)
+        restore(mode)
+        first = first_marked(self.marks)
+        self.unfinished_since = 0 if first == NULL else first.made
+        if first != NULL:
+            self.unfinished = first.what
+        self.unlock()
+
+    cdef bint look_at_waits(self) noexcept:
+        cdef bint all_have = True
+        # Its own abort ends them as well.
+        cdef bint ends = self.fenced or self.state == ABORTED
+        cdef Waiting* one = NULL if ends else self.waits_now
+        while one != NULL:
+            one.whole = has_run_dry(one.stream)
+            all_have = all_have and one.whole
+            one = one.following
+        if ends or self.waits_now == NULL or self.peek() == ncclSuccess:
+            return all_have
+        one = self.waits_now  # what has failed ends as well
+        while one != NULL:
+            one.whole = False
+            one = one.following
+        return True
+
+    cdef set readers(self):
+        cdef unsigned long[MOST_READERS] threads
+        cdef size_t i, count
+        cdef Waiting* one
+        if self.marks == NULL:
+            return set()
+        with nogil:
+            count = self._threads_marked(threads)
+        found = {threads[i] for i in range(count)}
+        one = self.waits_now  # not before: without the GIL a wait may be over
+        while one != NULL:
+            found.discard(one.thread)
+            one = one.following
+        return found
+
+    cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil:
+        cdef CUstreamCaptureMode mode
+        cdef size_t count = 0
+        cdef double until = now() + READERS_PATIENCE
+        cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+        while not locked and not self.marks.open and now() < until:  # by a thread that may only wait for a core
+            locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+        # A thread that is stuck in a call has the lock. It adds no mark before it is back, nor does another behind an abort.
+        if locked or (self.marks.open and self.state == ABORTED):
+            mode = relax()
+            count = threads_marked(self.marks, threads, MOST_READERS)
+            restore(mode)
+        if locked:
+            self.unlock()
+        return count
+
+    cdef int inform(self) except -1:
+        withdraw(self.subject())
+        if self.informed is None:
+            self.informed = set()
+        self.informed.add(this_thread())
+        return 0
+
+    cdef object subject(self):
+        return id(self) if self.group_name is None else self.group_name
+
+    cdef CUstream own_stream(self) except NULL:
+        """Return the private stream for memory that has none, made on first use."""
+        if self.stream is None:
+            made = Stream(self.device)  # without the GIL: another thread may have been here meanwhile
+            if self.stream is None:
+                self.stream = made
+        return (<Stream>self.stream).raw
+
+    cdef long long keep(self, object buffer) except -1:
+        """Keep a buffer that NCCL has registered; return the number by which to let it go."""
+        self.registrations += 1
+        self.registered[self.registrations] = buffer
+        return self.registrations
+
+    cdef int unkeep(self, long long number) except -1:
+        """Let a registered buffer go, or, where an abort is under way, have it go with that: until then it is in use."""
+        self.windows.pop(number, None)
+        if self.state == ABORTED and self.aborting is None and (self.raw != NULL or self.guard != NULL):
+            return 0  # the abort is about to begin: the buffer goes with this object, which that keeps
+        buffer = self.registered.pop(number, None)
+        if buffer is None or self.aborting is None:
+            return 0
+        return hold([buffer], self.aborting, f"a registered buffer of {self!r}")
+
+    cdef int unkeep_all(self) except -1:
+        for number in list(self.registered):
+            self.unkeep(number)
+        return 0
+
+    cdef int hold(self, list objects, CUstream stream, object what) except -1:
+        until = [] if self.aborting is None else list(self.aborting)
+        event = event_behind(stream, self.device)
+        if event is not None:
+            until.append(event)
+        objects.append(self)
+        return hold(objects, until, what)
+
+    cdef str name_next(self, str mark):
+        self.descendants += 1
+        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+
+
+cdef int note_failure(list handles, object error) except -1:
+    cdef Handle handle
+    for handle in handles:
+        if isinstance(error, NcclError):
+            handle.failed_as = type(error).__name__
+        if handle.told and not handle.failing and isinstance(error, NcclError):
+            if handle.state != ABORTED:
+                with nogil:
+                    handle.look_at_marks()
+            handle.failing = LATE if isinstance(error, NcclTimeout) else BROKEN
+    return 0
+
+
+cdef int tell_trouble(list handles, object error, bint wait=True) except -1:
+    cdef Handle handle
+    if wait:
+        for handle in handles:
+            handle.explain(error)
+    return tell_overdue(handles, error, wait)
+
+
+cdef PyObject** in_lock_order(list handles) except NULL:
+    """Return the handles in the order in which their locks are taken, that of their addresses."""
+    cdef size_t i
+    cdef PyObject** ordered = <PyObject**>malloc(len(handles) * sizeof(PyObject*))
+    if ordered == NULL:
+        raise MemoryError
+    for i, handle in enumerate(sorted(handles, key=id)):
+        ordered[i] = <PyObject*>handle
+    return ordered
+
+
+cdef int count_waits(list waits, int by) except -1:
+    cdef Handle handle
+    for handle, _, _ in waits:
+        handle.waiters += by
+    return 0

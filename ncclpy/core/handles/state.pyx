@@ -1,0 +1,340 @@
+"""What a communicator is made of: its states, its creation, the events around its operations.
+
+UNBORN -> INITIALISING -> READY -> FINALIZED -> CLOSED
+                              READY <-> SUSPENDED -> FINALIZED
+                                    (and from each of them to ABORTED)
+
+Who moves one asks `Handle.become`, which goes by this table, always with the GIL. It is read without.
+
+A communicator with a guard is made in two steps. NCCL first makes the guard, in the background, with `splitShare`; the
+guard is then split into a communicator that blocks, as one without a deadline does, so that its calls cost the same.
+Both can be polled and aborted at any time, through the guard.
+
+The split is called in a thread of its own. NCCL makes it in the background and should return at once; should it not,
+whoever polls is stuck in nothing, and an abort of the guard brings that thread back.
+
+The cells lie on the heap, and are given back when it is known that NCCL will not write into them any more: never
+while somebody may be polling, since whoever polls holds the communicator, and the communicator its cradle.
+
+They are recorded by the thread that makes the call, directly before and behind it: nobody else may touch a stream of
+the user's, which may be destroyed, captured, or mean another one in another thread. The clock of an operation starts
+when the device has come to it, so that neither what the stream does before nor what it does behind is counted.
+"""
+
+from cpython.ref cimport Py_INCREF
+from libc.stdlib cimport calloc, free
+
+from ncclpy.abi.driver cimport (
+    CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CU_EVENT_DISABLE_TIMING, CU_STREAM_CAPTURE_STATUS_NONE, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
+)
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclUnhandledCudaError
+from ncclpy.core.runtime.library cimport driver, keep_words, nccl
+from ncclpy.core.arguments.config cimport fill_config
+from ncclpy.core.runtime.device cimport relax, restore
+
+
+cdef dict _NAMES = {
+    READY: "ready", UNBORN: "not initialised", INITIALISING: "initialising", FAILED: "failed", ABORTED: "aborted",
+    CLOSED: "closed", FINALIZED: "finalized", SUSPENDED: "suspended",
+}
+
+cdef dict _MOVES = {
+    UNBORN: (
+        INITIALISING,  # the call that makes it has returned
+        READY,  # somebody else has made it: from_handle()
+        FAILED,  # its group came to nothing
+        CLOSED,
+        ABORTED,
+    ),
+    INITIALISING: (
+        READY,
+        FAILED,
+        CLOSED,  # a split without a colour: there is nothing to close
+        ABORTED,
+    ),
+    READY: (
+        FINALIZED,  # by finalize(), or since it is being closed
+        SUSPENDED,
+        CLOSED,  # of somebody else, who goes on with it
+        ABORTED,
+    ),
+    SUSPENDED: (
+        READY,  # resumed, or not suspended after all
+        FINALIZED,  # since it is being closed
+        CLOSED,
+        ABORTED,
+    ),
+    FINALIZED: (
+        READY,  # a close that could give nothing back
+        SUSPENDED,  # the same
+        CLOSED,
+        ABORTED,
+    ),
+    FAILED: (CLOSED, ABORTED),
+    ABORTED: (
+        FAILED,  # aborted for what had failed, which is what its users are to hear
+    ),
+    CLOSED: (
+        INITIALISING,  # closed before its group has ended, which makes it all the same
+    ),
+}
+
+
+cdef bint may_become(int state, int to) except -1:
+    if to in _MOVES[state]:
+        return True
+    if is_over(state) or state == to:
+        return False
+    raise SystemError(f"a communicator that is {_NAMES[state]} cannot become {_NAMES[to]}: please report this")
+
+
+cdef str shown(int state):
+    return "" if state == READY else f" ({_NAMES[state]})"
+
+
+cdef extern from "pthread.h" nogil:
+    ctypedef unsigned long pthread_t
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_detach(pthread_t)
+    int pthread_setname_np(pthread_t, const char*)
+
+cdef extern from * nogil:
+    int __atomic_load_n(int*, int)
+    void __atomic_store_n(int*, int, int)
+    const int __ATOMIC_ACQUIRE
+    const int __ATOMIC_RELEASE
+
+
+cdef void* _ask(void* argument) noexcept nogil:
+    cdef Question* question = <Question*>argument
+    cdef ncclResult_t result = ncclUnhandledCudaError
+    cdef CUstreamCaptureMode mode = relax()
+    if driver.cuCtxSetCurrent(question.context) == 0:
+        result = nccl.ncclCommSplit(question.guard, 0, 0, &question.cell, &question.config)  # equal keys: ranks stay
+    restore(mode)
+    if result != ncclSuccess and result != ncclInProgress:
+        # Of which the guard itself, which is well, will not tell whoever asks next.
+        question.words = keep_words(result)
+        question.failed = result
+    __atomic_store_n(&question.under_way, 0, __ATOMIC_RELEASE)
+    return NULL
+
+
+cdef class Cradle:
+    """Own the cells of a communicator, and what NCCL reads to make it."""
+
+    def __cinit__(self):
+        self.birth = <Birth*>calloc(1, sizeof(Birth))
+        self.question = <Question*>calloc(1, sizeof(Question))
+        if self.birth == NULL or self.question == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.lent:  # nobody knows when NCCL reads and writes: then the memory stays
+            Py_INCREF(self.strings)
+            return
+        if self.birth != NULL:
+            free(self.birth.exclude)
+        free(self.birth)
+        if self.question != NULL:
+            free(self.question.words)
+        free(self.question)
+
+    cdef int fill(self, object config, bint guarded, object blocking) except -1:
+        """Fill in the configurations. `blocking` is what the communicator is to be; None leaves it to NCCL."""
+        self.guarded = guarded
+        self.strings = [fill_config(&self.birth.config, config)]
+        if guarded:
+            self.strings.append(fill_config(&self.question.config, config))
+            self.question.config.blocking = 1
+            self.birth.config.blocking = 0
+            self.birth.config.splitShare = 1  # a guard is none unless the abort flag is shared
+        elif blocking is not None:
+            self.birth.config.blocking = 1 if blocking else 0
+        return 0
+
+    cdef void ask_guard(self, ncclComm_t guard) noexcept nogil:
+        cdef pthread_t thread
+        cdef CUcontext saved = NULL
+        self.stage = FROM_GUARD
+        self.question.guard = guard
+        self.question.context = self.birth.context
+        self.question.under_way = 1
+        if pthread_create(&thread, NULL, _ask, self.question) == 0:
+            pthread_setname_np(thread, b"ncclpy-call")
+            pthread_detach(thread)
+        else:  # no more threads; here it may block, but it would never be made else
+            driver.cuCtxGetCurrent(&saved)
+            _ask(self.question)
+            driver.cuCtxSetCurrent(saved)
+
+    cdef bint is_asking(self) noexcept nogil:
+        return __atomic_load_n(&self.question.under_way, __ATOMIC_ACQUIRE)
+
+
+# So many marks are there before the first is looked for to be used again; and at most.
+cdef enum:
+    FEW = 64
+    MANY = 4096
+
+
+cdef Marks* new_marks(CUcontext context) noexcept nogil:
+    """Return an empty set; NULL without memory."""
+    cdef Marks* marks = <Marks*>calloc(1, sizeof(Marks))
+    if marks != NULL:
+        marks.context = context
+    return marks
+
+
+cdef void free_marks(Marks* marks) noexcept nogil:
+    cdef size_t i
+    if marks == NULL:
+        return
+    for i in range(marks.capacity if driver.cuEventDestroy_v2 != NULL else 0):  # not in a forked child
+        driver.cuEventDestroy_v2(marks.ring[i].begin)
+        driver.cuEventDestroy_v2(marks.ring[i].end)
+    free(marks.ring)
+    free(marks)
+
+
+cdef bint _grow(Marks* marks) noexcept nogil:
+    """Make room for twice as many; the device's context is current. False if that fails."""
+    cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else FEW
+    cdef Mark* ring = <Mark*>calloc(capacity, sizeof(Mark))
+    if ring == NULL:
+        return False
+    for i in range(marks.capacity):
+        ring[i] = marks.ring[(marks.first + i) % marks.capacity]
+    for i in range(marks.capacity, capacity):
+        if (
+            driver.cuEventCreate(&ring[i].begin, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
+            or driver.cuEventCreate(&ring[i].end, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
+        ):
+            capacity = i  # as many as there are
+            break
+    free(marks.ring)
+    marks.ring = ring
+    marks.first = 0
+    if capacity == marks.capacity:
+        return False
+    marks.capacity = capacity
+    return True
+
+
+cdef void _forget_some(Marks* marks) noexcept nogil:
+    """Forget the older half if the device has done with it: one question for many marks."""
+    cdef size_t half = marks.count // 2, i
+    cdef CUstream stream = marks.ring[marks.first].what.stream
+    for i in range(half):
+        if marks.ring[(marks.first + i) % marks.capacity].what.stream != stream:
+            half = i  # they end in their own order only on one stream
+            break
+    if half and driver.cuEventQuery(marks.ring[(marks.first + half - 1) % marks.capacity].end) != CUDA_ERROR_NOT_READY:
+        marks.first = (marks.first + half) % marks.capacity
+        marks.count -= half
+
+
+cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil:
+    cdef CUstream stream = operation.stream
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef CUcontext saved = NULL
+    cdef Mark* mark = NULL
+    # A default stream is the current device's.
+    cdef bint entered = <size_t>stream <= 2 or marks.count == marks.capacity
+    if entered:
+        driver.cuCtxGetCurrent(&saved)
+        entered = saved != marks.context
+        if entered:
+            driver.cuCtxSetCurrent(marks.context)
+    if driver.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
+        if marks.count == marks.capacity and marks.count and not marks.open:
+            _forget_some(marks)
+        if marks.count < marks.capacity or (marks.capacity < MANY and not marks.open and _grow(marks)):
+            mark = &marks.ring[(marks.first + marks.count) % marks.capacity]
+            mark.what = operation[0]
+            mark.limit = limit
+            mark.began = 0
+            mark.over = False
+            mark.open = True
+            if driver.cuEventRecord(mark.begin, stream) == CUDA_SUCCESS:
+                marks.count += 1
+                marks.open += 1
+            else:
+                mark = NULL
+    if entered:
+        driver.cuCtxSetCurrent(saved)
+    return mark
+
+
+cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
+    cdef CUcontext saved = NULL
+    cdef bint entered = False
+    if mark == NULL:
+        return
+    if <size_t>mark.what.stream <= 2:
+        driver.cuCtxGetCurrent(&saved)
+        entered = saved != marks.context
+        if entered:
+            driver.cuCtxSetCurrent(marks.context)
+    marks.open -= 1
+    mark.open = False
+    mark.over = not issued or driver.cuEventRecord(mark.end, mark.what.stream) != CUDA_SUCCESS
+    if entered:
+        driver.cuCtxSetCurrent(saved)
+
+
+cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil:
+    cdef Mark* mark
+    cdef size_t i
+    cdef bint overdue = False
+    for i in range(marks.count):
+        mark = &marks.ring[(marks.first + i) % marks.capacity]
+        if mark.over or mark.open:  # the end of one that is open is that of an earlier operation
+            continue
+        if driver.cuEventQuery(mark.end) != CUDA_ERROR_NOT_READY:
+            mark.over = True
+        elif mark.began == 0:
+            if driver.cuEventQuery(mark.begin) != CUDA_ERROR_NOT_READY:
+                mark.began = moment
+        elif moment - mark.began > mark.limit:
+            overdue = True
+            found[0] = mark[0]
+            break
+    while marks.count and marks.ring[marks.first].over:
+        marks.first = (marks.first + 1) % marks.capacity
+        marks.count -= 1
+    return overdue
+
+
+cdef const Mark* first_marked(const Marks* marks) noexcept nogil:
+    cdef size_t i
+    for i in range(marks.count):
+        if not marks.ring[(marks.first + i) % marks.capacity].over:
+            return &marks.ring[(marks.first + i) % marks.capacity]
+    return NULL
+
+
+cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t most) noexcept nogil:
+    cdef size_t i, j, found = 0
+    cdef const Mark* mark
+    for i in range(marks.count):
+        mark = &marks.ring[(marks.first + i) % marks.capacity]
+        if mark.over or mark.open or driver.cuEventQuery(mark.end) != CUDA_ERROR_NOT_READY:
+            continue
+        for j in range(found):
+            if threads[j] == mark.thread:
+                break
+        else:
+            if found == most:
+                break
+            threads[found] = mark.thread
+            found += 1
+    for i in range(marks.count if marks.open else 0):
+        mark = &marks.ring[(marks.first + i) % marks.capacity]
+        for j in range(found if mark.open else 0):
+            if threads[j] == mark.thread:
+                found -= 1
+                threads[j] = threads[found]
+                break
+    return found

@@ -1,0 +1,47 @@
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.driver cimport CUresult, CUstream
+from ncclpy.abi.nccl cimport ncclResult_t
+from ncclpy.core.handles.handle cimport Handle
+from ncclpy.core.runtime.wait cimport Waiting
+
+
+# Take over what NCCL has made, is making, or failed to make; wait for nothing.
+cdef int born(Handle child, ncclResult_t result) except -1
+
+# Have the watcher keep deadlines, of which this is one.
+cdef int be_watched(Handle handle, double limit) except -1
+
+# Raise unless operations may be submitted; wait for a nonblocking initialisation to end.
+cdef int check_alive(Handle handle) except -1
+
+# Wait until it has left ncclInProgress. `started` is when the wait began, if that was before now.
+cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
+
+# Wait for what was issued on a stream. If a signal handler raises, `together` is aborted; by default this one.
+cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
+
+# Its parts, for who makes a call before it and gives the GIL up once: refuse a wait that cannot be; wait, which changes
+# nothing of Python's; and raise unless the data are there.
+cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1
+cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
+cdef int end_wait(Waiting* waiting) except -1
+
+# Raise where another rank of this process was aborted: before a call that waits, and before its data are handed out.
+cdef int raise_if_fenced(Handle handle, const char* what) except -1
+
+# What `begin_wait` has noted of it: always, before the memory of the wait goes.
+cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
+
+# Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
+cdef int check_not_beneath(Handle handle, const char* what) except -1
+
+# Abort after a deadline and say what was waited for.
+cdef int give_up(Handle handle, str what, double waited) except -1
+
+
+# Have the watcher look after a communicator from now on.
+cdef int watch(Handle handle) except -1
+
+# One of them has a shorter deadline than before.
+cdef int look_sooner() except -1

@@ -1,0 +1,557 @@
+"""Waits for communicators, and the watchdog of those that have a deadline.
+
+However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
+communicator is aborted (`abort`), and what may still be touched is held (`stream.hold`) before the exception goes on.
+
+A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
+itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this
+thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on;
+the call raises `NcclTimeout`, or the thread that has begun the operation, wherever that is. It does the same for Ctrl-C in a call that is stuck, which Python's
+handler could not end: it only runs when the call has returned.
+"""
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
+from libc.string cimport strcmp
+
+from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
+from ncclpy.abi.locks cimport mutex_trylock
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
+from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl_error, raise_nccl, require_driver
+from ncclpy.core.runtime.device cimport context_of
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, Tap, note_failure, on_main_thread, tell_trouble
+from ncclpy.core.handles.observers cimport tell_ready
+from ncclpy.core.arguments.operation cimport Operation, function_of
+from ncclpy.core.handles.state cimport (
+    ABORTED, BY_ITSELF, CLOSED, FAILED, INITIALISING, IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
+)
+from ncclpy.core.runtime.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause, this_thread
+
+from ncclpy.errors import NcclError
+
+
+cdef int born(Handle child, ncclResult_t result) except -1:
+    """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it."""
+    if child.state == READY or child.state == ABORTED:
+        return 0
+    if child.state == INITIALISING:
+        return _grown(child)
+    # First what an abort goes by, and without Python's code, in which a signal handler may raise.
+    child.cradle.lent = True
+    child.become(INITIALISING)
+    # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
+    in_parent = child.parent is not None and child.parent.in_background() and child.cradle.birth.cell == NULL
+    child.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
+    if not in_parent:
+        child.take_cell()
+    if child.parent is not None:
+        child.parent.making.append(child)
+        child.parent.children.add(child)
+    if child.cradle.guarded:
+        look_up_overrides()  # again: NCCL has read its configuration file
+    if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.cradle.guarded):
+        # A blocking communicator says nothing else; one that works in the background may still be in progress.
+        if child.nranks != 0:
+            with nogil:
+                result = child.poll_birth()
+        if result == ncclSuccess and child.state == INITIALISING:  # without the GIL it may have been aborted
+            _grown(child)
+    if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
+        begin_abort(child.tied(), "its parent was aborted while it was made")  # and did not know of it yet
+    return 0
+
+
+cdef int _grown(Handle child) except -1:
+    """Note that NCCL has made it."""
+    child.cradle.lent = False
+    if child.parent is not None and child in child.parent.making:
+        child.parent.making.remove(child)
+    if child.nranks == 0:  # a split without a colour: this rank takes part and gets nothing
+        child.become(CLOSED)
+        return 0
+    if child.rank < 0:
+        child.ask_who()
+    child.become(READY)
+    if child.guard != NULL:
+        be_watched(child, child.limit)
+    tell_ready(child)
+    # Those that a grown one has more do not know the store.
+    if child.parent is not None and child.parent.fellows is not None and 1 < child.nranks <= child.parent.nranks:
+        try:
+            child.fellows = child.parent.fellows.of_part(child)
+            child.told = child.fellows is not None
+        except BaseException as error:  # of a signal handler
+            leave([child], "the call that made it did not return it", error)
+            raise
+    return 0
+
+
+cdef int be_watched(Handle handle, double limit) except -1:
+    """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
+    if limit < handle.shortest:
+        handle.shortest = limit
+        look_sooner()
+    if limit != FOREVER and handle.marks == NULL:
+        handle.marks = new_marks(context_of(handle.device))
+        if handle.marks == NULL:
+            raise MemoryError
+    if not handle.watched:
+        handle.watched = True
+        watch(handle)
+    return 0
+
+
+cdef int check_alive(Handle handle) except -1:
+    if handle.state == READY:
+        return 0
+    if handle.state == INITIALISING:
+        return finish(handle, "initialisation", deadline_after(handle.limit))
+    return handle.check_state()
+
+
+cdef int finish(Handle handle, str what, double deadline, double started=0) except -1:
+    """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
+    cdef ncclResult_t result
+    cdef const char* words
+    started = started or now()
+    while True:
+        with nogil:
+            result = _poll_slice(handle, started, deadline)
+        if <int>result == SLICE_OVER:
+            try:
+                PyErr_CheckSignals()
+            except BaseException as error:
+                leave(handle.tied(), f"{what} was interrupted by {type(error).__name__}", error)
+                raise
+            continue
+        if <int>result == PAST_DEADLINE:
+            return give_up(handle, what, now() - started)
+        if <int>result == WAS_ABORTED or handle.state == ABORTED:
+            raise handle.aborted_error(f"{what} of {handle!r} ended: the communicator was aborted")
+        if result == ncclSuccess:
+            if handle.state == INITIALISING:
+                born(handle, result)
+            return 0
+        initialising = handle.state == INITIALISING
+        if initialising:
+            handle.become(FAILED)
+        words = handle.last_words()
+        failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {handle!r}")
+        if initialising:  # what there is of it is of no use, and may be in nobody's hands
+            leave([handle], f"{what} failed", failure)
+            handle.become(FAILED)
+        else:
+            tell_trouble([handle], failure)
+        raise failure
+
+
+cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:
+    """Poll for one slice, or until there is an answer or the deadline has passed."""
+    cdef ncclResult_t result
+    cdef double end = now() + SLICE
+    while True:
+        result = handle.poll_once()
+        if result != ncclInProgress:
+            return result
+        if now() >= deadline:
+            return <ncclResult_t>PAST_DEADLINE
+        if now() >= end:
+            return <ncclResult_t>SLICE_OVER
+        pause(now() - started)
+
+
+cdef int give_up(Handle handle, str what, double waited) except -1:
+    """Abort after a deadline and say what was waited for."""
+    error = handle.timeout_error(what, waited)
+    leave(handle.tied(), f"{what} passed its deadline", error)
+    raise error
+
+
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
+
+# How long the device may take to end what runs on a communicator that has failed.
+cdef double BROKEN_PATIENCE = 1.0
+
+# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
+cdef bint _exiting = False
+cdef int _looking = 0
+
+
+@atexit.register
+def _end_of_process():
+    """Have waits in other threads go on without Python."""
+    global _exiting
+    _exiting = True
+    until = now() + 1.0
+    while _looking and now() < until:
+        time.sleep(0.001)
+
+
+def _forget_waits():
+    global _exiting, _looking
+    _exiting, _looking = False, 0
+
+
+os.register_at_fork(after_in_child=_forget_waits)
+
+
+cdef double _tick(void* argument) noexcept nogil:
+    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
+    global _looking
+    cdef Waiting* waiting = <Waiting*>argument
+    cdef double moment = now()
+    if waiting.error != NULL:
+        return LEAVE
+    if moment >= waiting.next:
+        waiting.next = min(moment + SLICE, waiting.deadline)
+        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
+            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
+            if not _exiting:
+                _look(waiting)
+            else:
+                waiting.next = moment + SLICE
+            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
+            if waiting.error != NULL:
+                return LEAVE
+    return waiting.next - now()
+
+
+cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
+    """Return whether the communicator has failed and the device does not come back from that."""
+    cdef ncclResult_t result = (<Handle>waiting.handle).peek()
+    if result == ncclSuccess or waiting.broken == FOREVER:
+        waiting.broken = FOREVER if result == ncclSuccess else moment
+    return moment - waiting.broken > BROKEN_PATIENCE
+
+
+cdef int _look(Waiting* waiting) noexcept with gil:
+    """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
+    cdef Handle handle = <Handle>waiting.handle
+    together = [handle] if waiting.together == NULL else <list>waiting.together
+    try:
+        run_handlers()
+        what = waiting.what.decode()
+        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
+            failure = nccl_error(handle.peek(), waiting.what, NULL)
+            note_failure([handle], failure)
+            threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
+        elif now() < waiting.deadline:
+            return 0
+        else:
+            failure = handle.timeout_error(what, now() - waiting.started)
+            note_failure([handle], failure)
+            threads = begin_abort(handle.tied(), f"{what} passed its deadline")
+    except BaseException as error:
+        failure = error
+        threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
+    Py_INCREF(failure)
+    waiting.error = <PyObject*>failure
+    Py_INCREF(threads)
+    waiting.aborting = <PyObject*>threads
+    return 0
+
+
+cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
+    return handle.aborted_error(
+        f"{waiting.what.decode()} on {handle!r} did not complete: the communicator was {became}"
+    )
+
+
+cdef int raise_if_fenced(Handle handle, const char* what) except -1:
+    """Raise where another rank was aborted: what ends now may have wrong data. A close hands out no data."""
+    if handle.fenced and strcmp(what, b"close") != 0:
+        handle.inform()
+        raise type(handle.abort_of_kin)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_kin}")
+    return 0
+
+
+cdef int end_wait(Waiting* waiting) except -1:
+    cdef Handle handle = <Handle>waiting.handle
+    cdef ncclResult_t state = waiting.state
+    if waiting.error != NULL:
+        error, threads = <object>waiting.error, <object>waiting.aborting
+        Py_XDECREF(waiting.error)
+        Py_XDECREF(waiting.aborting)
+        end_quietly(threads, waiting.what.decode(), error)
+        handle.inform()
+        tell_trouble([handle], error)
+        raise error
+    if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
+        raise _not_complete(handle, waiting, "aborted")
+    if waiting.whole:
+        return 0
+    if handle.state == ABORTED:
+        raise _not_complete(handle, waiting, "aborted")
+    check_driver(waiting.result, b"cuStreamSynchronize")
+    if handle.revoked:
+        raise _not_complete(handle, waiting, "revoked")
+    raise_if_fenced(handle, waiting.what)
+    if <int>state == WAS_ABORTED:  # by now nobody can tell
+        raise _not_complete(handle, waiting, "ended meanwhile")
+    if state != ncclSuccess and state != ncclInProgress:
+        try:
+            raise_nccl(state, waiting.what, handle.raw)
+        except NcclError as error:
+            tell_trouble([handle], error)
+            raise
+    return 0
+
+
+cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1:
+    require_driver()
+    waiting.handle = <PyObject*>handle
+    waiting.together = NULL if together is None else <PyObject*>together
+    waiting.what = what
+    waiting.deadline = deadline
+    waiting.started = now()
+    waiting.next = min(waiting.started + SLICE, deadline)
+    waiting.thread = this_thread()
+    waiting.main = on_main_thread()
+    waiting.broken = FOREVER
+    waiting.error = waiting.aborting = NULL
+    waiting.state = ncclSuccess
+    waiting.stream, waiting.whole = NULL, False
+    check_not_beneath(handle, what)
+    forget_wait(waiting, handle)  # it may begin anew
+    waiting.following, handle.waits_now = handle.waits_now, waiting
+    return 0
+
+
+cdef void forget_wait(Waiting* waiting, Handle handle) noexcept:
+    cdef Waiting** place = &handle.waits_now
+    while place[0] != NULL and place[0] != waiting:
+        place = &place[0].following
+    if place[0] == waiting:
+        place[0] = waiting.following
+
+
+cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
+    if waiting.main:
+        (<Handle>waiting.handle).main_waits = True
+    waiting.stream = stream
+    waiting.result = await_stream(stream, _tick, waiting)
+    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died. Not behind
+    # an abort, which may still have the communicator's lock.
+    if (
+        waiting.result == CUDA_SUCCESS and waiting.error == NULL and (<Handle>waiting.handle).state != ABORTED
+        and not (<Handle>waiting.handle).revoked
+    ):
+        waiting.state = (<Handle>waiting.handle).poll_once()
+    if waiting.main:
+        (<Handle>waiting.handle).main_waits = False
+
+
+cdef int wait_stream(
+    Handle handle, CUstream stream, const char* what, double deadline, list together=None
+) except -1:
+    """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
+
+    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
+    (by default this one) is aborted.
+    """
+    cdef Waiting waiting
+    begin_wait(&waiting, handle, what, deadline, together)
+    handle.waiters += 1  # until all is known: who closes the communicator destroys it then
+    try:
+        with nogil:
+            make_wait(&waiting, stream)
+        return end_wait(&waiting)
+    finally:
+        forget_wait(&waiting, handle)
+        handle.waiters -= 1
+
+
+cdef int check_not_beneath(Handle handle, const char* what) except -1:
+    if handle.main_waits and on_main_thread():
+        raise RuntimeError(
+            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it "
+            "itself; abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+        )
+    return 0
+
+
+cdef extern from *:
+    """
+    #include <signal.h>
+    #include <stddef.h>
+    #include <time.h>
+
+    /* When SIGINT came last, on the monotonic clock, and whose handler comes behind ours. */
+    static volatile double ncclpy_sigint_at = 0;
+    static struct sigaction ncclpy_before;
+
+    static void ncclpy_on_sigint(int number, siginfo_t* info, void* context) {
+      struct timespec t;
+      clock_gettime(CLOCK_MONOTONIC, &t);
+      ncclpy_sigint_at = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+      if (ncclpy_before.sa_flags & SA_SIGINFO) ncclpy_before.sa_sigaction(number, info, context);
+      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN)
+        ncclpy_before.sa_handler(number);
+    }
+
+    /* Stands before the handler of SIGINT that there is, unless it stands there already. */
+    static void ncclpy_note_sigint(void) {
+      static void (*python)(int) = NULL; /* Python's handler: no other, which may lead to ours and go round for ever */
+      struct sigaction current, ours;
+      if (sigaction(SIGINT, NULL, &current) != 0) return;
+      if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
+      if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
+      if (python == NULL && !(current.sa_flags & SA_SIGINFO)) python = current.sa_handler;
+      if ((current.sa_flags & SA_SIGINFO) || current.sa_handler != python) return;
+      ncclpy_before = current;
+      ours = current;
+      ours.sa_flags |= SA_SIGINFO;
+      ours.sa_sigaction = ncclpy_on_sigint;
+      sigaction(SIGINT, &ours, NULL);
+    }
+    """
+    volatile double ncclpy_sigint_at
+    void ncclpy_note_sigint()
+
+# How long Python's handler of SIGINT has to raise before the call is ended in which the main thread is stuck.
+cdef double SIGINT_PATIENCE = 1.0
+
+# How often the watcher looks: an eighth of the shortest deadline, within these bounds.
+cdef double OFTEN = 0.01
+cdef double SELDOM = 1.0
+_log = logging.getLogger("ncclpy.core")
+cdef list _watched = []  # of weak references; taken away by the watcher alone
+cdef bint _watching = False  # changed in one step with the look at it: there must never be two watchers
+_wake = threading.Event()
+
+
+cdef int watch(Handle handle) except -1:
+    global _watching
+    _watched.append(weakref.ref(handle))
+    _wake.set()
+    if not _watching:
+        _watching = True
+        try:
+            (<Call>_Watcher()).start("ncclpy-watcher")
+        except BaseException:  # no more threads: a later communicator may have more luck
+            _watching = False
+            raise
+    return 0
+
+
+cdef class _Watcher(Call):
+    """The watcher's thread, which looks until nothing is left to watch."""
+
+    def __cinit__(self):
+        self.serves = True
+
+    cdef int make(self) except -1:
+        global _watching
+        try:
+            _look_on()
+        except BaseException as error:  # a defect of ours; the next communicator starts another
+            _watching = False
+            _log.error("deadlines are not watched until another communicator is made", exc_info=error)
+        return 0
+
+
+cdef int _look_on() except -1:
+    global _watching
+    cdef double pause
+    while True:
+        _wake.clear()  # before the look: what comes behind it is not to wait for the next one
+        pause = min(_round(), SELDOM, _rest_of_patience())
+        if not _watched:
+            _wake.wait(10.0)
+            if not _watched:
+                _watching = False
+                return 0
+            continue
+        _wake.wait(max(OFTEN, pause))
+
+
+cdef double _round() except? -1:
+    """Look at every communicator once; return the pause until the next round."""
+    cdef Handle handle
+    cdef double shortest = SELDOM * 8
+    cdef bint asked_to_stop = _is_interrupted()
+    for reference in list(_watched):
+        handle = reference()
+        if handle is None or is_over(handle.state):
+            _watched.remove(reference)
+            continue
+        shortest = min(shortest, handle.limit, handle.shortest)
+        if handle.state == READY:
+            try:
+                _look_at(handle, asked_to_stop)
+            except Exception as error:  # the others are watched all the same
+                _watched.remove(reference)
+                _log.error("%r is no longer watched", handle, exc_info=error)
+    return shortest / 8
+
+
+cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
+    cdef double moment = now(), inside = handle.inside
+    cdef Mark late
+    cdef bint overdue = False
+    if inside != 0 and moment - inside > handle.inside_limit:
+        return _end(handle, "a call of NCCL", moment - inside)
+    if inside != 0 and asked_to_stop and handle.inside_main and inside < ncclpy_sigint_at:
+        begin_abort(handle.tied(), "KeyboardInterrupt came while a call of NCCL was stuck")
+        return 0
+    if handle.marks != NULL:
+        with nogil:
+            if mutex_trylock(&handle.mutex) == 0:
+                overdue = find_overdue(handle.marks, moment, &late)
+                handle.unlock()
+        if overdue:
+            return _end(handle, function_of(late.what.kind).decode(), late.limit, &late.what)
+    return 0
+
+
+cdef int _end(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
+    """Abort a communicator, and leave word for whoever calls it next: of an operation, also where it was called."""
+    cdef Tap tap = _tap.tap
+    error = handle.timeout_error(what, waited)
+    if operation != NULL and tap is not None:
+        tap.explain(tap.find(handle, operation), error)
+    handle.verdict = error
+    note_failure([handle], handle.verdict)  # what is stuck is known now: the abort ends it on the device
+    begin_abort(handle.tied(), f"{what} passed its deadline")
+    return 0
+
+
+cdef bint _is_interrupted() except -1:
+    """Return whether Python's own handler of SIGINT has waited too long for the main thread to run it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return False
+    ncclpy_note_sigint()  # again: signal.signal() puts Python's handler in our place
+    return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
+
+
+cdef double _rest_of_patience() noexcept:
+    """Return how long it is until a handler of SIGINT that came lately has had its time."""
+    cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
+    return rest + OFTEN if rest > 0 else SELDOM
+
+
+cdef int look_sooner() except -1:
+    _wake.set()
+    return 0
+
+
+def _forget_watchdog():
+    global _watching, _wake
+    _watching = False
+    _wake = threading.Event()
+    del _watched[:]
+
+
+os.register_at_fork(after_in_child=_forget_watchdog)

@@ -1,3 +1,0 @@
-from ncclpy.core.types import BufferLike
-
-def type_of_array(array: BufferLike) -> str: ...

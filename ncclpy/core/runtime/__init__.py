@@ -1,0 +1,1 @@
+"""The loaded NCCL library and CUDA driver: functions, devices, streams, waits."""

@@ -1,0 +1,108 @@
+"""Faults on command: make the host engine fail where a program is to be tested."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+
+from ncclpy.core.runtime import library as _library
+
+_outer: list[Faults] = []  # the enclosing blocks
+
+
+class Faults:
+    """Let what a plan says go wrong on the host engine, inside a ``with`` block.
+
+    The plan holds for every thread of the process, from the block's beginning to its end; the plan that held before,
+    of an enclosing block or of the environment variable ``NCCLPY_FAULTS``, then holds again, its occurrences counted
+    anew. ``docs/host-engine.md`` describes the language. A rule that has not fired when its block ends is told by a
+    `RuntimeWarning`: it tests nothing, perhaps because the program makes another call than the rule names.
+
+    Parameters
+    ----------
+    plan : str
+        Rules apart by ``;``, each of words ``key=value``, as in ``"rank=1 call=AllReduce nth=2 do=hang"``.
+
+    Raises
+    ------
+    ValueError
+        At the block's beginning, if the plan is not understood: the message names the word and what is allowed.
+    RuntimeError
+        If the loaded library is not the host engine: NCCL itself takes no orders to fail.
+    """
+
+    def __init__(self, plan: str):
+        if not isinstance(plan, str):
+            raise TypeError(f"plan must be a str, not {type(plan).__name__}")
+        self.plan = plan
+        self._fired: list[str] | None = None
+        self._unfired: list[str] | None = None  # before an inner block began, which forgets what has fired
+
+    def __enter__(self) -> Faults:
+        unfired = _unfired()
+        _set(self.plan)
+        if _outer:
+            _outer[-1]._keep(unfired)
+        _outer.append(self)
+        self._fired = self._unfired = None
+        return self
+
+    def _keep(self, unfired: list[str]) -> None:
+        known = unfired if self._unfired is None else self._unfired
+        self._unfired = [rule for rule in known if rule in unfired]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        self._fired = _read()
+        self._keep(_unfired())
+        _outer.pop()
+        _set(_outer[-1].plan if _outer else os.environ.get("NCCLPY_FAULTS", ""))
+        for rule in self._unfired or []:
+            warnings.warn(
+                f'the fault "{rule}" has not happened: no call of this block was the one that it names '
+                f"({len(self._fired)} other faults have happened)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def fired(self) -> list[str]:
+        """Return what has happened so far, one line each, in order; it stays readable after the block."""
+        if self._fired is not None:
+            return self._fired
+        return _read() if self in _outer else []
+
+
+def _engine():
+    import ctypes
+
+    loaded = _library.library()
+    if loaded.engine != "host":
+        raise RuntimeError(
+            f"faults can be planned on the host engine only, and {loaded.path} is loaded; choose the host engine with "
+            'NCCLPY_LIBRARY=host or ncclpy.use("host")'
+        )
+    engine = ctypes.CDLL(loaded.path)
+    engine.ncclpyHostSetFaults.argtypes = [ctypes.c_char_p]
+    engine.ncclpyHostFaultsFired.restype = ctypes.c_char_p
+    engine.ncclpyHostFaultsUnfired.restype = ctypes.c_char_p
+    engine.ncclGetLastError.restype = ctypes.c_char_p
+    return engine
+
+
+def _set(plan: str) -> None:
+    engine = _engine()
+    if engine.ncclpyHostSetFaults(plan.encode()) != 0:
+        raise ValueError(engine.ncclGetLastError(None).decode())
+
+
+def _read() -> list[str]:
+    fired: bytes = _engine().ncclpyHostFaultsFired()
+    return fired.decode().splitlines()
+
+
+def _unfired() -> list[str]:
+    rules: bytes = _engine().ncclpyHostFaultsUnfired()
+    return rules.decode().splitlines()

@@ -1,0 +1,608 @@
+"""The library in use: one dlopen, the tables of its functions, NCCL's environment, and exceptions for result codes.
+
+`NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` come before what a communicator is asked for. They may stand
+in NCCL's configuration file as well. NCCL puts those into the environment when it first reads them, behind the back of
+`os.environ`; so the environment of C is looked at, again when a guard has been made. Where even that shows nothing, as
+with a plugin that answers for the environment, a call shows that was to block and is in progress. The others show in no
+result: a guard that was to work in the background may be quick as well, and say success at once.
+
+Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol comes
+from that handle, so that no communicator is ever driven by two libraries. The driver's symbols come from the same
+handle when it has them (the host engine), else from ``libcuda.so.1``.
+"""
+
+import logging
+import os
+import threading
+import warnings
+
+from libc.stdlib cimport getenv, strtoll
+
+from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_left, lock_taken, lock_wanted, ncclpy_lock
+from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t, ncclRemoteError, ncclTimeout
+
+from ncclpy.core.runtime import search
+from ncclpy.errors import LibraryNotFound, NcclError, NcclRemoteError, NcclTimeout, NcclUnsupported
+
+
+cdef str who_is_missing(ncclComm_t comm):
+    """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
+
+    It is empty on NCCL, and if nothing is waited for. Of a child that is still being made, its parent is asked. May be
+    asked without the communicator's lock, while another thread is stuck in a call; not once the handle is destroyed.
+    """
+    cdef char text[4096]
+    text[0] = 0
+    if host_who_is_missing == NULL or comm == NULL:
+        return ""
+    with nogil:
+        host_who_is_missing(comm, text, sizeof(text))
+    return text.decode(errors="replace")
+
+
+cdef str _BLOCKING = "NCCL_COMM_BLOCKING"
+cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+
+cdef dict _LOST = {
+    (_BLOCKING, 1): (
+        "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where nobody can "
+        "end it: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
+    ),
+    (_BLOCKING, 0): (
+        "a communicator's calls now go through a thread of NCCL's, which makes each slower by tens of microseconds, "
+        "and cannot be captured into graphs. Deadlines still hold"
+    ),
+    (_SHARE, 0): (
+        "an abort now does not reach what is stuck on the device or inside a call, so that deadlines end neither, and "
+        "leave them behind"
+    ),
+}
+
+cdef set _told = set()  # once a process
+
+
+cdef int _tell(str name, int value, str how) except -1:
+    if name in _told:
+        return 0
+    _told.add(name)
+    warnings.warn(
+        f"{name}={value} {how} and overrides what a deadline needs (timeout=, abortable=True): {_LOST[name, value]}. "
+        "Take it out of the environment and of NCCL's configuration file (NCCL_CONF_FILE, ~/.nccl.conf, "
+        "/etc/nccl.conf)",
+        RuntimeWarning,
+        stacklevel=1,  # functions in Cython have no frames: it is the caller's line
+    )
+    return 0
+
+
+cdef int look_up_overrides() except -1:
+    cdef const char* text
+    for name in (_BLOCKING, _SHARE):
+        key = name.encode()
+        text = getenv(key)
+        if text == NULL or text[0] == 0:
+            continue
+        value = strtoll(text, NULL, 0)  # as NCCL reads it: a word is 0
+        if (name, value) in _LOST:
+            _tell(name, value, "is set")
+    return 0
+
+
+cdef int guarded_was_in_progress() except -1:
+    return _tell(_BLOCKING, 0, "is in force, as a call shows that was to block and was in progress instead,")
+
+
+_log = logging.getLogger("ncclpy.core")
+
+cdef extern from "dlfcn.h" nogil:
+    void* dlopen(const char* path, int flags)
+    void* dlsym(void* handle, const char* name)
+    char* dlerror()
+    int RTLD_NOW
+    int RTLD_LOCAL
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <string.h>
+    #include "nccl_abi.h"
+    #include "driver_abi.h"
+
+    /* One row a function, made from the X-macros: where its pointer lies in the table, and since when NCCL has it. */
+    typedef struct { const char* name; size_t offset; int version; } ncclpy_symbol;
+
+    #define NCCLPY_ROW(version, ret, name, params) {#name, offsetof(ncclpy_nccl_table, name), version},
+    static const ncclpy_symbol ncclpy_nccl_symbols[] = { NCCLPY_NCCL_FUNCTIONS(NCCLPY_ROW) {NULL, 0, 0} };
+    #define NCCLPY_DRIVER_ROW(ret, name, params) {#name, offsetof(ncclpy_driver_table, name), 0},
+    static const ncclpy_symbol ncclpy_driver_symbols[] = { NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DRIVER_ROW) {NULL, 0, 0} };
+
+    /* After fork() the child must not touch NCCL: its threads and its sockets are the parent's. Emptying both tables
+       costs the calls nothing, since each looks for NULL anyway. */
+    static ncclpy_nccl_table* ncclpy_the_nccl;
+    static ncclpy_driver_table* ncclpy_the_driver;
+    static void* ncclpy_the_extra;
+    static int ncclpy_loaded, ncclpy_forked;
+    static void ncclpy_in_child(void) {
+      if (!ncclpy_loaded) return;
+      memset(ncclpy_the_nccl, 0, sizeof *ncclpy_the_nccl);
+      memset(ncclpy_the_driver, 0, sizeof *ncclpy_the_driver);
+      memset(ncclpy_the_extra, 0, sizeof(void*));
+      ncclpy_forked = 1;
+    }
+    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d, void* extra) {
+      ncclpy_the_nccl = n;
+      ncclpy_the_driver = d;
+      ncclpy_the_extra = extra;
+      pthread_atfork(NULL, NULL, ncclpy_in_child);
+    }
+    """
+    ctypedef struct ncclpy_symbol:
+        const char* name
+        size_t offset
+        int version
+    const ncclpy_symbol* ncclpy_nccl_symbols
+    const ncclpy_symbol* ncclpy_driver_symbols
+    int ncclpy_loaded
+    int ncclpy_forked
+    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*, void*)
+
+ncclpy_watch_fork(&nccl, &driver, &host_who_is_missing)
+
+# The host engine marks itself with this symbol, a C string.
+cdef const char* HOST_MARK = b"ncclpyHostEngine"
+
+#: Whether this build ends the process when a lock is taken in a wrong order (`-Ddebug_locks=true`).
+debug_locks = DEBUG_LOCKS
+
+
+cdef class PythonLock:
+    """A lock of `threading`, which gives the GIL up while it waits, with its place in the order of all locks."""
+
+    cdef object lock
+    cdef ncclpy_lock place
+
+    def __cinit__(self, lock, ncclpy_lock place):
+        self.lock, self.place = lock, place
+
+    def __enter__(self):
+        lock_wanted(self.place, <void*>self)
+        self.lock.acquire()
+        lock_taken(self.place, <void*>self)
+
+    def __exit__(self, *error):
+        lock_left(self.place, <void*>self)
+        self.lock.release()
+
+
+_lock = PythonLock(threading.RLock(), LOCK_LIBRARY)  # of who loads: without the GIL, others may come meanwhile
+
+
+def _in_child():
+    """Forget a lock that was held for a thread which the child has not."""
+    global _lock
+    _lock = PythonLock(threading.RLock(), LOCK_LIBRARY)
+
+
+os.register_at_fork(after_in_child=_in_child)
+_choice = None  # what use() asked for
+_library = None  # the Library, once loaded
+_driver_places = []  # where libcuda.so.1 was looked for
+cdef int _version = 0
+
+
+class Library:
+    """Describe the loaded library; `ncclpy.library()` returns it.
+
+    Attributes
+    ----------
+    engine : str
+        ``"cuda"`` for NCCL on GPUs, ``"host"`` for the host engine.
+    path : str
+        The file that is loaded.
+    found : str
+        How it was found.
+    version : tuple of int
+        What `ncclGetVersion` says, ``(2, 32, 3)``.
+    """
+
+    __slots__ = ("engine", "path", "found", "version")
+
+    def __init__(self, engine, path, found, version):
+        self.engine = engine
+        self.path = path
+        self.found = found
+        self.version = version
+
+    def has(self, symbol):
+        """Return whether the loaded library has the C function `symbol`, say ``"ncclCommGrow"``."""
+        name = symbol.encode()
+        return any(row == name for row, _, present in _rows() if present)
+
+    def missing(self):
+        """Return ``{symbol: first NCCL version that has it}`` for every host function that this library lacks."""
+        return {row.decode(): decode_version(since) for row, since, present in _rows() if not present}
+
+    def __repr__(self):
+        return f"Library(engine={self.engine!r}, version={self.version}, path={self.path!r})"
+
+
+def use(choice):
+    """Choose the library before anything uses it.
+
+    Parameters
+    ----------
+    choice : str
+        ``"cuda"`` (find NCCL), ``"host"`` (the host engine) or the path of a library with NCCL's ABI.
+
+    Raises
+    ------
+    RuntimeError
+        If another library is already loaded; choosing the same one again does nothing.
+    """
+    global _choice
+    if not isinstance(choice, (str, os.PathLike)):
+        raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
+    choice = _as_choice(os.fsdecode(choice))
+    with _lock:
+        if _library is not None:
+            if choice in (_library.engine, _choice) or _same_file(choice, _library.path):
+                return
+            raise RuntimeError(
+                f"use({choice!r}): ncclpy already uses {_library.path} (engine {_library.engine!r}); "
+                "call ncclpy.use() before the first use of NCCL"
+            )
+        _choice = choice
+
+
+def _as_choice(text):
+    """Return "cuda" or "host" for either in any case, else the path that `text` is; None for nothing."""
+    return text.lower() if text.lower() in ("cuda", "host") else text or None
+
+
+def _same_file(one, other):
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):  # one of them is no file, or is gone
+        return False
+
+
+def library():
+    """Return the `Library` in use, loading it if nothing has yet."""
+    _ensure_loaded()
+    return _library
+
+
+def loaded():
+    """Return the `Library` as `library` does, or None before the first use: it loads nothing."""
+    return _library
+
+
+cdef int check_process() except -1:
+    if driver.cuEventRecord == NULL and _library is not None:
+        require_driver()
+    return 0
+
+
+def decode_version(code):
+    """Return ``(major, minor, patch)`` of an `NCCL_VERSION_CODE`; codes up to 2.8 have one digit less."""
+    if code < 10000:
+        return code // 1000, code // 100 % 10, code % 100
+    return code // 10000, code // 100 % 100, code % 100
+
+
+cdef int version_code() except -1:
+    _ensure_loaded()
+    return _version
+
+
+cdef int missing_nccl(const char* name) except -1:
+    """Load on first use; what is still missing then is an error that names the release to install."""
+    cdef size_t i = 0
+    _ensure_loaded()
+    while ncclpy_nccl_symbols[i].name != NULL:
+        if ncclpy_nccl_symbols[i].name == <bytes>name:
+            if (<void**>((<char*>&nccl) + ncclpy_nccl_symbols[i].offset))[0] != NULL:
+                return 0
+            if host_engine:
+                raise NcclUnsupported(
+                    f"the host engine has no {name.decode()}; docs/host-engine.md lists what it leaves out",
+                    function=name.decode(),
+                    version=_library.version,
+                )
+            since = ".".join(map(str, decode_version(ncclpy_nccl_symbols[i].version)))
+            raise NcclUnsupported(
+                f"{name.decode()} needs NCCL {since} or newer; {_library.path} is "
+                f"NCCL {'.'.join(map(str, _library.version))}",
+                function=name.decode(),
+                version=_library.version,
+            )
+        i += 1
+    raise AssertionError(f"{name.decode()} is not in NCCLPY_NCCL_FUNCTIONS")
+
+
+def _ensure_loaded():
+    global _library
+    if ncclpy_forked:
+        raise NcclError(
+            "this process was forked after ncclpy had loaded NCCL, which does not survive a fork; start workers with "
+            'multiprocessing.get_context("spawn") or "forkserver", or use ncclpy only in the children'
+        )
+    if _library is None:
+        made = False
+        with _lock:
+            if _library is None:
+                _library = _load()
+                made = True
+        if made:  # outside the lock: a log handler may be the user's code
+            _tell_of_faults()
+
+
+def _tell_of_faults():
+    """Warn, once a process, of faults that the environment sets: one left there by mistake gives wrong results."""
+    plan = os.environ.get("NCCLPY_FAULTS", "")
+    if host_engine and plan.replace(";", " ").strip():
+        _log.warning(
+            "NCCLPY_FAULTS=%r is set: the host engine of process %d fails, hangs, dies or corrupts results as this plan says. "
+            "Unset the variable if this is no test",
+            plan, os.getpid(),
+        )
+
+
+def _load():
+    choice = _choice or _as_choice(os.environ.get("NCCLPY_LIBRARY", ""))
+    origin = "ncclpy.use()" if _choice else "NCCLPY_LIBRARY"
+    if choice == "host":
+        return _open([(search.host_engine_path(), "the host engine of this package")], origin)
+    if choice is not None and choice != "cuda":
+        wrong = (
+            f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL'
+        )
+        return _open([(choice, origin)], origin, wrong)
+    places = search.candidates()
+    if choice is None and not _has_gpu():
+        raise LibraryNotFound(
+            "no GPU can be used here: " + "; ".join(_driver_places) + ".\nlibnccl would be taken from:\n"
+            + "".join(f"  {path} ({why})\n" for path, why in places) + _HOW_TO_CHOOSE,
+            detail="; ".join(_driver_places),  # set in this case only: the command line then takes the host engine
+        )
+    return _open(places, origin if choice else "automatic")
+
+
+_HOW_TO_CHOOSE = (
+    'To run on CPU memory with the host engine: NCCLPY_LIBRARY=host, or ncclpy.use("host") before the first use.\n'
+    "For NCCL on GPUs: pip install 'ncclpy[cu13]' (or [cu12]), or NCCLPY_LIBRARY=/path/to/libnccl.so.2."
+)
+
+
+cdef object _open(places, origin, failed="no NCCL library could be loaded"):
+    """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
+    global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
+    global host_who_is_missing, host_hold_window, host_let_window_go
+    cdef void* handle
+    cdef int code = 0
+    cdef const char* error
+    cdef const char* name
+    cdef int (*get_version)(int*) noexcept nogil
+    cdef int (*preempts)() noexcept nogil
+    searched = []
+    for path, why in places:
+        encoded = os.fsencode(path)
+        name = <const char*>encoded
+        with nogil:
+            handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)
+        if handle == NULL:
+            error = dlerror()
+            said = error.decode(errors="replace").removeprefix(f"{path}: ") if error != NULL else "not opened"
+            searched.append(f"  {path} ({why}): {said}")
+            continue
+        get_version = <int (*)(int*) noexcept nogil>dlsym(handle, b"ncclGetVersion")
+        if get_version == NULL or get_version(&code) != 0:
+            searched.append(f"  {path} ({why}): no NCCL, it has no working ncclGetVersion")
+            continue
+        if code < NCCLPY_OLDEST_VERSION:
+            searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
+            continue
+        _version = code
+        host_engine = dlsym(handle, HOST_MARK) != NULL
+        preempts = <int (*)() noexcept nogil>dlsym(handle, b"ncclpyHostAbortPreempts")
+        abort_preempts = preempts != NULL and preempts() != 0
+        stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
+        event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
+        event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
+        event_await = <EventHelp>dlsym(handle, b"ncclpyHostEventAwait")
+        host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
+            handle, b"ncclpyHostWhoIsMissing"
+        )
+        host_hold_window = <void* (*)(ncclWindow_t, int) noexcept nogil>dlsym(handle, b"ncclpyHostHoldWindow")
+        host_let_window_go = <void (*)(void*) noexcept nogil>dlsym(handle, b"ncclpyHostLetWindowGo")
+        engine = "host" if host_engine else "cuda"
+        loaded = _loaded_path(path)
+        # From here on a forked child is refused.
+        _mark_loaded()
+        if dlsym(handle, b"cuInit") != NULL:
+            _fill_driver(handle)
+        # Last: whoever finds an entry makes the call, from whatever thread.
+        _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
+        return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
+    raise LibraryNotFound(f"{failed}. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
+
+
+cdef int _mark_loaded() except -1:
+    global ncclpy_loaded
+    ncclpy_loaded = 1
+    return 0
+
+
+cdef int _fill(void* handle, const ncclpy_symbol* symbols, char* table) except -1:
+    cdef size_t i = 0
+    while symbols[i].name != NULL:
+        (<void**>(table + symbols[i].offset))[0] = dlsym(handle, symbols[i].name)
+        i += 1
+    return 0
+
+
+cdef int _fill_driver(void* handle) except -1:
+    """Fill the driver table and initialise the driver; every call of the table must be there."""
+    cdef size_t i = 0
+    cdef int result
+    cdef const char* words = NULL
+    cdef int (*start)(unsigned int) noexcept nogil
+    cdef int (*describe)(int, const char**) noexcept nogil
+    lacking = []
+    while ncclpy_driver_symbols[i].name != NULL:
+        if dlsym(handle, ncclpy_driver_symbols[i].name) == NULL:
+            lacking.append(ncclpy_driver_symbols[i].name.decode())
+        i += 1
+    if lacking:
+        raise LibraryNotFound(f"the CUDA driver is too old: libcuda.so.1 lacks {', '.join(lacking)}")
+    start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
+    with nogil:  # it can take a second
+        result = start(0)
+    if result != 0:
+        describe = <int (*)(int, const char**) noexcept nogil>dlsym(handle, b"cuGetErrorString")
+        describe(result, &words)
+        who = "the host engine" if host_engine else "the CUDA driver"
+        raise LibraryNotFound(
+            f"{who} refuses to start: cuInit returned {result}"
+            + (f", {words.decode(errors='replace')}" if words != NULL else "")
+        )
+    _fill(handle, ncclpy_driver_symbols, <char*>&driver)
+    return 0
+
+
+cdef int load_driver() except -1:
+    """Load on first use. The driver of a NCCL that does not bring its calls, as the host engine does, is libcuda."""
+    cdef void* handle
+    cdef const char* error
+    _ensure_loaded()
+    with _lock:
+        if driver.cuInit != NULL:
+            return 0
+        with nogil:
+            handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+        if handle == NULL:
+            error = dlerror()
+            raise LibraryNotFound(
+                f"the CUDA driver cannot be loaded: {error.decode(errors='replace')}. NCCL on GPUs needs NVIDIA's "
+                "driver on the machine (in a container: --gpus all).\n" + _HOW_TO_CHOOSE
+            )
+        _fill_driver(handle)
+    return 0
+
+
+def _has_gpu():
+    """Return whether libcuda.so.1 opens and shows a device; what was found goes into `_driver_places`."""
+    cdef void* handle
+    cdef int count = 0
+    cdef bint works
+    cdef const char* error
+    cdef int (*start)(unsigned int) noexcept nogil
+    cdef int (*get_count)(int*) noexcept nogil
+    with nogil:
+        handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+    del _driver_places[:]
+    if handle == NULL:
+        error = dlerror()
+        _driver_places.append(error.decode(errors="replace") if error != NULL else "libcuda.so.1 was not opened")
+        return False
+    start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
+    get_count = <int (*)(int*) noexcept nogil>dlsym(handle, b"cuDeviceGetCount")
+    with nogil:  # it can take a second
+        works = start != NULL and get_count != NULL and start(0) == 0 and get_count(&count) == 0 and count > 0
+    if not works:
+        _driver_places.append("libcuda.so.1 opens but shows no device")
+        return False
+    return True
+
+
+cdef object _loaded_path(path):
+    """Return the file behind a soname; a path stays what it is."""
+    if os.sep in path:
+        return path
+    for mapped in search.mapped_nccl():
+        return mapped
+    return path
+
+
+def _rows():
+    """Yield ``(symbol, first version, is it there)`` for every row of the NCCL table."""
+    cdef size_t i = 0
+    rows = []
+    while ncclpy_nccl_symbols[i].name != NULL:
+        rows.append((
+            <bytes>ncclpy_nccl_symbols[i].name,
+            ncclpy_nccl_symbols[i].version,
+            (<void**>((<char*>&nccl) + ncclpy_nccl_symbols[i].offset))[0] != NULL,
+        ))
+        i += 1
+    return rows
+
+
+def abi_version():
+    """Return the NCCL release whose ABI ncclpy was written against, ``(2, 32, 3)``."""
+    return decode_version(NCCLPY_ABI_VERSION)
+
+
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
+
+cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil:
+    """Raise what `result` stands for, with NCCL's own last words on it."""
+    cdef const char* text = NULL
+    if nccl.ncclGetLastError != NULL:
+        text = nccl.ncclGetLastError(comm)
+    raise nccl_error(result, function, text)
+
+
+cdef char* keep_words(ncclResult_t result) noexcept nogil:
+    if <int>result <= 0 or result == ncclInProgress or nccl.ncclGetLastError == NULL:
+        return NULL
+    return strdup(nccl.ncclGetLastError(NULL))
+
+
+cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=None):
+    """Return the exception for a result code.
+
+    `last_words` are what ncclGetLastError said when it was returned. `during` says what failed, where `function` has
+    only brought the news.
+    """
+    cdef const char* text
+    cdef int code = <int>result
+    reason = f"result {code}"
+    detail = ""
+    version = None
+    if nccl.ncclGetErrorString != NULL:
+        text = nccl.ncclGetErrorString(result)
+        # A code from a newer NCCL has a text that says nothing ("unknown result code"); its number says more.
+        reason = f"{text.decode(errors='replace')} (result {code})" if text != NULL else reason
+        detail = last_words.decode(errors="replace").strip() if last_words != NULL else ""
+        version = library().version
+    kind = NcclError
+    if result == ncclRemoteError:
+        kind = NcclRemoteError
+    elif result == ncclTimeout:
+        kind = NcclTimeout
+    name = function.decode()
+    message = f"{name if during is None else during}: {reason}"
+    if detail:
+        message += f"; last error: {detail}"
+    if version is not None:
+        message += f" [NCCL {'.'.join(map(str, version))}]"
+    return kind(message, result=code, function=name, detail=detail, version=version)
+
+
+cdef int raise_driver(CUresult result, const char* function) except -1 with gil:
+    """Raise for a failed call of the CUDA driver."""
+    raise driver_error(result, function)
+
+
+cdef object driver_error(CUresult result, const char* function):
+    """Return the exception for a failed call of the CUDA driver."""
+    cdef const char* name = NULL
+    cdef const char* text = NULL
+    if driver.cuGetErrorName != NULL:
+        driver.cuGetErrorName(result, &name)
+        driver.cuGetErrorString(result, &text)
+    words = f"{name.decode()}: {text.decode()}" if name != NULL and text != NULL else "unknown error"
+    return NcclError(f"{function.decode()}: {words} (CUresult {<int>result})", function=function.decode())

@@ -1,0 +1,279 @@
+"""Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
+
+No wait of the package is one that Python cannot get out of. What the CPU polls is polled in slices, between which
+signal handlers run; a call of NCCL that can block for long is made in a thread of its own, and that is waited for.
+"""
+
+import _thread
+import atexit
+import os
+import threading
+import time
+
+from cpython.exc cimport PyErr_CheckSignals
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
+from ncclpy.core.runtime.device cimport relax
+from ncclpy.core.runtime.library cimport driver, stream_wait
+
+cdef extern from "pthread.h" nogil:
+    unsigned long pthread_self()
+    int pthread_setname_np(unsigned long, const char*)
+
+cdef extern from "<time.h>" nogil:
+    int CLOCK_MONOTONIC_COARSE
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+cdef extern from *:
+    """
+    #include <stdio.h>
+    #include <stdlib.h>
+    #include <unistd.h>
+
+    /* Threads that are inside a call of NCCL which may never return. */
+    static int ncclpy_calls = 0;
+
+    /* Ends the process where such a thread still runs: it uses what the destructors of NCCL and CUDA are about to free. */
+    static void ncclpy_leave_at_once(int status, void* unused) {
+      (void)unused;
+      if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) return;
+      fflush(stdout); /* not all: a thread that reads stdin holds its lock */
+      fflush(stderr);
+      _exit(status);
+    }
+
+    /* Called last in Python, so that this handler comes before all destructors. */
+    static void ncclpy_leave_before_destructors(void) {
+    #ifdef __GLIBC__
+      on_exit(ncclpy_leave_at_once, NULL);
+    #else
+      (void)ncclpy_leave_at_once;
+    #endif
+    }
+    """
+    int ncclpy_calls
+    void ncclpy_leave_before_destructors()
+
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
+
+# NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
+cdef enum:
+    _LAST_DEFAULT = 2
+
+# Threads that were started and have not begun; changed with the GIL.
+cdef int _beginning = 0
+
+FOREVER = float("inf")
+LEAVE = -1.0
+SLICE = 0.1
+
+
+cdef double now() noexcept nogil:
+    """Return the monotonic clock in seconds."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + t.tv_nsec * 1e-9
+
+
+cdef double now_about() noexcept nogil:
+    """Return the same clock as it was some milliseconds ago at most, at a quarter of the cost."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t)
+    return t.tv_sec + t.tv_nsec * 1e-9
+
+
+cdef double as_timeout(object timeout) except? -2.0:
+    """Return a timeout in seconds; None is FOREVER."""
+    if timeout is None:
+        return FOREVER
+    cdef double seconds
+    try:
+        seconds = timeout
+    except TypeError:
+        raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}") from None
+    except OverflowError:  # an int that is no float any more
+        return FOREVER if timeout > 0 else as_timeout(-1)
+    if not seconds >= 0:
+        raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
+    return seconds
+
+
+cdef double deadline_after(double timeout) noexcept nogil:
+    """Return the moment at which a wait of `timeout` seconds that starts now is over."""
+    return FOREVER if timeout == FOREVER else now() + timeout
+
+
+cdef void pause(double waited) noexcept nogil:
+    """Give way: yield for a millisecond, then sleep, each time for a hundredth of what has passed.
+
+    So a wait ends late by a hundredth of itself and what the system adds to a sleep (50 us). Sleeps of a tenth, after
+    0.2 ms, could be seen in benchmarks whose operations are waited for together: 2 to 8% more.
+    """
+    cdef timespec t
+    if waited < 1e-3:
+        sched_yield()
+        return
+    t.tv_sec = 0
+    t.tv_nsec = 1_000_000 if waited > 0.1 else <long>(waited * 1e7)
+    nanosleep(&t, NULL)
+
+
+cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil:
+    """Wait until a stream has run dry."""
+    cdef CUresult result
+    cdef double started, due, seconds
+    if stream_wait != NULL:  # the host engine: whoever waits does the work
+        return stream_wait(stream, tick, argument)
+    started = due = now()
+    while True:
+        result = driver.cuStreamQuery(stream)
+        if result != CUDA_ERROR_NOT_READY:
+            return result
+        if now() >= due:
+            seconds = tick(argument)
+            if seconds < 0:
+                return result
+            due = now() + seconds
+        pause(now() - started)
+
+
+cdef bint has_run_dry(CUstream stream) noexcept nogil:
+    return <size_t>stream > _LAST_DEFAULT and driver.cuStreamQuery(stream) == CUDA_SUCCESS
+
+
+ctypedef CUresult (*Ask)(void*) noexcept nogil
+
+
+cdef CUresult _ask_stream(void* stream) noexcept nogil:
+    return driver.cuStreamQuery(<CUstream>stream)
+
+
+cdef CUresult _ask_event(void* event) noexcept nogil:
+    return driver.cuEventQuery(<CUevent>event)
+
+
+cdef int _poll(Ask ask, void* what, double deadline) except? -1:
+    """Ask until the answer is another than "not ready", or the deadline has passed."""
+    cdef CUresult result
+    cdef double started = now(), until
+    while True:
+        until = min(now() + SLICE, deadline)
+        with nogil:
+            result = ask(what)
+            while result == CUDA_ERROR_NOT_READY and now() < until:
+                pause(now() - started)
+                result = ask(what)
+        if result != CUDA_ERROR_NOT_READY or now() >= deadline:
+            return <int>result
+        PyErr_CheckSignals()
+
+
+cdef int wait_for_stream(CUstream stream, double deadline) except? -1:
+    return _poll(_ask_stream, <void*>stream, deadline)
+
+
+cdef int wait_for_event(CUevent event, double deadline) except? -1:
+    return _poll(_ask_event, <void*>event, deadline)
+
+
+cdef void name_this_thread(const char* name) noexcept nogil:
+    pthread_setname_np(pthread_self(), name)
+
+
+cdef unsigned long this_thread() noexcept nogil:
+    return pthread_self()
+
+
+cdef int begin_thread(object function) except -1:
+    """Start a thread in one step. A thread that has yet to begin when the process ends is waited for until it has.
+
+    Python's end frees what such a thread reads first; one that has begun it lets come to nothing.
+    """
+    global _beginning
+    _beginning += 1
+    try:
+        _thread.start_new_thread(_begin, (function,))
+    except BaseException:
+        _beginning -= 1
+        raise
+    return 0
+
+
+def _begin(function):
+    global _beginning
+    _beginning -= 1
+    function()
+
+
+@atexit.register
+def _end_of_process():
+    cdef double end = now() + 1.0
+    while _beginning > 0 and now() < end:
+        time.sleep(0.0005)
+    ncclpy_leave_before_destructors()
+
+
+def _forked():
+    global _beginning, ncclpy_calls
+    _beginning = ncclpy_calls = 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef class Call:
+    """A call in a thread of its own, which is left behind if nobody can wait for it any longer."""
+
+    def __cinit__(self):
+        self.ended = threading.Lock()
+
+    cdef int make(self) except -1:
+        raise NotImplementedError
+
+    cdef int start(self, str name) except -1:
+        """Start the thread. Either it runs then, or this raises: no signal handler can raise in between.
+
+        (Thread.start() of `threading` waits for its thread, and may be left by Ctrl-C with nobody to say that it runs.)
+        """
+        self.ended.acquire()
+        self.name = name.encode()
+        try:
+            begin_thread(self._run)
+        except BaseException:
+            self.ended.release()
+            raise
+        return 0
+
+    def _run(self):
+        name_this_thread(self.name)
+        relax()
+        if not self.serves:
+            __atomic_add_fetch(&ncclpy_calls, 1, __ATOMIC_SEQ_CST)
+        try:
+            self.make()
+        except BaseException as error:  # carried to who waits
+            self.failure = error
+        if not self.serves:
+            __atomic_add_fetch(&ncclpy_calls, -1, __ATOMIC_SEQ_CST)
+        self.done = True
+        self.ended.release()
+
+    cdef bint wait(self, double deadline) except -1:
+        """Return whether the call has ended by the deadline, and raise what it raised."""
+        # While Python waits for a lock a signal wakes it at once. One that came just before does not: hence the slices.
+        while True:
+            PyErr_CheckSignals()
+            if self.ended.acquire(timeout=max(0.0, min(deadline - now(), SLICE))):
+                break
+            if now() >= deadline:
+                return False
+        self.ended.release()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return True

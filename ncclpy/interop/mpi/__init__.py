@@ -1,0 +1,1 @@
+"""mpi4py: rendezvous, a store, and a coordinator whose data MPI carries."""

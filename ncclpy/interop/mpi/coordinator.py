@@ -1,0 +1,179 @@
+"""How the ranks of an mpi4py communicator become those of a coordinator."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from ncclpy.bootstrap.place import machine
+from ncclpy.coordinator.control import Control
+from ncclpy.coordinator.tree import Tree
+from ncclpy.core.runtime.device import current, device_count
+from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, ranks, spans
+from ncclpy.interop.mpi.meeting import all_tell, devices_of, duplicate
+from ncclpy.interop.mpi.plane import MpiCarrier
+from ncclpy.interop.mpi.store import adapt
+from ncclpy.interop.mpi.thread import MpiThread, is_running
+from ncclpy.interop.mpi.types import MPI
+from ncclpy.types import Result
+
+__all__ = ["Meeting", "is_communicator", "meet"]
+
+#: Seconds after which a silent rank is lost: never, since its signs of life are relayed by a thread that needs the
+#: GIL; MPI's launcher ends all when a process dies.
+_NEVER = 1e9
+_LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+
+
+def is_communicator(obj: object) -> bool:
+    """Return whether ranks can be those of this object."""
+    return isinstance(obj, MPI.Intracomm)
+
+
+def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, patience: float) -> Meeting:
+    """Meet the other ranks, which all call this.
+
+    Parameters
+    ----------
+    comm
+        Theirs; what is done is done on another one.
+    engine
+        What is to work with the data: ``"auto"``, or one for all of them.
+    loaded
+        The library that there is, ``"nccl"`` or ``"host"``.
+    device
+        This rank's; None for the current one or, if other ranks of the machine have that too, the one whose number is
+        this rank's among them.
+    alone
+        Whether nobody else in this process calls MPI.
+    patience
+        Seconds for all to come.
+
+    Raises
+    ------
+    NcclError
+        If MPI was initialised for fewer threads than call it.
+    NcclTimeout
+        If not all come in time.
+    ValueError
+        If the ranks ask for different engines; the same on all.
+    """
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise RuntimeError("transport: MPI is not initialised, or is finalised already")
+    _check_level(alone)
+    own = duplicate(comm, patience, "coordinator over MPI")
+    heard = all_tell(
+        own, lambda: {"said": [machine(), engine, loaded, device, current(), device_count()]}, "a coordinator over MPI"
+    )
+    told = [each["said"] for each in heard]
+    machines, engines = [each[0] for each in told], [(each[1], each[2]) for each in told]
+    devices = devices_of(machines, [(each[3], each[4], each[5]) for each in told])
+    spread, shared = len(set(machines)), len(set(zip(machines, devices, strict=True))) < own.size
+    error: Exception | None = None
+    if len(set(engines)) > 1:
+        said = {each: [rank for rank, other in enumerate(engines) if other == each] for each in dict.fromkeys(engines)}
+        values = (f"{wanted!r} with {there} loaded on {ranks(spans(who))}" for (wanted, there), who in said.items())
+        error = ValueError(f"coordinator over MPI: the ranks ask for different engines: {', '.join(values)}")
+    elif engine == "auto":
+        if shared or (loaded == "host" and spread > 1):  # nothing but MPI connects them all
+            engine = "mpi"
+        else:
+            engine = "host" if loaded == "host" else "both"
+    elif engine == "host" and spread > 1:
+        error = NcclUnsupported(
+            f"engine: the host engine works on one machine, and the ranks of this communicator are on {spread}; use "
+            "'mpi', or 'auto'"
+        )
+    if error is not None:
+        own.Free()
+        raise error
+    return Meeting(own, engine, machines, devices[own.rank])
+
+
+def _name_of(level: int) -> str:
+    return next(f"MPI_{name}" for name in _LEVELS if getattr(MPI, name) == level)
+
+
+def _check_level(alone: bool) -> None:
+    level, needed = MPI.Query_thread(), MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE
+    if level < needed:
+        also = (
+            ""
+            if alone or level < MPI.THREAD_SERIALIZED
+            else "; mpi_alone=True does with this level, and says that nothing else in this process calls MPI"
+        )
+        raise NcclError(
+            f"transport: a thread of the coordinator's calls MPI, which needs {_name_of(needed)}, and this process "
+            f"has {_name_of(level)}. Set mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported, or call "
+            f"MPI.Init_thread(MPI.THREAD_MULTIPLE){also}",
+            result=Result.INVALID_USAGE,
+        )
+    if level < MPI.THREAD_MULTIPLE and is_running():
+        raise NcclError(
+            f"transport: at {_name_of(level)} one coordinator at a time can call MPI, and another one of this process "
+            "does; shut it down first, or have MPI_THREAD_MULTIPLE",
+            result=Result.INVALID_USAGE,
+        )
+
+
+class Meeting:
+    """Ranks that have met, and what a coordinator's session is made of.
+
+    Parameters
+    ----------
+    comm
+        A communicator of its own.
+    engine
+        What carries the data: ``"nccl"``, ``"host"``, ``"mpi"``, or ``"both"``: NCCL for device memory, MPI for other.
+    machines
+        What tells each rank's machine from others.
+    device
+        This rank's.
+    """
+
+    def __init__(self, comm: Any, engine: str, machines: list[str], device: int) -> None:
+        self.comm, self.engine, self.device, self._machines = comm, engine, device, machines
+        self.rank, self.size = comm.rank, comm.size
+        self._store: Any = None
+        self._data = comm.Dup() if engine in ("mpi", "both") else None
+        self._thread: MpiThread | None = None
+
+    def store(self) -> Any:
+        """Return a store for what the ranks bring about outside of MPI; before the thread is there."""
+        self._store = adapt(self.comm)
+        return self._store
+
+    def control(self, *, cache: int, timeout: float | None, stall_after: float) -> Control:
+        """Return this rank's end of the control plane, and start the thread that relays it."""
+        tree = Tree(self._machines)
+        parent, below = tree.parents[self.rank], tree.children[self.rank]
+        ours, theirs = {}, {}
+        for rank in below if parent is None else [parent, *below]:
+            ours[rank], theirs[rank] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            theirs[rank].setblocking(False)
+        self._thread = MpiThread(self.comm, ours)
+        if self._data is not None:
+            self._thread.own(self._data)
+        return Control(
+            self.rank,
+            self.size,
+            None if parent is None else (parent, theirs[parent].detach()),
+            [(rank, tree.below(rank), theirs[rank].detach()) for rank in below],
+            cache=cache,
+            timeout=timeout or 0.0,
+            stall_after=stall_after,
+            silence=_NEVER,
+        )
+
+    def carrier(self, name: str, limit: float) -> MpiCarrier:
+        """Return MPI as what carries the data, once there is a thread."""
+        assert self._thread is not None
+        return MpiCarrier(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
+
+    def end(self, orderly: bool) -> None:
+        """Give back what there is; communicators only if all ranks do so."""
+        ended = self._thread is None or self._thread.end(orderly)
+        if self._store is not None:
+            self._store.close()
+        if not ended:
+            raise NcclTimeout("coordinator over MPI: MPI does not return to the thread that calls it")

@@ -1,0 +1,194 @@
+"""How the ranks of an mpi4py communicator meet under a deadline, and which devices they have."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
+from ncclpy.bootstrap.place import machine
+from ncclpy.core.runtime.device import current, device_count
+from ncclpy.core.runtime.library import library
+from ncclpy.errors import NcclRemoteError, NcclTimeout, seconds
+from ncclpy.interop.mpi.types import MPI
+from ncclpy.types import as_integer
+
+__all__ = ["all_tell", "devices_of", "duplicate", "exchange"]
+
+#: Seconds between two looks whether all ranks have come.
+_SLICE = 1e-3
+
+#: Communicators that are still being made, for ranks that did not come: MPI goes on with them.
+left: list[Any] = []
+
+
+def exchange(comm: Any, device: int | None, timeout: float | None, make: Callable[[], bytes]) -> tuple[bytes, int]:
+    """Meet the other ranks of a communicator, which all call this; return rank 0's bytes, and this rank's device.
+
+    Parameters
+    ----------
+    comm
+        Theirs; what is done is done on another one.
+    device
+        This rank's; None as in `devices_of`.
+    timeout
+        Seconds for all to come; None is 300.
+    make
+        Returns the bytes; called by rank 0.
+
+    Raises
+    ------
+    ModuleNotFoundError, TypeError, RuntimeError
+        If there is no mpi4py; if it is no communicator of it with one group; if MPI is not initialised, or finalised.
+    NcclTimeout
+        If not all come in time.
+    NcclRemoteError
+        If another rank has failed here; that one raises what it has met.
+    ValueError
+        If a machine has too few devices; on all ranks.
+    """
+    try:
+        kind = MPI.Intracomm
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"from_mpi takes a communicator of mpi4py, which cannot be imported: {error}. Install it (pip install "
+            "mpi4py), or use Communicator.from_env, which needs none under mpirun",
+            name="mpi4py",
+        ) from error
+    if not isinstance(comm, kind):
+        raise TypeError(
+            f"comm: expected an mpi4py.MPI.Intracomm, MPI.COMM_WORLD say, got {type(comm).__module__}."
+            f"{type(comm).__qualname__}"
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm: MPI.COMM_NULL, of which this process is no rank")
+    if device is not None:
+        device = as_integer(device, "device", 0)
+    own = duplicate(comm, as_seconds(timeout, TIMEOUT), "Communicator.from_mpi")
+
+    def mine() -> dict[str, Any]:
+        said = {"machine": machine(), "host": library().engine == "host", "given": device}
+        said |= {"current": current(), "count": device_count()}
+        return said | {"brought": make().hex()} if own.rank == 0 else said
+
+    told = all_tell(own, mine, "Communicator.from_mpi")
+    own.Free()
+    machines = [each["machine"] for each in told]
+    devices = devices_of(machines, [(each["given"], each["current"], each["count"]) for each in told])
+    _check_room(told, machines, devices)
+    return bytes.fromhex(told[0]["brought"]), devices[comm.rank]
+
+
+def _check_room(told: list[dict[str, Any]], machines: list[str], devices: list[int]) -> None:
+    """Raise, on all ranks, if one that has not chosen its device would share it, which NCCL refuses."""
+    first: dict[tuple[str, int], int] = {}
+    for rank, place in enumerate(zip(machines, devices, strict=True)):
+        mate = first.setdefault(place, rank)
+        chosen = told[rank]["given"] is not None and told[mate]["given"] is not None
+        # Where each process sees one device it may be another one for each.
+        if mate == rank or chosen or told[rank]["count"] == 1:
+            continue
+        size = machines.count(machines[rank])
+        hint = f"; NCCLPY_HOST_DEVICES={size} shows more" if told[rank]["host"] else ""
+        raise ValueError(
+            f"ranks {mate} and {rank} of {len(told)} would share device {devices[rank]} of their machine, which has "
+            f"{told[rank]['count']}, and {size} ranks{hint}; pass device= on all ranks, or start fewer"
+        )
+
+
+def duplicate(comm: Any, patience: float, what: str) -> Any:
+    """Return a communicator of the same ranks, once all have asked for it.
+
+    Parameters
+    ----------
+    comm
+        Theirs.
+    patience
+        Seconds.
+    what
+        What they come for, for the error.
+
+    Raises
+    ------
+    RuntimeError
+        If MPI is not initialised, or is finalised already.
+    NcclTimeout
+        If not all come in time.
+    """
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise RuntimeError(f"{what}: MPI is not initialised, or is finalised already")
+    own, request = comm.Idup()
+    end = time.monotonic() + patience
+    try:
+        while not request.Test():
+            if time.monotonic() >= end:
+                raise NcclTimeout(
+                    f"{what}: not all {comm.size} ranks of the communicator came within {seconds(patience)}"
+                )
+            time.sleep(_SLICE)
+    except BaseException:  # Ctrl-C's too
+        left.append((own, request))
+        raise
+    return own
+
+
+def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    """Return what `mine()` is on all ranks; if it raises on one that does, and the others hear of it.
+
+    The communicator is freed then.
+
+    Raises
+    ------
+    NcclRemoteError
+        If another rank has failed.
+    """
+    met: BaseException | None = None
+    try:
+        said = mine()
+    except BaseException as failed:  # told first: the others are on their way
+        met, said = failed, {"failed": f"{type(failed).__name__}: {failed}"}
+    told = _all_say(comm, json.dumps(said).encode())
+    failures = [
+        f"rank {rank} could not take part in {what}: {each['failed']}"
+        for rank, each in enumerate(told)
+        if "failed" in each
+    ]
+    if failures:
+        comm.Free()
+        raise met or NcclRemoteError(failures[0])
+    return told
+
+
+def _all_say(comm: Any, mine: bytes) -> list[Any]:
+    """Return what all ranks say, each in JSON."""
+    every = bytearray(8 * comm.size)
+    comm.Allgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [every, MPI.BYTE])
+    sizes = [int.from_bytes(every[8 * rank : 8 * rank + 8], "little") for rank in range(comm.size)]
+    heard = bytearray(sum(sizes))
+    comm.Allgatherv([mine, MPI.BYTE], [heard, sizes, MPI.BYTE])
+    ends = [sum(sizes[: rank + 1]) for rank in range(comm.size)]
+    return [json.loads(heard[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
+    """Return the device of each rank: the one that it asks for, else its current one.
+
+    Where another rank of its machine has that too, it is the one of its number among them.
+
+    Parameters
+    ----------
+    machines
+        Of each rank, what tells its machine from others.
+    places
+        Of each rank, the device that it has asked for or None, its current one, and how many it has.
+    """
+    found = [now if given is None else given for given, now, _ in places]
+    taken = Counter(zip(machines, found, strict=True))
+    shared = [taken[each] > 1 for each in zip(machines, found, strict=True)]
+    for rank, (given, _, count) in enumerate(places):
+        if given is None and shared[rank]:
+            found[rank] = list(machines[:rank]).count(machines[rank]) % count
+    return found

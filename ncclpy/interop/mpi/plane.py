@@ -1,0 +1,390 @@
+"""MPI as what carries a coordinator's data: arrays in CPU memory, by nonblocking collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from ncclpy.coordinator.brought import Brought, memory_of
+from ncclpy.coordinator.plane import identity
+from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
+from ncclpy.interop.mpi.thread import Launch, MpiThread
+from ncclpy.interop.mpi.types import MPI, narrowed, operator_of, plain, type_of, widened
+from ncclpy.types import DataType, ReduceOp
+
+__all__ = ["MpiCarrier", "MpiPlane"]
+
+#: The largest count that every MPI takes; what is more goes in several calls, or by larger units.
+_MOST = 2**31 - 1
+
+
+class MpiCarrier:
+    """Some ranks' communicator, as a `Carrier`.
+
+    Parameters
+    ----------
+    thread
+        Who calls MPI.
+    comm
+        None if it is still to be made.
+    name
+        For messages.
+    device
+        This rank's device, which works are said to be of.
+    rank, size
+        Which of how many ranks this is.
+    limit
+        Seconds for an operation.
+    behind
+        Called at the end, with whether that is orderly.
+    """
+
+    for_devices = False
+
+    def __init__(
+        self,
+        thread: MpiThread,
+        comm: Any,
+        name: str,
+        device: int,
+        rank: int,
+        size: int,
+        limit: float,
+        behind: Callable[[bool], None] = lambda orderly: None,
+    ) -> None:
+        self.thread, self.comm, self.name, self.device = thread, comm, name, device
+        self.rank, self.size, self.limit, self._behind = rank, size, limit, behind
+        self.settled = threading.Event()
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[BaseException], object]] = []
+        if comm is not None:
+            self.settled.set()
+
+    def plane(self) -> MpiPlane:
+        return MpiPlane(self)
+
+    def host_plane(self) -> None:
+        return None
+
+    def on_abort(self, callback: Callable[[BaseException], object]) -> None:
+        self._callbacks.append(callback)
+
+    def failure(self) -> BaseException | None:
+        return self.error
+
+    def trouble(self, error: BaseException) -> None:
+        """Tell of a failure, for which other ranks would wait for ever."""
+        for callback in self._callbacks:
+            callback(error)
+
+    def part(self, name: str, members: Sequence[int]) -> MpiCarrier:
+        made = MpiCarrier(self.thread, None, name, self.device, members.index(self.rank), len(members), self.limit)
+        self.thread.make(members, made.take)
+        return made
+
+    def take(self, comm: Any, error: BaseException | None) -> None:
+        """Have the communicator, or know that there will be none."""
+        self.comm, self.error = comm, error
+        self.settled.set()
+
+    def pass_by(self, members: Sequence[int]) -> None:
+        self.thread.make(None, lambda comm, error: None)
+
+    def end(self, orderly: bool) -> None:
+        self._behind(orderly)
+
+
+class MpiPlane:
+    """One rank's part in a communicator.
+
+    Parameters
+    ----------
+    carrier
+        Whose it is.
+    """
+
+    def __init__(self, carrier: MpiCarrier) -> None:
+        self._carrier = carrier
+        self._changed = threading.Condition(threading.Lock())
+        self._running: set[Launch] = set()
+        self._lane: deque[Launch] = deque()
+        self._error: BaseException | None = None
+
+    def stands(self) -> bool:
+        """Return whether the communicator is there, or will never be."""
+        return self._carrier.settled.is_set()
+
+    # Launches: each gives the thread what to start, and what is left to do when MPI has done it.
+
+    def _launch(
+        self, what: str, brought: Sequence[Brought], start: Callable[[], list[Any]], finish: Callable[[], None]
+    ) -> None:
+        carrier = self._carrier
+        launch = Launch(self._lane, what, brought, start, finish, self._failed, self._done, carrier.limit)
+        with self._changed:
+            error = self._error or carrier.error
+            if error is None:
+                self._running.add(launch)
+        if error is not None:
+            for part in brought:
+                part.fail(error)
+            return
+        carrier.thread.launch(launch)
+
+    def _failed(self, launch: Launch, error: BaseException) -> None:
+        self._end(launch, error)
+        self._done(launch)
+        self._carrier.trouble(error)
+
+    def _end(self, launch: Launch, error: BaseException) -> None:
+        launch.is_dead = True
+        for part in launch.brought:
+            part.fail(error)
+
+    def _done(self, launch: Launch) -> None:
+        with self._changed:
+            self._running.discard(launch)
+            self._changed.notify_all()
+
+    def all_reduce(self, brought: Brought, op: int, factor: float | None) -> None:
+        """Launch an all-reduce in place, of what is multiplied by a factor first if there is one."""
+        data = brought.memory()
+        values, alone = _loaded(data, brought.datatype, factor)
+        self._reduce(
+            f"all_reduce {brought.name!r}", [brought], values, brought.datatype, op, [None if alone else data]
+        )
+
+    def fuse(
+        self, members: list[tuple[Brought | None, int]], datatype: int, op: int, factor: float | None, on_device: bool
+    ) -> None:
+        """Launch one all-reduce of several arrays; None is what changes nothing, of a rank that has joined."""
+        pieces: list[np.ndarray] = []
+        places: list[memoryview | None] = []
+        for brought, count in members:
+            if brought is None:
+                element = identity(datatype, op) or bytes(DataType(datatype).itemsize)
+                pieces.append(np.repeat(_loaded(memoryview(element), datatype, None)[0], count))
+                places.append(None)
+            else:
+                data = brought.memory()
+                places.append(data)
+                pieces.append(_loaded(data, datatype, factor)[0])
+        there = [brought for brought, _ in members if brought is not None]
+        what = f"all_reduce {there[0].name!r}" if len(there) == 1 else f"all_reduce of {len(members)} arrays"
+        self._reduce(what, there, np.concatenate(pieces), datatype, op, places, [len(each) for each in pieces])
+
+    def _reduce(
+        self,
+        what: str,
+        brought: list[Brought],
+        values: np.ndarray,
+        datatype: int,
+        op: int,
+        places: list[memoryview | None],
+        counts: list[int] | None = None,
+    ) -> None:
+        """Launch the reduction of values where they lie, which go to some places then."""
+        comm, size = self._carrier.comm, self._carrier.size
+
+        def finish() -> None:
+            _average(values, op, size)
+            at = 0
+            for place, count in zip(places, counts or [len(values)], strict=True):
+                if place is not None:
+                    _store(values[at : at + count], datatype, place)
+                at += count
+
+        self._launch(what, brought, lambda: _reduced(comm, values, datatype, op), finish)
+
+    def barrier(self, brought: Brought) -> None:
+        """Launch what is done when all have launched it."""
+        comm = self._carrier.comm
+        self._launch(f"barrier {brought.name!r}", [brought], lambda: [comm.Ibarrier()], _nothing)
+
+    def broadcast(self, brought: Brought, root: int) -> None:
+        """Launch a broadcast in place."""
+        comm, data = self._carrier.comm, brought.memory()
+        self._launch(
+            f"broadcast {brought.name!r}", [brought],
+            lambda: [comm.Ibcast([data[a:b], MPI.BYTE], root) for a, b in _pieces(len(data))], _nothing,
+        )  # fmt: skip
+
+    def gather(self, brought: Brought, counts: Sequence[int], result: Any) -> None:
+        """Launch a gather of parts of so many elements, by rank, into a new array."""
+        comm, sent, into, width = self._carrier.comm, brought.memory(), memory_of(result), _width(brought)
+
+        def start() -> list[Any]:
+            unit, each = _in_units([width * count for count in counts])
+            mine = each[self._carrier.rank]
+            return [comm.Iallgatherv([sent, mine, unit], [into, each, _places(each), unit])]
+
+        def done() -> None:
+            _ = result  # until here MPI writes there
+
+        self._launch(f"all_gather {brought.name!r}", [brought], start, done)
+
+    def scatter(self, brought: Brought, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
+        """Launch a reduction of which each rank gets the part of so many elements."""
+        comm, rank, size, datatype = self._carrier.comm, self._carrier.rank, self._carrier.size, brought.datatype
+        values, _ = _loaded(brought.memory(), datatype, factor)
+        counts = [brought.unit * count for count in counts]
+        begin, into = sum(counts[:rank]), memory_of(result)
+        mine = np.empty(counts[rank], values.dtype)
+        whole: list[np.ndarray] = []
+
+        def start() -> list[Any]:
+            if len(values) <= _MOST:
+                kind = type_of(datatype)
+                return [comm.Ireduce_scatter([values, kind], [mine, kind], counts, operator_of(op))]
+            whole.append(values.copy())  # what is brought is not written to
+            return _reduced(comm, whole[0], datatype, op)
+
+        def finish() -> None:
+            got = whole[0][begin : begin + counts[rank]] if whole else mine
+            _average(got, op, size)
+            _store(got, datatype, into)
+            _ = result
+
+        self._launch(f"reduce_scatter {brought.name!r}", [brought], start, finish)
+
+    def exchange(
+        self, brought: Brought, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
+    ) -> None:
+        """Launch an exchange of parts of so many elements."""
+        comm, width = self._carrier.comm, _width(brought)
+        sent, into = brought.memory(), memory_of(result)
+
+        def start() -> list[Any]:
+            unit, sends = _in_units([width * count for count in send_counts])
+            other, receives = _in_units([width * count for count in recv_counts])
+            return [comm.Ialltoallv([sent, sends, _places(sends), unit], [into, receives, _places(receives), other])]
+
+        def finish() -> None:
+            _ = result
+
+        self._launch(f"all_to_all {brought.name!r}", [brought], start, finish)
+
+    # The end.
+
+    def is_free(self) -> bool:
+        """Return whether nothing that is copied waits for other ranks: here it is copied at once."""
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        """Nothing is being copied when a launch has failed."""
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what has ended this, if an error is of that; else the error."""
+        return self._error if self._error is not None and isinstance(error, NcclAborted) else error
+
+    def fail(self, error: BaseException) -> None:
+        """End what runs there with an error; MPI cannot be called back, so its memory is kept until it has done."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            running = list(self._running)
+            self._running.clear()
+            self._changed.notify_all()
+        for launch in running:
+            self._end(launch, error)
+
+    def close(self, timeout: float | None) -> None:
+        """Let what was launched end."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while self._running:
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            late = list(self._running)
+        if late:
+            error = NcclTimeout(
+                f"coordinator {self._carrier.name!r}: {len(late)} operations, {late[0].what} among them, have not "
+                f"ended within {seconds(timeout or 0.0)}"
+            )
+            self.fail(error)
+            raise error
+        with self._changed:
+            if self._error is None:
+                self._error = NcclAborted(f"coordinator {self._carrier.name!r} has ended")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _width(brought: Brought) -> int:
+    """Return the bytes of one element."""
+    return brought.unit * DataType(brought.datatype).itemsize
+
+
+def _pieces(count: int) -> Iterator[tuple[int, int]]:
+    """Return the ends of parts that are small enough for one call; none of nothing."""
+    for begin in range(0, count, _MOST):
+        yield begin, min(count, begin + _MOST)
+
+
+def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
+    """Return a type and counts of it that stand for so many bytes: bytes, unless the counts would be too large."""
+    if sum(sizes) <= _MOST:
+        return MPI.BYTE, sizes
+    width = gcd(*sizes)
+    if sum(sizes) // width > _MOST or width > _MOST:
+        raise NcclUnsupported(
+            f"{sum(sizes)} bytes in parts of {sizes}: MPI counts to {_MOST}, and these have no common unit that is "
+            "large enough; bring rows of a larger size, or less at once"
+        )
+    unit = MPI.BYTE.Create_contiguous(width).Commit()
+    _units.append(unit)
+    return unit, [size // width for size in sizes]
+
+
+#: Types that MPI may still use; each is of more than two gigabytes that were sent, so there are few.
+_units: list[Any] = []
+
+
+def _places(counts: list[int]) -> list[int]:
+    places = [0]
+    for count in counts[:-1]:
+        places.append(places[-1] + count)
+    return places
+
+
+def _loaded(data: memoryview, datatype: int, factor: float | None) -> tuple[np.ndarray, bool]:
+    """Return values to be summed, scaled if there is a factor; and whether they still are the array itself."""
+    kind = plain(datatype)
+    values = widened(data, datatype) if kind is None else np.frombuffer(data, kind)
+    if factor is not None:
+        return values * values.dtype.type(factor), False
+    return values, kind is not None
+
+
+def _store(values: np.ndarray, datatype: int, place: memoryview) -> None:
+    """Write values to where an array lies."""
+    found = values if plain(datatype) is not None else narrowed(values, datatype)
+    np.frombuffer(place, np.uint8)[:] = found.view(np.uint8)
+
+
+def _average(values: np.ndarray, op: int, size: int) -> None:
+    """Make an average of a sum; of integers rounded towards zero, as NCCL's."""
+    if op != ReduceOp.AVG:
+        return
+    if values.dtype.kind == "f":
+        values /= size
+    else:
+        # Of a type that holds the number of ranks as well.
+        wide = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64)
+        values[:] = (wide - np.fmod(wide, wide.dtype.type(size))) // wide.dtype.type(size)
+
+
+def _reduced(comm: Any, values: np.ndarray, datatype: int, op: int) -> list[Any]:
+    """Start an all-reduce of values where they lie."""
+    kind, operator = type_of(datatype), operator_of(op)
+    return [comm.Iallreduce(MPI.IN_PLACE, [values[a:b], kind], operator) for a, b in _pieces(len(values))]

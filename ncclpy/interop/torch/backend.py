@@ -1,0 +1,587 @@
+"""The backend "ncclpy" of torch.distributed: c10d's operations as those of a process group.
+
+Torch calls a `TorchBackend` by way of its own class for backends, see `extension`. All that an operation does,
+checks and waits for is the process group's; here are torch's conventions only: what is given as lists, as parts of one
+tensor, by rows, in place; and which tensors stand for it, see `tensors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ncclpy.errors import NcclAborted, NcclError, NcclUnsupported
+from ncclpy.interop.torch import memory as torch_memory
+from ncclpy.interop.torch.reductions import OPERATORS, operator_of
+from ncclpy.interop.torch.tensors import Places, Staging, are_even, bring, times
+from ncclpy.interop.torch.work import PartWork, Together, TorchWork, backend_error
+from ncclpy.types import ReduceOp
+
+if TYPE_CHECKING:
+    from ncclpy.engine.work import Work
+    from ncclpy.interop.torch.shutdown import StoreShutdown
+    from ncclpy.process_group.group import ProcessGroup
+
+__all__ = ["TorchBackend"]
+
+T = TypeVar("T", bound=Callable[..., Any])
+#: c10d's ErrorType.
+_SUCCESS, _TIMEOUT, _COMM_ERROR = 0, 1, 2
+
+
+def _operation(method: T) -> T:
+    """Have an operation raise torch's errors."""
+
+    @functools.wraps(method)
+    def begin(self: Any, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except NcclError as error:
+            raise backend_error(error) from error
+
+    return begin  # type: ignore[return-value]
+
+
+class TorchBackend:
+    """One rank of a torch process group: its operations, begun on a process group of ncclpy.
+
+    The names are those of c10d's ``Backend``. Reductions are numbers, see `operator_of`; a timeout is in seconds, and
+    None is that of the group.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank's number, and how many there are: to be asked for them would make the group.
+    make : callable
+        Called with a torch.device, or None for one of its choice, returns the `ProcessGroup`. On GPUs that waits for
+        the first operation, whose tensors say on which device this rank works.
+    on_gpu : bool
+        Whether the engine works on GPUs: tensors in CPU memory are staged on one then.
+    timeout : float
+        Of the group, in seconds.
+    split : callable
+        Called with a store, ranks, a timeout and a name, makes a backend of some of the ranks.
+    store : torch.distributed.Store
+        Where the ranks meet.
+    options : mapping
+        What was given as ``pg_options``.
+    """
+
+    supports_splitting = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        make: Callable[[Any], ProcessGroup],
+        on_gpu: bool,
+        timeout: float,
+        split: Callable[..., Any],
+        store: Any,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._make, self._on_gpu = make, on_gpu
+        self._making = threading.Lock()
+        self._made: ProcessGroup | None = None if on_gpu else make(None)
+        self._given = timeout
+        self.changed_timeout: float | None = None  # of what begins, where it was changed
+        self._device: Any = None
+        self._blocks: dict[int, Together] = {}  # that are open, by thread; mostly none is
+        self._preferred: Any = None  # the device for a group that no tensor has told of one
+        self._over = False  # ended before it was made
+        self.split, self.store, self.options = split, store, dict(options or {})
+        self.store_shutdown: StoreShutdown | None = None  # of the world's store
+
+    # What an operation begins and ends with.
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group; it is made now if it was not."""
+        return self._made or self._begin_with(None)
+
+    def _begin_with(self, device: Any) -> ProcessGroup:
+        with self._making:
+            if self._over:
+                raise NcclAborted("this torch process group has ended: it was aborted or shut down before any use")
+            if self._made is None:
+                import torch
+
+                if device is None or device.type == "cpu":
+                    device = self._preferred
+                made = self._make(device)
+                self._device = device or torch.device("cuda", made.device)
+                self._made = made  # behind it: other threads look at this one without the lock
+            return self._made
+
+    def prefer(self, device: Any) -> None:
+        """Tell on which GPU the group works if no tensor does: it is bound to it, or a barrier has named it."""
+        self._preferred = device
+
+    def _end(self) -> ProcessGroup | None:
+        """Return the group that is to end; without one none is made any more."""
+        with self._making:
+            self._over = self._made is None
+            return self._made
+
+    def _staging(self, tensor: Any) -> Staging:
+        """Return what stages the tensors of an operation, of which this is one."""
+        if self._made is None:
+            self._begin_with(tensor.device)
+        if self._blocks:
+            self._open_block()
+        return Staging(self._device)
+
+    def _open_block(self) -> Together | None:
+        """Return the block that this thread is in, which is open from now on; None if it is in none."""
+        together = self._block()
+        if together is not None:
+            together.open(self.group)
+        return together
+
+    def _limit(self, timeout: float | None) -> float | None:
+        """Return what an operation is told of its timeout."""
+        if self._blocks and self._block() is not None:
+            return None  # it is that of all of them
+        return self.changed_timeout if timeout is None else timeout
+
+    def _work(self, begun: Work, outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1) -> TorchWork:
+        """Return what stands for an operation that was begun on tensors `like` this one."""
+        blocks = not self._on_gpu or like.is_cpu
+        together = self._block() if self._blocks else None
+        if together is None:
+            return TorchWork(begun, outputs, staging.after, blocks, self.group, source)
+        together.outputs += outputs
+        together.after += staging.after
+        together.note(blocks)
+        return PartWork(together, begun, outputs, blocks, self.group, source)
+
+    # What torch's C++ begins on the group itself: operations for which there is nothing to do here.
+
+    def direct(self) -> tuple[Any, ...] | None:
+        """Return what that takes, None until there is a group.
+
+        Returns
+        -------
+        tuple
+            The group, the blocks that are open, the operators by torch's number, what returns the number of a device's
+            current stream (None on CPUs), and what our errors are.
+        """
+        if self._made is None:
+            return None
+        stream_of = None
+        if self._on_gpu:
+            import torch
+
+            stream_of = torch._C._cuda_getCurrentRawStream
+        return self._made, self._blocks, OPERATORS, stream_of, NcclError
+
+    def stand_for(self, begun: Work, outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
+        """Return what stands for an operation that was begun so."""
+        return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
+
+    def fail(self, error: NcclError) -> None:
+        """Raise as torch's what the group has refused it with, or its work has failed with."""
+        raise backend_error(error) from error
+
+    # Memory that NCCL knows, by torch's names for it.
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Torch's allocator for a ``torch.cuda.MemPool``: what it gives is registered on every communicator here."""
+        import torch
+
+        if not self._on_gpu:
+            raise NcclUnsupported(
+                "mem_allocator: torch's memory pools are of GPUs, and this group is on the host engine"
+            )
+        return torch_memory.allocator(torch)
+
+    def register_mem_pool(self, pool: Any, symmetric: bool = False) -> None:
+        """Look whether a pool's memory is registered already, as that of pools over `mem_allocator` is."""
+        if symmetric:
+            raise NcclUnsupported(
+                "register_mem_pool: symm=True needs all ranks' lists of segments compared, which "
+                "`ncclpy.memory.pool('torch', backend_of(group).group, symmetric=True)` does"
+            )
+        if not torch_memory.holds(pool):
+            raise NcclUnsupported(
+                "register_mem_pool: what pools over this backend's mem_allocator allocate is registered then; "
+                "`ncclpy.memory.attach('torch', hooks=True)` registers what other pools of torch have"
+            )
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """Do nothing: memory is deregistered when it is freed, and not before."""
+
+    # Many as one.
+
+    def _block(self) -> Together | None:
+        """Return the block that this thread is in."""
+        return self._blocks.get(threading.get_ident())
+
+    @_operation
+    def start_coalescing(self, timeout: float | None = None) -> None:
+        """Begin a block: what this thread begins until `end_coalescing` is one launch."""
+        self.drop_coalescing()  # torch does not end a block that an exception has left
+        limit = self.changed_timeout if timeout is None else timeout
+        self._blocks[threading.get_ident()] = Together(limit)
+
+    def drop_coalescing(self) -> None:
+        """End the block that this thread is in, if it is in one, and launch nothing of it: its works fail."""
+        left = self._blocks.pop(threading.get_ident(), None)
+        if left is not None:
+            left.leave(NcclAborted("its coalescing block was left by an exception, or begun anew"))
+
+    @_operation
+    def end_coalescing(self) -> TorchWork:
+        """Launch what was begun in the block."""
+        together = self._blocks.pop(threading.get_ident(), None)
+        if together is None:
+            raise RuntimeError("end_coalescing: this thread is in no block")
+        together.open(self.group).__exit__(None, None, None)
+        work = TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
+        together.work = work
+        for each in together.told:
+            each(work)
+        return work
+
+    @contextlib.contextmanager
+    def _as_one(self, timeout: float | None) -> Iterator[list[TorchWork]]:
+        """Make one launch of a block, unless it is within another; it gives a list, to which the work is added."""
+        works: list[TorchWork] = []
+        together = self._block()
+        if together is not None:
+            yield works
+            together.open(self.group)
+            works.append(PartWork(together, together.begun, [], together.blocks, self.group))
+            return
+        self.start_coalescing(timeout)
+        try:
+            yield works
+        except BaseException as error:
+            self._blocks.pop(threading.get_ident()).leave(error)
+            raise
+        works.append(self.end_coalescing())
+
+    # Collectives.
+
+    @_operation
+    def broadcast(self, tensors: list[Any], root: int, timeout: float | None) -> TorchWork:
+        """Send the root's tensor to all."""
+        tensor = _only(tensors, "tensors")
+        staging = self._staging(tensor)
+        held = staging.sent(tensor) if root == self.rank else staging.received(tensor)
+        begun = self.group.broadcast(held, root=root, timeout=self._limit(timeout))
+        return self._work(begun, tensors, staging, tensor)
+
+    @_operation
+    def allreduce(self, tensors: list[Any], op: Any, timeout: float | None) -> TorchWork:
+        """Reduce a tensor in place, dense or sparse."""
+        tensor = _only(tensors, "tensors")
+        if tensor.is_sparse:
+            return self._sparse(tensor, op, timeout)
+        return self._all_reduce(tensor, op, timeout)
+
+    def _all_reduce(self, tensor: Any, op: Any, timeout: float | None, copies: bool = False) -> TorchWork:
+        staging = self._staging(tensor)
+        reduction, factor = operator_of(op)
+        held = staging.both(tensor, copies) if factor is None else staging.scaled(tensor, factor, tensor)
+        begun = self.group.all_reduce(held, None, reduction, timeout=self._limit(timeout))
+        return self._work(begun, [tensor], staging, tensor)
+
+    def _sparse(self, tensor: Any, op: Any, timeout: float | None) -> TorchWork:
+        import torch
+
+        reduction, factor = operator_of(op)
+        if reduction is not ReduceOp.SUM:
+            raise NcclUnsupported(f"op: sparse tensors know the sum only, not {reduction.name}")
+        staging = self._staging(tensor)
+        entries = tensor.coalesce()
+        indices, values = entries.indices(), entries.values()
+        if factor is not None:
+            values = times(values, factor)
+        shape = tuple(tensor.shape)
+        begun = self.group.all_reduce_sparse(
+            staging.sent(indices), staging.sent(values), shape=shape, timeout=self._limit(timeout)
+        )
+
+        def take() -> None:
+            indices, values = (part.to(tensor.device) for part in begun.result())
+            # The other ranks' indices are in it: torch does not look at them later, and would write where they say.
+            made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
+            bring(made, tensor)
+
+        staging.after.append(take)
+        return self._work(begun, [tensor], staging, tensor)
+
+    def allreduce_coalesced(self, tensors: list[Any], op: Any, timeout: float | None) -> TorchWork:
+        """Reduce several tensors in place, in one launch; memory that two of them share is reduced once."""
+        places = Places()
+        with self._as_one(timeout) as works:
+            for tensor in tensors:
+                self._reduce_one(tensor, op, len(tensors) > 1 and not tensor.is_sparse and places.has(tensor))
+        return works[0]
+
+    @_operation
+    def _reduce_one(self, tensor: Any, op: Any, copies: bool) -> TorchWork:
+        return self._sparse(tensor, op, None) if tensor.is_sparse else self._all_reduce(tensor, op, None, copies)
+
+    @_operation
+    def reduce(self, tensors: list[Any], op: Any, root: int, timeout: float | None) -> TorchWork:
+        """Reduce a tensor, in place on the root."""
+        tensor = _only(tensors, "tensors")
+        staging = self._staging(tensor)
+        reduction, factor = operator_of(op)
+        is_root = root == self.rank
+        if factor is not None:
+            held = staging.scaled(tensor, factor, tensor if is_root else None)
+        else:
+            held = staging.both(tensor) if is_root else staging.sent(tensor)
+        begun = self.group.reduce(held, None, reduction, root, timeout=self._limit(timeout))
+        return self._work(begun, tensors, staging, tensor)
+
+    @_operation
+    def allgather(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
+        """Gather a part of each rank, which may differ in size, as a tensor for each."""
+        sent, parts = _only(inputs, "inputs"), _only(outputs, "outputs")
+        _count(parts, self.size, "outputs")
+        staging = self._staging(sent)
+        # Parts of one size are what other ranks may gather in one tensor: it is to be the same launch.
+        held = staging.flat_received(parts) if are_even(sent, parts) else staging.all_received(parts)
+        begun = self.group.all_gather(staging.sent(sent), held, timeout=self._limit(timeout))
+        return self._work(begun, parts, staging, sent)
+
+    @_operation
+    def all_gather_single(self, output: Any, sent: Any, timeout: float | None) -> TorchWork:
+        """Gather parts of one size in one tensor."""
+        staging = self._staging(sent)
+        begun = self.group.all_gather(staging.sent(sent), staging.received(output), timeout=self._limit(timeout))
+        return self._work(begun, [output], staging, sent)
+
+    def allgather_coalesced(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
+        """Gather several parts of each rank; ``outputs[rank][i]`` is the i-th of a rank."""
+        _count(outputs, self.size, "outputs")
+        with self._as_one(timeout) as works:
+            for i, sent in enumerate(inputs):
+                self.allgather([[each[i] for each in outputs]], [sent], None)
+        return works[0]
+
+    def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], timeout: float | None) -> TorchWork:
+        """Do as `all_gather_single` does with several, in one launch."""
+        with self._as_one(timeout) as works:
+            for output, sent in zip(outputs, inputs, strict=True):
+                self.all_gather_single(output, sent, None)
+        return works[0]
+
+    @_operation
+    def gather(self, outputs: list[list[Any]], inputs: list[Any], root: int, timeout: float | None) -> TorchWork:
+        """Gather a part of each rank on the root, as a tensor for each."""
+        sent = _only(inputs, "inputs")
+        parts = _only(outputs, "outputs") if root == self.rank else []
+        staging = self._staging(sent)
+        begun = self.group.gather(staging.sent(sent), staging.all_received(parts), root, timeout=self._limit(timeout))
+        return self._work(begun, parts, staging, sent)
+
+    @_operation
+    def scatter(self, outputs: list[Any], inputs: list[list[Any]], root: int, timeout: float | None) -> TorchWork:
+        """Send each rank its part of the root's list."""
+        output = _only(outputs, "outputs")
+        parts = _only(inputs, "inputs") if root == self.rank else []
+        staging = self._staging(output)
+        begun = self.group.scatter(
+            staging.all_sent(parts), staging.received(output), root, timeout=self._limit(timeout)
+        )
+        return self._work(begun, outputs, staging, output)
+
+    @_operation
+    def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], op: Any, timeout: float | None) -> TorchWork:
+        """Reduce a list of parts, which may differ in size, and leave each rank its own."""
+        output, parts = _only(outputs, "outputs"), _only(inputs, "inputs")
+        _count(parts, self.size, "inputs")
+        staging = self._staging(output)
+        reduction, factor = operator_of(op)
+        if factor is not None:
+            parts = [times(part, factor) for part in parts]
+        sent = staging.flat_sent(parts) if are_even(output, parts) else staging.all_sent(parts)  # as in `allgather`
+        begun = self.group.reduce_scatter(sent, staging.received(output), reduction, timeout=self._limit(timeout))
+        return self._work(begun, outputs, staging, output)
+
+    @_operation
+    def reduce_scatter_single(self, output: Any, sent: Any, op: Any, timeout: float | None) -> TorchWork:
+        """Reduce one tensor of parts of one size, and leave each rank its own."""
+        staging = self._staging(output)
+        reduction, factor = operator_of(op)
+        held = staging.sent(sent) if factor is None else staging.scaled(sent, factor, None)
+        begun = self.group.reduce_scatter(held, staging.received(output), reduction, timeout=self._limit(timeout))
+        return self._work(begun, [output], staging, output)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Any], inputs: list[Any], op: Any, timeout: float | None
+    ) -> TorchWork:
+        """Do as `reduce_scatter_single` does with several, in one launch."""
+        with self._as_one(timeout) as works:
+            for output, sent in zip(outputs, inputs, strict=True):
+                self.reduce_scatter_single(output, sent, op, None)
+        return works[0]
+
+    @_operation
+    def all_to_all_single(
+        self, output: Any, sent: Any, output_rows: list[int], sent_rows: list[int], timeout: float | None
+    ) -> TorchWork:
+        """Send a part of one tensor to each rank, by rows if there are numbers of those."""
+        staging = self._staging(sent)
+        size = self.size
+        if output_rows or sent_rows:
+            counts = _elements(sent, sent_rows, size, "input"), _elements(output, output_rows, size, "output")
+        else:  # counts nevertheless: other ranks may pass numbers of rows, and it is to be the same launch
+            counts = _equal_parts(sent, output, size)
+        begun = self.group.all_to_all(
+            staging.sent(sent), staging.received(output), *counts, timeout=self._limit(timeout)
+        )
+        return self._work(begun, [output], staging, sent)
+
+    @_operation
+    def alltoall(self, outputs: list[Any], inputs: list[Any], timeout: float | None) -> TorchWork:
+        """Send a tensor to each rank."""
+        _count(outputs, self.size, "outputs")
+        _count(inputs, self.size, "inputs")
+        staging = self._staging(inputs[0])
+        begun = self.group.all_to_all(
+            staging.all_sent(inputs), staging.all_received(outputs), timeout=self._limit(timeout)
+        )
+        return self._work(begun, outputs, staging, inputs[0])
+
+    @_operation
+    def barrier(self, timeout: float | None) -> TorchWork:
+        """Meet all ranks; on a GPU once what was enqueued on the current stream is done."""
+        producer = None
+        if self._on_gpu:
+            import torch
+
+            self._begin_with(None)
+            producer = torch.cuda.current_stream(self._device)
+        together = self._open_block()
+        begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
+        if together is None:
+            return TorchWork(begun, [], (), True, self.group)
+        together.note(True)
+        return PartWork(together, begun, [], True, self.group)
+
+    @_operation
+    def monitored_barrier(self, timeout: float | None, wait_all_ranks: bool) -> None:
+        """Meet all ranks, and wait for that; the error names all that are missing, also without `wait_all_ranks`."""
+        self.group.barrier(timeout=self._limit(timeout)).wait()
+
+    # From one rank to another.
+
+    @_operation
+    def send(self, tensors: list[Any], peer: int, tag: int) -> TorchWork:
+        """Send a tensor to a rank."""
+        tensor = _only(tensors, "tensors")
+        staging = self._staging(tensor)
+        begun = self.group.send(staging.sent(tensor), peer, tag, timeout=self._limit(None))
+        return self._work(begun, tensors, staging, tensor)
+
+    @_operation
+    def recv(self, tensors: list[Any], peer: int, tag: int) -> TorchWork:
+        """Receive a tensor from a rank."""
+        tensor = _only(tensors, "tensors")
+        staging = self._staging(tensor)
+        begun = self.group.recv(staging.received(tensor), peer, tag, timeout=self._limit(None))
+        return self._work(begun, tensors, staging, tensor, peer)
+
+    @_operation
+    def recv_anysource(self, tensors: list[Any], tag: int) -> TorchWork:
+        """Refuse: the group's own error says what to do."""
+        return self.recv(tensors, -1, tag)
+
+    # The group.
+
+    def sequence_number(self) -> int:
+        """Return how many collectives were begun; to be asked makes no group."""
+        return 0 if self._made is None else self._made.seq
+
+    def set_timeout(self, seconds: float) -> None:
+        """Give what begins from now on another timeout."""
+        self._given = self.changed_timeout = seconds
+
+    def timeout_ms(self) -> int:
+        """Return the group's timeout in milliseconds."""
+        return int(self._given * 1e3)
+
+    @_operation
+    def connect(self, device: Any) -> None:
+        """Make the communicator now, for a device."""
+        self._begin_with(device)
+        self.group.connect()
+
+    @_operation
+    def wait_for_pending_works(self) -> None:
+        """Wait until all that was begun is done."""
+        if self._made is not None:
+            self._made.wait_for_pending_works()
+
+    def error_type(self) -> int:
+        """Return c10d's number for what has ended the group, 0 if nothing has."""
+        error = None if self._made is None else self._made.error
+        if error is None:
+            return _SUCCESS
+        return _TIMEOUT if isinstance(error, TimeoutError) else _COMM_ERROR
+
+    @_operation
+    def abort(self) -> None:
+        """End the group on all ranks, and give everything back."""
+        made = self._end()
+        if made is not None:
+            made.abort("its torch process group was aborted")
+            made.close()
+
+    @_operation
+    def shutdown(self) -> None:
+        """Let what was begun end, and give everything back."""
+        made = self._end()
+        try:
+            if made is not None:
+                made.close()
+        finally:
+            if self.store_shutdown is not None:  # torch lets go of the store next, which ends its server if it is here
+                self.store_shutdown.end()
+
+
+def _only(tensors: Sequence[Any], argument: str) -> Any:
+    """Return the one tensor, or list, of a list: more were for several devices a process, which torch has given up."""
+    if len(tensors) != 1:
+        raise ValueError(f"{argument}: expected one, as a rank has one device, got {len(tensors)}")
+    return tensors[0]
+
+
+def _count(parts: Sequence[Any], size: int, argument: str) -> None:
+    if len(parts) != size:
+        raise ValueError(f"{argument}: expected {size} tensors, one for each rank, got {len(parts)}")
+
+
+def _equal_parts(sent: Any, output: Any, size: int) -> tuple[list[int], list[int]]:
+    """Return how many elements go to each rank, and come from it, where no numbers of rows are given."""
+    total = sent.numel()
+    if total != output.numel():
+        raise ValueError(f"input has {total} elements, and output {output.numel()}; pass split sizes")
+    if total % size:
+        raise ValueError(f"input: {total} elements cannot be divided by {size} ranks; pass split sizes")
+    return [total // size] * size, [total // size] * size
+
+
+def _elements(tensor: Any, rows: Sequence[int], size: int, which: str) -> list[int]:
+    """Return how many elements each rank's part has, from numbers of rows; without these all have as many."""
+    total = tensor.shape[0] if tensor.dim() else 1
+    if not rows:
+        if total % size:
+            raise ValueError(f"{which}: {total} rows cannot be divided by {size} ranks; pass split sizes")
+        rows = [total // size] * size
+    _count(rows, size, f"{which} split sizes")
+    if sum(rows) != total:
+        raise ValueError(f"{which} split sizes: {list(rows)} are {sum(rows)} rows, and the tensor has {total}")
+    row = tensor.numel() // total if total else 0
+    return [each * row for each in rows]

@@ -1,0 +1,82 @@
+"""What is built in C++ against the installed torch, once, when it is first asked for (`backend.cpp`).
+
+It stands between torch's C++ and a `TorchBackend`: torch calls backends and works by virtual functions of C++, and its
+releases up to now have no class of those that Python could derive from. And it has the function by which core reads
+tensors in less time than torch's own ways take (`reader.hpp`). That is no library of its own, as two thirds of
+the compiler's time are torch's headers: who needs both would wait for them twice, to save the others a third.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from ncclpy.core.arguments.datatypes import read_by
+from ncclpy.interop.torch.backend import TorchBackend
+from ncclpy.interop.torch.build import BACKEND, EXTENSION, Part, built
+
+__all__ = ["read_tensors_natively", "wrapped"]
+
+_READER = BACKEND._replace(
+    what="the extension that reads tensors",
+    asked="read_tensors_natively()",
+    without="or leave the call out: tensors are read all the same, a fifth of a microsecond slower",
+)
+_loading = threading.Lock()
+
+
+def wrapped(rank: int, size: int, backend: TorchBackend) -> Any:
+    """Return a ``torch.distributed.Backend`` whose operations are those of `backend`, which it keeps."""
+    return _extension().ForwardedBackend(rank, size, backend)
+
+
+@atexit.register
+def _end_of_process() -> None:
+    """Have threads that are in a backend stay there, as Python's end would abort the process with them."""
+    if EXTENSION in sys.modules:
+        sys.modules[EXTENSION].end_process()
+
+
+def read_tensors_natively() -> None:
+    """Read torch's tensors where they are, not through DLPack and Python: 0.2 us less for each tensor of a call.
+
+    It is so by itself once the backend of torch.distributed is in use. This is for who uses a `Communicator`, a
+    `ProcessGroup` or a `Manager` without that. What is read so are plain tensors and parameters: contiguous, in CPU
+    memory or a GPU's, no lazy views. Everything else, and what is derived from these classes, is read or refused as
+    ever. On a torch for ROCm nothing is changed.
+
+    The first call for a torch and a compiler builds the extension of torch.distributed's backend, in half a minute; it
+    is kept for later.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no C++ compiler, or it could not build it; the message says what to do about it.
+    """
+    _extension(_READER)
+
+
+def _extension(part: Part = BACKEND) -> Any:
+    """Return the extension, built and loaded if it has not been; `part` has the words for errors."""
+    import torch.distributed  # by whose classes the extension's own are made
+
+    if EXTENSION not in sys.modules:
+        path = built(torch, part)
+        with _loading:
+            if EXTENSION not in sys.modules:  # no other thread has been faster
+                sys.modules[EXTENSION] = _loaded(torch, path)
+    return sys.modules[EXTENSION]
+
+
+def _loaded(torch: Any, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(EXTENSION, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if torch.version.hip is None:  # DLPack has another number for its GPUs, by which their memory is refused
+        read_by([torch.Tensor, torch.nn.Parameter], module.tensor_reader())
+    return module

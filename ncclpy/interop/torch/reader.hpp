@@ -1,0 +1,75 @@
+// What a plain tensor of torch is, read where torch has it: DLPack's exchange goes through a tensor of its own and Python for it.
+//
+// What is plain is told by the tensor's dispatch keys: those of dense memory on a CPU or a GPU, with autograd's, and no other.
+// So lazy negations and conjugations, zeros without memory, sparse, quantized, nested and named tensors, and the wrappers of
+// torch.func and __torch_dispatch__ are left to who asks, also those of later releases.
+#pragma once
+
+#include <ATen/DLConvertor.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+
+#include "../../abi/tensor_reader.h"
+
+namespace {
+
+constexpr c10::DispatchKeySet kPlain =
+    c10::DispatchKeySet(c10::BackendComponent::CPUBit) | c10::DispatchKeySet(c10::BackendComponent::CUDABit) |
+    c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
+                         c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+
+// DLPack's type for one of torch's, which torch tells of a tensor alone, and of some types by throwing. Those of a few bits it
+// tells as if they had eight: of them, as of what has several lanes, there is nothing here.
+struct DLPackType {
+  enum : uint8_t { kUnknown, kKnown, kNone } state = kUnknown;
+  uint8_t code = 0;
+  uint8_t bits = 0;
+};
+
+// With the GIL.
+const DLPackType& type_of(const at::Tensor& tensor) {
+  static std::array<DLPackType, static_cast<size_t>(c10::ScalarType::NumOptions)> known;
+  DLPackType& type = known.at(static_cast<size_t>(tensor.scalar_type()));
+  if (C10_UNLIKELY(type.state == DLPackType::kUnknown)) {
+    type.state = DLPackType::kNone;
+    const DLDataType told = at::getDLDataType(tensor);
+    type.code = static_cast<uint8_t>(told.code);
+    type.bits = told.bits;
+    if (told.lanes == 1 && at::toScalarType(told) == tensor.scalar_type()) type.state = DLPackType::kKnown;
+  }
+  return type;
+}
+
+// An `ncclpy_tensor_reader`, of objects whose type is torch.Tensor or torch.nn.Parameter.
+int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
+  try {
+    const at::Tensor& tensor = THPVariable_Unpack(static_cast<PyObject*>(object));
+    if (!tensor.defined() || !kPlain.isSupersetOf(tensor.key_set())) return 1;
+    if (!tensor.has_storage() || !tensor.is_contiguous()) return 1;
+    const at::Device device = tensor.device();
+    if (!device.is_cpu() && !device.is_cuda()) return 1;
+    const DLPackType& type = type_of(tensor);
+    if (type.state != DLPackType::kKnown) return 1;
+    out->count = static_cast<uint64_t>(tensor.numel());
+    // As DLPack asks for it: memory that is copied when it is written is copied now.
+    out->data = tensor.mutable_data_ptr();
+    if (!out->data && out->count) return 1;
+    out->device = device.is_cpu() ? NCCLPY_ON_CPU : device.index();
+    out->code = type.code;
+    out->bits = type.bits;
+    return 0;
+  } catch (...) {
+    PyErr_Clear();  // who is asked next says what it is
+    return 1;
+  }
+}
+
+py::object tensor_reader() {
+  PyObject* const capsule = PyCapsule_New(reinterpret_cast<void*>(&read_tensor), NCCLPY_TENSOR_READER_NAME, nullptr);
+  if (!capsule) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+}  // namespace

@@ -1,0 +1,153 @@
+"""How torch.distributed gets to know the backend "ncclpy", and makes one of each process group."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ncclpy.core.runtime import library
+from ncclpy.core.runtime.device import device_count
+from ncclpy.interop.torch.backend import TorchBackend
+from ncclpy.interop.torch.extension import wrapped
+from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to, of_world
+from ncclpy.interop.torch.store import TorchStore
+from ncclpy.interop.torch.work import backend_error
+
+if TYPE_CHECKING:
+    import datetime
+
+    from ncclpy.process_group.group import ProcessGroup
+
+__all__ = ["create", "device_types", "register"]
+
+#: Seconds that an operation may take by default, as with nccl; torch gives other backends 30 minutes.
+_DEADLINE = 600.0
+
+
+def register() -> None:
+    """Have ``init_process_group("ncclpy")`` know this backend, unless it does already: by the entry point, say."""
+    from torch.distributed import Backend
+
+    import _ncclpy_torch
+
+    _ncclpy_torch.add_to(Backend)
+
+
+def device_types() -> list[str]:
+    """Return the types of device that ``init_process_group("ncclpy")`` makes a backend for, as the engine has it."""
+    _choose_engine()
+    return ["cpu", "cuda"] if library.library().engine == "cuda" else ["cpu"]
+
+
+def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
+    """Return the backend of a process group that torch makes.
+
+    Parameters
+    ----------
+    theirs : torch.distributed.distributed_c10d._DistributedBackendOptions
+        Store, rank, size, timeout and name of the group, and the ranks of the world in it.
+    options : mapping, optional
+        What was given as ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``).
+        A ``"timeout"`` is in seconds, and stands for torch's.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "pg_options: backend 'ncclpy' takes a mapping of options of ncclpy.ProcessGroup, got "
+            f"{type(options).__name__}"
+        )
+    given = dict(options or {})
+    timeout = float(given["timeout"]) if "timeout" in given else _deadline(theirs.timeout)
+    ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
+    is_world = not theirs.global_ranks_in_group
+    shutdown = None if is_world else of_world()
+    if is_world and theirs.group_size > 1 and connection_to(theirs.store) is not None:
+        shutdown = StoreShutdown(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
+    made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, shutdown)
+    made.python.store_shutdown = shutdown if is_world else None
+    return made
+
+
+def _deadline(theirs: datetime.timedelta) -> float:
+    """Return the seconds that an operation may take, by the timeout of a group of torch's."""
+    from torch.distributed import constants
+
+    return _DEADLINE if theirs == constants.default_pg_timeout else float(theirs.total_seconds())
+
+
+def _made(
+    store: Any,
+    rank: int,
+    ranks: list[int],
+    timeout: float,
+    name: str,
+    options: dict[str, Any],
+    shutdown: StoreShutdown | None = None,
+) -> Any:
+    _choose_engine()
+    on_gpu = library.library().engine == "cuda"
+    if on_gpu:
+        # There the group is made by the first operation, and some ranks may have none: how often it was made each rank
+        # has to know of all the same, where names come again in a store.
+        import torch.distributed
+
+        number = store.add(f"ncclpy/made/{name}/{rank}", 1)
+        store = torch.distributed.PrefixStore(f"ncclpy/{number}", store)
+
+    def make(device: Any) -> ProcessGroup:
+        from ncclpy.process_group.group import ProcessGroup
+
+        if device is not None:
+            ordinal = device.index
+        else:
+            ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
+        # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
+        given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
+        there = TorchStore(store, min(timeout, 300.0), shutdown)
+        there.one_attempt = True  # torch gives each attempt keys of its own
+        made = ProcessGroup(there, rank, len(ranks), **given)
+        made.translate = backend_error
+        return made
+
+    def split(their_store: Any, members: list[int], seconds: float, group_name: str) -> Any:
+        if rank not in members:
+            return None
+        their_ranks = [ranks[each] for each in members]
+        more = {name: value for name, value in options.items() if name != "timeout"}
+        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
+
+    try:
+        return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))
+    except RuntimeError as error:
+        raise backend_error(error) from error
+
+
+def _choose_engine() -> None:
+    """Have the host engine run where torch has no GPU, unless somebody has chosen."""
+    if library.loaded() is None and not os.environ.get("NCCLPY_LIBRARY"):
+        import torch
+
+        if not torch.cuda.is_available():
+            library.use("host")
+
+
+def _gpu(rank: int) -> int:
+    """Return the GPU of a rank of the world that no tensor has told of.
+
+    Torch's current one if that was chosen; that of LOCAL_RANK; the only one that this process has tensors on; else its
+    rank's, as torch's nccl does.
+    """
+    import torch
+
+    chosen, count = int(torch.cuda.current_device()), int(torch.cuda.device_count())
+    if chosen or os.environ.get("LOCAL_RANK"):
+        return chosen or int(os.environ["LOCAL_RANK"]) % count
+    used = [device for device in range(count) if torch.cuda.memory_reserved(device)]
+    return used[0] if len(used) == 1 else rank % count
+
+
+@functools.cache
+def _host_device(rank: int) -> int:
+    """Return the device of the host engine for a rank of the world: any, as they all are the same memory."""
+    return int(os.environ.get("LOCAL_RANK") or rank) % device_count()

@@ -1,0 +1,231 @@
+"""The end of the process that serves a TCPStore of torch's, as the processes of the other ranks see it.
+
+Torch's client prints a warning with a C++ backtrace for each call that finds the server gone, and a group's threads
+call it as long as the group is there. So a process looks, before each call, at an idle connection to the server, which
+ends when the server does. And the process that serves the store announces its end: it waits until the other processes
+have confirmed that no call of theirs is on its way, and that they begin none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.store import Store, StoreEnded, StoreError, StoreLost
+from ncclpy.errors import NcclTimeout
+from ncclpy.peers.reports import MACHINE, has_begun_to_end, process, process_state
+
+__all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
+
+#: Seconds for the other processes to confirm.
+_CONFIRM = 5.0
+#: Between two looks of a process whether it is asked to; the server answers so many of all processes in a second.
+_LOOKS = 0.1
+_LOOKS_A_SECOND = 500
+#: Seconds to connect.
+_CONNECT = 5.0
+
+# Keys, below the world's: each rank's process, and that it makes no more calls; which process serves, and its end.
+_PROCESS, _LEFT, _SERVER, _ENDS = "process/", "left/", "server", "ends"
+
+
+class IdleConnection:
+    """An idle connection to the server of a TCPStore."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError, ValueError):  # then nothing is known of the server
+            self._socket = socket.create_connection((host, port), _CONNECT)
+            self._socket.setblocking(False)
+
+    def has_ended(self) -> bool:
+        """Return whether the server has ended."""
+        if self._socket is None:
+            return False
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+    def fileno(self) -> int | None:
+        """Return the number of the connection, None if there is none."""
+        return None if self._socket is None or self._socket.fileno() < 0 else self._socket.fileno()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+_lock = threading.Lock()
+_connections: dict[tuple[str, int], IdleConnection] = {}
+
+
+def _tcp_store(theirs: Any) -> Any:
+    """Return the TCPStore that a store of torch's stands on, None if it is of another kind."""
+    while hasattr(theirs, "underlying_store"):
+        theirs = theirs.underlying_store
+    return theirs if hasattr(theirs, "host") and hasattr(theirs, "port") else None
+
+
+def connection_to(theirs: Any) -> IdleConnection | None:
+    """Return this process's connection to the server of a TCPStore; None for another store."""
+    tcp = _tcp_store(theirs)
+    if tcp is None:
+        return None
+    place = (str(tcp.host), int(tcp.port))
+    with _lock:
+        there = _connections.get(place)
+    if there is not None and not there.has_ended():  # else another server may be there by now
+        return there
+    made = IdleConnection(*place)
+    with _lock:
+        now = _connections.get(place)
+        if now is there:
+            now = _connections[place] = made
+    for each in (there, made):
+        if each is not None and each is not now:
+            each.close()
+    return now
+
+
+def _serves(theirs: Any) -> bool:
+    """Return whether the server is in this process: torch tells that in what a store is shown as, since 2.7."""
+    return "server=TCPServer" in repr(_tcp_store(theirs))
+
+
+class StoreShutdown:
+    """One process's part in the shutdown of the server of a world's store: it makes calls, or it serves them.
+
+    Parameters
+    ----------
+    theirs
+        The store of torch's world, on a TCPStore.
+    store
+        The same, for this alone. The n-th world of one rank there is the n-th of the others.
+    rank, size
+        This process's rank in the world, of how many.
+    """
+
+    def __init__(self, theirs: Any, store: Store, rank: int, size: int) -> None:
+        global _current
+        self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
+        self._rank, self._size, self._serves = rank, size, _serves(theirs)
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._pid = os.getpid()
+        self._has_ended = False
+        #: Heartbeats, which call the store by threads of their own; they are made between `enter` and `leave`.
+        self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Which process serves, for errors.
+        self.server = "its server"
+        self._server: tuple[int, str] | None = None  # number and start of that process, if it is of this machine
+        me = process()
+        self._store.set(f"{_PROCESS}{rank}", f"{me['machine']}\n{me['pid']}\n{me['start']}".encode())
+        if self._serves:
+            self._store.set(_SERVER, str(rank).encode())
+        else:
+            threading.Thread(target=self._listen, name="ncclpy-torch-shutdown", daemon=True).start()
+        atexit.register(self.end)
+        _current = self
+
+    def enter(self) -> None:
+        """Begin a call of the store; raise `StoreEnded` if no more are to be made, `StoreLost` if its server ends."""
+        if os.getpid() != self._pid:  # the connection is the parent's, and so may the lock be
+            raise StoreEnded("torch's store: its connection belongs to the process that this one was forked from")
+        with self._lock:
+            if self._has_ended:
+                raise StoreEnded(f"torch's store: {self.server} has ended, or has left the process group")
+            self._inside += 1
+        if self._server is not None and has_begun_to_end(*self._server):
+            self.leave()
+            raise StoreLost(f"torch's store: {self.server} has ended")
+
+    def leave(self) -> None:
+        """End a call."""
+        with self._lock:
+            self._inside -= 1
+
+    def end(self) -> None:
+        """Make no more calls, and tell that; in the process that serves, wait until the others do not either."""
+        if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
+            return
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended = True
+        atexit.unregister(self.end)
+        deadline = time.monotonic() + _CONFIRM
+        _until(lambda: self._inside == 0, deadline)
+        for beat in list(self.beats):
+            beat.close()
+        with contextlib.suppress(StoreError, NcclTimeout, ValueError):
+            if not self._serves:
+                # Its answer is sent before the server sees another call.
+                self._store.add(f"{_LEFT}{self._rank}", 1)
+                return
+            self._store.set(_ENDS, b"1")
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            _until(lambda: all(self._is_gone(rank) for rank in others), deadline)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank makes no calls: it says so, has ended or stands still here, or has not come yet."""
+        if self._store.check([f"{_LEFT}{rank}"]):
+            return True
+        there = self._process_of(rank)
+        return there is None or (there[0] == MACHINE and process_state(int(there[1]), there[2]) != "lives")
+
+    def _process_of(self, rank: int) -> list[str] | None:
+        """Return machine, number and start of a rank's process, None if it has not come."""
+        told = self._store.compare_set(f"{_PROCESS}{rank}", None, None)[1]
+        return None if told is None else told.decode().split("\n")
+
+    def _listen(self) -> None:
+        """Look whether the server is about to end, and confirm it."""
+        is_known = False
+        with contextlib.suppress(StoreError, NcclTimeout, ValueError):
+            while not self._has_ended and not (self._server and has_begun_to_end(*self._server)):
+                if not is_known and self._store.check([_SERVER]):
+                    is_known = True
+                    rank = int(self._store.get(_SERVER))
+                    machine, pid, start = self._process_of(rank) or ["", "", ""]
+                    self.server = f"rank {rank}'s process, {pid}, which serves it,"
+                    self._server = (int(pid), start) if machine == MACHINE else None
+                if self._store.check([_ENDS]):
+                    self.end()
+                    return
+                time.sleep(max(_LOOKS, self._size / _LOOKS_A_SECOND))
+
+
+_current: StoreShutdown | None = None
+
+
+def of_world() -> StoreShutdown | None:
+    """Return the shutdown of this process's world, None if there is none."""
+    return _current
+
+
+def _until(is_so: Callable[[], bool], deadline: float) -> None:
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _forked() -> None:
+    """Begin anew in a child, whose connections are the parent's."""
+    global _lock, _current
+    _lock, _current = threading.Lock(), None
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,379 @@
+"""A ``torch.distributed.Store`` as a `Store`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ncclpy.bootstrap.asked import names
+from ncclpy.bootstrap.local import summed
+from ncclpy.bootstrap.store import Store, StoreError, StoreLost, Telling
+from ncclpy.interop.torch.build import EXTENSION
+from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to
+
+T = TypeVar("T")
+
+# Torch's server closes the connection without a word at what is larger.
+_MAX_KEY = 8 << 10
+_MAX_VALUE = 8 << 20
+# Keys of ours, which users do not see.
+_LOCKS = "\0ncclpy/lock/"
+# A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
+_ESCAPED = "\0ncclpy/hex/"
+# Of each folder the keys that were made in it, a line each, where torch cannot list keys (before 2.10).
+_MADE = "\0ncclpy/made/"
+#: Seconds for calls to come back when the process ends.
+_LEAVES = 5.0
+#: How long a wait sleeps between two looks, in seconds: at first, and at most.
+_FIRST, _LAST = 0.0005, 0.02
+# What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
+_NOT_KEYS = ("efcount/", "leanup/")
+
+
+class _Exit:
+    """The end of the process, for threads that are in a call of torch's.
+
+    Torch gives up the GIL there. Python ends a daemon thread that asks for it back once the interpreter has ended, by
+    unwinding its stack: through C++ that allows no such thing, and the process would be aborted. So such threads are
+    waited for, and make no further calls.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._has_begun = False
+        #: Heartbeats, which call by threads of their own.
+        self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def enter(self) -> None:
+        """Begin a call; once the end has begun a daemon thread ends here."""
+        with self._lock:
+            if self._has_begun and threading.current_thread().daemon:
+                raise SystemExit
+            self._inside += 1
+
+    def leave(self) -> None:
+        """End a call."""
+        with self._lock:
+            self._inside -= 1
+
+    def begin(self) -> None:
+        """Wait for the calls that others are in; they are short, as none of them waits for a key."""
+        self._has_begun = True
+        for beat in list(self.beats):
+            beat.close()
+        deadline = time.monotonic() + _LEAVES
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+_exit = _Exit()
+atexit.register(_exit.begin)
+
+
+def _forked() -> None:
+    """Begin anew in a child, which has none of the other threads."""
+    global _exit
+    _exit = _Exit()
+    atexit.register(_exit.begin)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def adapt(obj: object) -> Store | None:
+    """Return a store on torch's; None if `obj` is no store of torch's."""
+    from torch.distributed import Store as Theirs
+
+    return TorchStore(obj) if isinstance(obj, Theirs) else None
+
+
+def connect(address: str | None, port: int | None, timeout: float) -> Store:
+    """Return a client of the store that torchrun's agent serves."""
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise StoreError(
+            "torchrun serves its store in torch's own protocol (TORCHELASTIC_USE_AGENT_STORE=True), and torch cannot "
+            f"be imported here: {error}"
+        ) from error
+    seconds = datetime.timedelta(seconds=min(timeout, 1e6))
+    try:
+        theirs = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=seconds)
+    except RuntimeError as error:
+        raise StoreLost(f"torchrun's store at {address}:{port} cannot be reached: {error}") from error
+    return TorchStore(theirs, timeout)
+
+
+def _first_words(error: BaseException) -> str:
+    """Return what an error of torch's says, without the frames of C++ behind that."""
+    return str(error).split("\nException raised from ", 1)[0].split("\nframe #", 1)[0].strip()
+
+
+class TorchStore(Store):
+    """Keep keys in a store of torch's, of which this has a client of its own.
+
+    Torch's stores have no call that waits without holding up the client's other threads, so waits look again and
+    again. Values are torch's own, which other programs see; where torch's calls do not say enough, in `compare_set`,
+    a lock in the store makes up for it, which only clients of this kind heed.
+
+    Parameters
+    ----------
+    theirs
+        The store.
+    timeout
+        Seconds that an operation may take where it is not told otherwise; by default the store's own.
+    shutdown
+        Of the world that this belongs to: no call is made once that has ended.
+    """
+
+    def __init__(self, theirs: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
+        super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
+        self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
+        self._idle, self._shutdown = connection_to(theirs), shutdown
+        self._nothing = secrets.token_bytes(16)
+        self._is_own = True  # no call of the program's holds up ours
+        try:
+            self._theirs = theirs.clone()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            self._theirs, self._is_own = theirs, False  # one that cannot be had twice, as before torch 2.8
+        self._lists = hasattr(self._theirs, "list_keys")
+
+    def __repr__(self) -> str:
+        return f"as_store({self._shown})"
+
+    def _ask(self, call: Callable[..., T], *args: Any) -> T:
+        """Call the store; what it raises becomes an error of ours."""
+        if self._closed:
+            raise StoreError(f"{self} was closed while it was in use")
+        if self._shutdown is None:
+            return self._call(call, *args)
+        self._shutdown.enter()
+        try:
+            return self._call(call, *args)
+        finally:
+            self._shutdown.leave()
+
+    def _call(self, call: Callable[..., T], *args: Any) -> T:
+        if self._idle is not None and self._idle.has_ended():  # torch would print where in C++ it has found that
+            server = "its server" if self._shutdown is None else self._shutdown.server
+            raise StoreLost(f"{self}: {server} has ended (at {self._idle.host}:{self._idle.port})")
+        from torch.distributed import DistNetworkError
+
+        _exit.enter()
+        try:
+            return call(*args)
+        except DistNetworkError as error:
+            raise StoreLost(f"{self}: {_first_words(error)}") from None
+        except (RuntimeError, ValueError) as error:
+            raise StoreError(f"{self}: {_first_words(error)}") from None
+        finally:
+            _exit.leave()
+
+    def _name(self, key: str) -> str:
+        try:
+            size = len(key.encode())
+        except UnicodeEncodeError:
+            key = _ESCAPED + key.encode("utf-8", "surrogatepass").hex()
+            size = len(key)
+        if size > _MAX_KEY:
+            raise StoreError(
+                f"{self}: key {names([key])} has {size} bytes, and stores of torch take {_MAX_KEY >> 10} KiB"
+            )
+        return key
+
+    def _value(self, key: str, value: bytes) -> bytes:
+        if len(value) > _MAX_VALUE:
+            raise StoreError(
+                f"{self}: the value of {names([key])} has {len(value)} bytes, and stores of torch take "
+                f"{_MAX_VALUE >> 20} MiB"
+            )
+        return value
+
+    def _read(self, name: str) -> bytes | None:
+        """Return a value, or None if there is none now.
+
+        Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` gives
+        what is there in one step, or, where there is nothing, what was expected.
+        """
+        found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
+        return None if found == self._nothing else found
+
+    def _finish(self, name: str) -> None:
+        """Wait until the server has carried out what this connection has sent.
+
+        TCPStore's `set` and `append` return once they have sent: another client may read before the server has.
+        """
+        self._ask(self._theirs.check, [name])
+
+    def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
+        """Return what `look` returns once that is not None, or None at the deadline."""
+        pause = _FIRST
+        while True:
+            found = look()
+            rest = deadline - time.monotonic()
+            if found is not None or rest <= 0:
+                return found
+            time.sleep(min(pause, rest))
+            pause = min(2 * pause, _LAST)
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, deadline: float) -> Iterator[None]:
+        """Hold the lock of a key among all clients of this kind."""
+        lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
+
+        def take() -> bool | None:
+            found = self._ask(self._theirs.compare_set, lock, b"", mine)
+            return True if bytes(found) == mine else None
+
+        if self._until(take, deadline) is None:
+            holder = self._read(lock) or b"?"
+            raise StoreError(
+                f"{self}: process {holder.decode().partition('/')[0]} holds {names([name])} for itself, and has not "
+                "let go in time; if it has ended, delete the key " + repr(lock)
+            )
+        try:
+            yield
+        finally:
+            self._ask(self._theirs.delete_key, lock)
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        name = self._name(key)
+        self._note(name, deadline)
+        if value:
+            self._ask(self._theirs.set, name, self._value(key, value))
+            self._finish(name)
+        else:
+            with self._locked(name, deadline):  # to compare_set of torch's, an empty value and no key are the same
+                self._ask(self._theirs.set, name, value)
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        name = self._name(key)
+        return self._until(lambda: self._read(name), deadline)
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        name = self._name(key)
+        # Before torch's server sees what it cannot read as a number, or what overflows there without a word.
+        summed(self, key, self._read(name), number)
+        self._note(name, deadline)
+        return int(self._ask(self._theirs.add, name, number))
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        name = self._name(key)
+        if desired is not None:
+            self._note(name, deadline)
+        with self._locked(name, deadline):
+            while True:
+                found = self._read(name)
+                if found != expected:
+                    return False, found
+                if desired is None:
+                    if found is not None:
+                        self._ask(self._theirs.delete_key, name)
+                    return True, None
+                now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
+                # Somebody may have set the same without the lock: then that was after this.
+                if now == desired:
+                    return True, desired
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        name = self._name(key)
+        if value and self._theirs.has_extended_api():
+            self._note(name, deadline)
+            self._ask(self._theirs.append, name, self._value(key, value))
+            self._finish(name)
+            return
+        while True:
+            found = self._read(name)
+            if self._compare_set(key, found, (found or b"") + value, deadline)[0]:
+                return
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        left = list(dict.fromkeys(keys))
+
+        def look() -> bool | None:
+            while left and self._ask(self._theirs.check, [self._name(left[-1])]):
+                left.pop()
+            return None if left else True
+
+        left.reverse()
+        if self._until(look, deadline):
+            return []
+        return [key for key in reversed(left) if not self._ask(self._theirs.check, [self._name(key)])]
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        return not keys or bool(self._ask(self._theirs.check, [self._name(key) for key in keys]))
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        name = self._name(key)
+        with self._locked(name, deadline):
+            there = self._read(name) is not None  # a file's delete_key does not tell
+            self._ask(self._theirs.delete_key, name)
+        self._note(name, deadline, False)
+        return there
+
+    def _note(self, name: str, deadline: float, there: bool = True) -> None:
+        """Note that a key is about to be there, or is no more, where torch cannot list keys."""
+        if self._lists:
+            return
+        book, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
+        with self._locked(book, deadline):
+            found = self._read(book) or b""
+            if there and line not in found:
+                self._ask(self._theirs.set, book, found + line)
+            elif not there and found == line:
+                self._ask(self._theirs.delete_key, book)
+            elif not there and line in found:
+                self._ask(self._theirs.set, book, found.replace(line, b""))
+
+    def _noted(self, prefix: str) -> list[str]:
+        """Return the keys of a folder that were noted, and are there."""
+        if not prefix.endswith("/"):
+            raise StoreError(f"{self}: this release of torch cannot list keys; noted are those of a folder, 'name/'")
+        lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
+        names = [bytes.fromhex(line).decode() for line in dict.fromkeys(lines)]
+        return [name for name in names if self._ask(self._theirs.check, [name])]
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        found = []
+        for name in self._ask(self._theirs.list_keys) if self._lists else self._noted(prefix):
+            if name.startswith(_ESCAPED):
+                name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
+            if name.startswith(prefix) and not name.startswith(_LOCKS):
+                if name not in _NOT_KEYS or self._ask(self._theirs.check, [name]):
+                    found.append(name)
+        return found
+
+    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+        if not self._is_own:
+            raise StoreError(f"{self}: a wait of the program in this store would hold up heartbeats")
+        extension = sys.modules.get(EXTENSION)  # a program that uses the backend of torch.distributed has it built
+        idle = None if self._idle is None else self._idle.fileno()
+        if extension is None or idle is None:
+            return None
+        name = self._name(key)
+        self._note(name, time.monotonic() + self.timeout)
+        theirs = self._theirs.clone()  # its calls wait for none of the others
+
+        def begin() -> Telling:
+            beat: Telling = extension.Heartbeat(theirs, name, before.decode(), period, idle)
+            _exit.beats.add(beat)
+            if self._shutdown is not None:
+                self._shutdown.beats.add(beat)
+            return beat
+
+        return self._ask(begin)
+
+    def _close(self) -> None:
+        """Leave torch's store as it is; threads that wait in this one see that it is closed at their next look."""

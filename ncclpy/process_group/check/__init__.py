@@ -1,0 +1,1 @@
+"""`check=`: the ranks compare their operations before these begin."""

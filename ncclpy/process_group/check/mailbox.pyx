@@ -1,0 +1,267 @@
+"""Messages between two ranks in memory that both processes have, and words in it that they sleep on.
+
+It has no name (`memfd_create`): it is opened through a descriptor of the process that has made it, and ends with the last
+process that has it, however these end.
+
+Each rank has memory of its own: a page with a word that it sleeps on, and behind it pages for each other rank, with a
+ring of notes that this one writes and nobody else. So a rank sleeps in one place, whoever it waits for, and two ranks
+that exchange messages need nobody else to have come. Pages that nobody has written to take no memory.
+
+A note is there when its number is, which is written last: a process that is killed in between has left nothing. The memory
+of one that has gone stays for who has mapped it. Nobody waits in it but the thread that holds messages back, which has
+a reference for so long.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import stat
+
+from libc.string cimport memcpy, memset, strlen
+
+from ncclpy.core.runtime.wait cimport now
+from ncclpy.engine.native cimport add, load as word_of, swap
+
+
+def read_offer(packed):
+    """Return what a process tells of its memory: its machine, and if it has any, how others find it (`reopen`).
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If it tells of something else.
+    """
+    told = json.loads(packed)
+    offer = {"machine": str(told["machine"]), "pid": int(told.get("pid", 0))}
+    if "fd" in told:
+        offer.update(fd=int(told["fd"]), token=bytes.fromhex(told["token"]))
+    return offer
+
+
+def create(name, length):
+    """Return a descriptor of new memory of so many bytes, and the word that it is known by, with which it begins."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, length)
+        # Who reads what another one has cut off is killed.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        token = secrets.token_bytes(TOKEN)
+        os.pwrite(fd, token, 0)
+        return fd, token
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def reopen(pid, fd, token, length):
+    """Return a descriptor of one's own of the memory that a process of this machine has under one of its own.
+
+    Raises
+    ------
+    OSError
+        If it cannot be had, or is another one.
+    """
+    own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(own)
+        # In a container process and descriptor may be another's.
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
+        if not is_ours or os.pread(own, TOKEN, 0) != token:
+            raise OSError(f"descriptor {fd} of process {pid} is not the group's")
+        return own
+    except BaseException:
+        os.close(own)
+        raise
+
+
+cdef extern from "ncclpy/engine/native.h" nogil:
+    void relax "ncclpy_relax"()
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+cdef size_t _PAGE = mmap.PAGESIZE
+
+cdef enum:
+    _NOTES = 63  # with the ring's head they fill three of the smallest pages there are
+
+#: Seconds that who watches looks before it gives way in between.
+cdef double _AT_HAND = 4e-6
+
+cdef struct _Ring:
+    uint64_t taken  # by who reads
+    int wants_room  # who writes: it is to be rung when something is taken
+    char rest[52]
+    Note notes[_NOTES]
+
+cdef size_t _PAGES = (sizeof(_Ring) + _PAGE - 1) // _PAGE
+
+
+cdef size_t _length(size_t size):
+    """Return how long the memory of one of so many ranks is."""
+    return (1 + size * _PAGES) * _PAGE
+
+
+cdef class Page:
+    """Some pages of a rank's memory."""
+
+    def __init__(self, int fd, size_t first, size_t pages=1):
+        if self.base != NULL:
+            raise RuntimeError("a page is mapped once")
+        self.length = pages * _PAGE
+        self.base = <char*>map_shared(fd, first * _PAGE, self.length)
+        if self.base == NULL:
+            raise OSError("the group's shared memory cannot be mapped")
+
+    def __dealloc__(self):
+        if self.base != NULL:
+            munmap(self.base, self.length)
+
+
+cdef void _ring(Bell* bell) noexcept:
+    # With the GIL, as a peer's: this waits for nobody, and who gave it up could wait long for it, under a group's lock.
+    add(&bell.changes, 1)
+    if word_of(&bell.sleepers):
+        wake_shared(&bell.changes)
+
+
+cdef bint _is_rung(Bell* bell, int heard, double until) noexcept nogil:
+    cdef double begin = now()
+    while word_of(&bell.changes) == heard:
+        if now() >= until:
+            return False
+        if now() - begin > _AT_HAND:
+            sched_yield()
+        else:
+            relax()
+    return True
+
+
+cdef class Mailbox:
+    """One rank's memory, which is found through a descriptor: it stays open, since its peers come when they first need it.
+
+    Parameters
+    ----------
+    size : int
+        How many ranks the group has.
+    """
+
+    def __init__(self, int size):
+        if self.bell != NULL:
+            raise RuntimeError("a mailbox is made once")
+        self.size, self.owner, self.fd = size, os.getpid(), -1
+        self.bell = &self.alone
+        memset(&self.alone, 0, sizeof(Bell))
+        try:
+            self.fd, self.token = create("ncclpy-check-messages", _length(size))
+            self.head = Page(self.fd, 0)
+            self.bell = <Bell*>self.head.base
+        except OSError:  # then it is the store
+            self.close()
+
+    def __dealloc__(self):
+        self.close()
+
+    cdef dict offered(self):
+        return {} if self.fd < 0 else {"pid": self.owner, "fd": self.fd, "token": self.token.hex()}
+
+    cdef int heard(self) noexcept:
+        return word_of(&self.bell.changes)
+
+    cdef void ring(self) noexcept:
+        _ring(self.bell)
+
+    cdef int wait(self, int heard, double seconds) except -1:
+        cdef Bell* bell = self.bell
+        add(&bell.sleepers, 1)
+        with nogil:
+            if word_of(&bell.changes) == heard:
+                sleep_shared(&bell.changes, heard, seconds)
+        add(&bell.sleepers, -1)
+        return 0
+
+    cdef void watch(self) noexcept:
+        add(&self.bell.watchers, 1)
+
+    cdef bint is_rung(self, int heard, double until) noexcept:
+        cdef bint rung
+        with nogil:
+            rung = _is_rung(self.bell, heard, until)
+        return rung
+
+    cdef void leave(self, int heard) noexcept:
+        cdef Bell* bell = self.bell
+        add(&bell.watchers, -1)
+        if word_of(&bell.changes) != heard:  # who has rung may have seen that somebody watches
+            _ring(bell)
+
+    cdef void expect(self, bint expects) noexcept:
+        swap(&self.bell.expects, expects)
+
+    cdef int close(self) except -1:
+        """Let no more peers in. What is mapped stays so for who has it."""
+        cdef int fd = self.fd
+        self.fd = -1
+        if fd >= 0 and os is not None and os.getpid() == self.owner:  # in a fork's child the number may be anybody's
+            os.close(fd)
+        return 0
+
+
+def attach(Mailbox mine not None, int rank, int peer, pid, fd, token):
+    """Return what a rank and a peer have between them, given what the peer has `offered`.
+
+    Raises
+    ------
+    OSError
+        If that cannot be opened, or is somebody else's.
+    """
+    cdef Post post = Post.__new__(Post)
+    if mine.fd < 0:
+        raise OSError("there is no memory of this rank's")
+    own = reopen(pid, fd, token, _length(mine.size))
+    try:
+        post.door, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
+        post.inbox = Page(mine.fd, 1 + peer * _PAGES, _PAGES)
+    finally:
+        os.close(own)
+    return post
+
+
+cdef class Post:
+    """What two ranks have between them; `attach` makes it."""
+
+    cdef bint put(self, Note* note) noexcept:
+        cdef _Ring* ring = <_Ring*>self.outbox.base
+        cdef Note* slot
+        if self.written - load_shared(&ring.taken) >= _NOTES:
+            swap(&ring.wants_room, 1)
+            if self.written - load_shared(&ring.taken) >= _NOTES:  # who reads has not missed that
+                return False
+        slot = &ring.notes[self.written % _NOTES]
+        slot.place, slot.count, slot.channel = note.place, note.count, note.channel
+        slot.kind, slot.tag = note.kind, note.tag
+        memcpy(slot.type, note.type, strlen(note.type) + 1)
+        self.written += 1
+        store_shared(&slot.number, self.written)
+        return True
+
+    cdef void ring(self) noexcept:
+        cdef Bell* bell = <Bell*>self.door.base
+        add(&bell.changes, 1)  # before it is looked who wants to know: they look at this when they have said so
+        if word_of(&bell.expects) and word_of(&bell.sleepers) and not word_of(&bell.watchers):
+            wake_shared(&bell.changes)
+
+    cdef bint next(self, Note* note) noexcept:
+        cdef _Ring* ring = <_Ring*>self.inbox.base
+        cdef Note* slot = &ring.notes[self.read % _NOTES]
+        if load_shared(&slot.number) != self.read + 1:
+            return False
+        note[0] = slot[0]
+        note.type[NAME] = 0
+        self.read += 1
+        store_shared(&ring.taken, self.read)
+        if word_of(&ring.wants_room) and swap(&ring.wants_room, 0):
+            self.ring()
+        return True

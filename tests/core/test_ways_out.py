@@ -372,8 +372,7 @@ def test_an_abort_in_the_middle_of_the_calls_of_a_group_leaves_nothing_behind(op
     made, before, name = [], leftovers.mappings(), ncclpy.get_unique_id()
 
     def abort():
-        testing.wait_for(lambda: len(made) == 3)
-        time.sleep(0.1)  # the first call is under way, the others are still to come
+        testing.wait_for(lambda: plan.fired)  # the first call is under way, the others are still to come
         with ncclpy.group() if together else contextlib.nullcontext():
             for comm in made:
                 comm.abort()
@@ -383,7 +382,7 @@ def test_an_abort_in_the_middle_of_the_calls_of_a_group_leaves_nothing_behind(op
     if fails:
         rules += "; call=CommInitRankConfig rank=2 do=error"
     waits = fails or "config" not in options  # else the next call tells
-    with ncclpy.faults(rules), pytest.raises(ncclpy.NcclError) if waits else contextlib.nullcontext():
+    with ncclpy.faults(rules) as plan, pytest.raises(ncclpy.NcclError) if waits else contextlib.nullcontext():
         aside.start()
         with ncclpy.group():
             for rank in range(3):

@@ -8,7 +8,9 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.arguments.datatypes cimport BYTES
 from ncclpy.core.runtime.library cimport host_engine, require_driver
-from ncclpy.core.arguments.operation cimport Operation
+from ncclpy.core.arguments.operation cimport (
+    ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Operation,
+)
 from ncclpy.core.arguments.validation cimport cannot_reduce, elements, type_name, writable
 from ncclpy.core.start cimport own_op_code
 from ncclpy.core.runtime.stream cimport is_captured
@@ -17,6 +19,15 @@ from ncclpy.engine.native cimport change, now
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING, note_operation
 from ncclpy.engine.launcher cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
+
+#: The kinds of operations, by name: for `Brought` in modules of Python.
+KINDS = {
+    "all_gather": ALL_GATHER,
+    "all_reduce": ALL_REDUCE,
+    "all_to_all": ALL_TO_ALL,
+    "broadcast": BROADCAST,
+    "reduce_scatter": REDUCE_SCATTER,
+}
 
 cdef bint _as_on_gpus = False
 
@@ -65,7 +76,7 @@ cdef class Brought:
     Parameters
     ----------
     kind : int
-        Which operation, by the numbers of `core.operation`.
+        Which operation, by the numbers of `core.arguments.operation`.
     device : int
         The device that it runs on.
     name : str

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AllGather", "AllReduceSparse", "AllToAll", "Barrier", "Broadcast", "ReduceScatter"]
 
-#: The numbers of `core.operation`.
-_ALL_REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = 0, 1, 3, 4, 5
-
 
 def _rows_of(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Return the first dimension and the others; an array without any is one row."""
@@ -71,7 +68,7 @@ class Broadcast(Call):
         root = as_integer(root, "root")
         if not 0 <= root < size:
             raise ValueError(f"root: rank {root} does not exist, there are {size} (0 to {size - 1})")
-        part = Brought(_BROADCAST, device, as_name(name), array, rank != root)
+        part = Brought(Kind.BROADCAST, device, as_name(name), array, rank != root)
         self.begin(part, signature_of(Kind.BROADCAST, part, part.shape, root=root))
 
     def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
@@ -83,7 +80,7 @@ class AllGather(Call):
 
     def __init__(self, name: str, array: Any, device: int) -> None:
         self._rooms = _Rooms(array)
-        part = Brought(_ALL_GATHER, device, as_name(name), array)
+        part = Brought(Kind.ALL_GATHER, device, as_name(name), array)
         rows, entry = _rows_of(part.shape)
         self.own = struct.pack("=q", rows)
         self.begin(part, signature_of(Kind.ALL_GATHER, part, entry))
@@ -102,7 +99,7 @@ class ReduceScatter(Call):
 
     def __init__(self, name: str, array: Any, op: Any, device: int, rank: int, size: int) -> None:
         rooms = _Rooms(array)
-        part = Brought(_REDUCE_SCATTER, device, as_name(name), array)
+        part = Brought(Kind.REDUCE_SCATTER, device, as_name(name), array)
         try:
             code = part.op_code(op_of(op), size)
             if not part.shape:
@@ -128,7 +125,7 @@ class AllToAll(Call):
 
     def __init__(self, name: str, array: Any, send_counts: Sequence[int] | None, device: int, rank: int, size: int):
         self._rooms = _Rooms(array)
-        part = Brought(_ALL_TO_ALL, device, as_name(name), array)
+        part = Brought(Kind.ALL_TO_ALL, device, as_name(name), array)
         self._rank = rank
         try:
             if not part.shape:
@@ -173,7 +170,7 @@ class Barrier(Call):
     """Nothing, from all ranks."""
 
     def __init__(self, name: str, device: int) -> None:
-        self.begin(Brought(_ALL_REDUCE, device, as_name(name), None), Signature(Kind.BARRIER))
+        self.begin(Brought(Kind.ALL_REDUCE, device, as_name(name), None), Signature(Kind.BARRIER))
 
     def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
         plane.barrier(self.parts[0])
@@ -185,8 +182,8 @@ class AllReduceSparse(Call):
 
     def __init__(self, name: str, indices: Any, values: Any, device: int, size: int) -> None:
         self._sum, self._rooms = SparseSum(indices, values, size), _Rooms(values)
-        first = Brought(_ALL_GATHER, device, as_name(name), indices)
-        second = Brought(_ALL_GATHER, device, as_name(name), values)
+        first = Brought(Kind.ALL_GATHER, device, as_name(name), indices)
+        second = Brought(Kind.ALL_GATHER, device, as_name(name), values)
         second.result_in(None, self._sum)
         rows = -1 if len(first.shape) == 1 else first.shape[0]
         self.begin(second, signature_of(Kind.ALL_REDUCE_SPARSE, second, second.shape[1:]))

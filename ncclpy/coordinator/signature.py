@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from ncclpy.coordinator.brought import KINDS
 from ncclpy.errors import NcclError, listed, spans
 from ncclpy.types import ReduceOp, Result
 
@@ -25,13 +26,13 @@ __all__ = [
 
 
 class Kind(enum.IntEnum):
-    """Name the operations; the first ones have the numbers of `core.operation`."""
+    """Name the operations; the first ones have the numbers of `core.arguments.operation`."""
 
-    ALL_REDUCE = 0
-    BROADCAST = 1
-    ALL_GATHER = 3
-    REDUCE_SCATTER = 4
-    ALL_TO_ALL = 5
+    ALL_REDUCE = KINDS["all_reduce"]
+    BROADCAST = KINDS["broadcast"]
+    ALL_GATHER = KINDS["all_gather"]
+    REDUCE_SCATTER = KINDS["reduce_scatter"]
+    ALL_TO_ALL = KINDS["all_to_all"]
     BARRIER = 32
     ALL_REDUCE_SPARSE = 33
     BEGINNING = 34  # of the coordinator itself

@@ -2,13 +2,14 @@
 
 import concurrent.futures
 import contextlib
-import multiprocessing
+import os
 import threading
 import time
 import traceback
 
 from nccl_calls import Nccl
 
+import testing
 from ncclpy.core.runtime.search import host_engine_path
 
 DEADLINE = 60.0
@@ -55,8 +56,9 @@ def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
     return results
 
 
-def _serve(pipe):
+def _serve(pipe, cores):
     """Live as one of the processes: take bodies, run them for some ranks each, send back results or tracebacks."""
+    os.sched_setaffinity(0, cores)  # before the engine looks which cores there are
     nccl = Nccl(host_engine_path())
     while True:
         try:
@@ -75,16 +77,20 @@ def _serve(pipe):
 
 
 class Processes:
-    """Processes that are started once and run bodies when told to; replaced after a failure."""
+    """Processes that are started once and run bodies when told to; replaced after a failure.
+
+    Each has the environment and the cores that the tests' process has when it begins.
+    """
 
     def __init__(self):
-        self._context = multiprocessing.get_context("spawn")
+        self._context = testing.process_context()
         self._workers = []
 
     def _grow(self, count):
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            arguments = (dict(os.environ), _serve, theirs, os.sched_getaffinity(0))
+            process = self._context.Process(target=testing.with_environment, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

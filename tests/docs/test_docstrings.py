@@ -84,8 +84,19 @@ def made_elsewhere(value):
     )
 
 
-@pytest.mark.parametrize(("name", "value"), list(public()), ids=lambda each: each if isinstance(each, str) else "")
-def test_docstring(name, value):
+PUBLIC: dict = {}
+for name, value in public():
+    PUBLIC.setdefault(".".join(name.split(".")[:2]), []).append((name, value))
+
+
+@pytest.mark.parametrize("owner", PUBLIC)
+def test_docstrings(owner):
+    """Of a class with its methods, or of a module with its functions."""
+    for each in PUBLIC[owner]:
+        check_docstring(*each)
+
+
+def check_docstring(name, value):
     text, parameters = parts(value)
     if not text and inspect.isgetsetdescriptor(value):
         # A plain attribute of a Cython class cannot have a docstring: the class names it.
@@ -124,4 +135,4 @@ def test_the_checker_sees_faults():
         (partly, "does not explain b"),
     ):
         with pytest.raises(AssertionError, match=words):
-            test_docstring(faulty.__name__, faulty)
+            check_docstring(faulty.__name__, faulty)

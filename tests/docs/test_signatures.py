@@ -32,6 +32,9 @@ def public():
 
 
 PUBLIC = dict(public())
+OWNERS = {}
+for each in PUBLIC:
+    OWNERS.setdefault(each if inspect.isclass(PUBLIC[each]) else each.rpartition(".")[0], []).append(each)
 
 
 def stubs():
@@ -104,14 +107,19 @@ def shape_of_class(module, name):
     return [] if made is None else shape_of_stub(made)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_has_its_signature_and_that_of_its_stub(name):
-    value = PUBLIC[name]
+@pytest.mark.parametrize("owner", OWNERS)
+def test_public_names_have_their_signatures_and_those_of_their_stubs(owner):
+    """Of a class with its methods, or of the functions of a module."""
+    for name in OWNERS[owner]:
+        check_signature(name, PUBLIC[name])
+
+
+def check_signature(name, value):
     told = shape_of(value)
-    assert ("options", "VAR_KEYWORD", False) not in told, "options are spelled out"
+    assert ("options", "VAR_KEYWORD", False) not in told, f"{name}: options are spelled out"
     if inspect.isclass(value):
         if (value.__module__, value.__name__) in STUBS:
-            assert told == shape_of_class(value.__module__, value.__name__)
+            assert told == shape_of_class(value.__module__, value.__name__), name
     else:
         owner, _, method = name.rpartition(".")
         if owner in PUBLIC:
@@ -119,7 +127,7 @@ def test_public_name_has_its_signature_and_that_of_its_stub(name):
         else:
             stub = next(iter(STUBS.get((value.__module__, value.__name__), ())), None)
         if stub is not None:
-            assert told == shape_of_stub(stub)
+            assert told == shape_of_stub(stub), name
 
 
 def test_stubs_are_compared_with_what_there_is():

@@ -14,7 +14,7 @@ from ncclpy.coordinator.control import Node
 @pytest.mark.parametrize(
     ("seed", "runs"),
     [
-        (1, 200),
+        (1, 80),
         pytest.param(201, 1500, marks=pytest.mark.slow),
         pytest.param(100_000, testing.share(20_000), marks=[pytest.mark.campaign]),
     ],

@@ -27,7 +27,9 @@ def as_on_gpus(host_engine):
     brought.work_as_on_gpus(False)
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize(
+    "seed", [*range(100, 106), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(106, 112))]
+)
 def test_a_random_program(seed):
     run(seed, fusion_bytes=(64 << 20, 2000, 0)[seed % 3])
 

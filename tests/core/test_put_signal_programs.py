@@ -96,7 +96,9 @@ def random_program(seed, world, model):
         world.comms[target].wait_signal(source, count=model.signals.pop((source, target)))
 
 
-@pytest.mark.parametrize("seeds", [100, pytest.param(5000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "seeds", [40, pytest.param(400, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.campaign)]
+)
 def test_random_programs_do_what_the_model_says(host_engine, seeds):
     first = int(os.environ.get("NCCLPY_TEST_SEED", 0))
     worlds = {n: (World(n, PART * (n + 1), timeout=20), Model(n, PART * (n + 1))) for n in (2, 3, 4)}

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "segment_runs.py"
 @pytest.mark.parametrize(
     ("seed", "runs"),
     [
-        (13, 12),
+        (13, 5),
         pytest.param(1, 60, marks=[pytest.mark.slow]),
         *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 1 + testing.share(4))),
     ],

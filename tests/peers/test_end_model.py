@@ -9,7 +9,7 @@ from end_model import Run
 
 
 @pytest.mark.parametrize(
-    "runs", [2000, pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.campaign)]
+    "runs", [800, pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.campaign)]
 )
 def test_no_run_of_the_model_hands_out_wrong_data(runs):
     outcomes: Counter[str | None] = Counter()

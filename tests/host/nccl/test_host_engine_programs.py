@@ -225,7 +225,7 @@ def every(few, some, many):
     return pytest.mark.parametrize("examples", [few, *more])
 
 
-@every(40, 150, 500)
+@every(20, 150, 500)
 def test_threads(nccl, examples):
     @settings(profile, max_examples=EXAMPLES or examples)
     @given(program=programs(5))
@@ -236,7 +236,7 @@ def test_threads(nccl, examples):
     run()
 
 
-@every(15, 60, 200)
+@every(8, 60, 200)
 @pytest.mark.parametrize("placement", ["processes", "mix"])
 def test_processes(nccl, processes, placement, examples):
     @settings(profile, max_examples=EXAMPLES or examples)

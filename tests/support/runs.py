@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 
+import warm_ranks
 from paths import SUPPORT
+
+import ncclpy
 
 TIMEOUT = 60
 
@@ -38,7 +41,10 @@ def started(*arguments, env=(), **options):
 
 
 def run(*arguments, env=(), timeout=TIMEOUT, **options):
-    """Run a launcher to its end."""
+    """Run a launcher to its end; in a fork of a process that has imported it, unless there are options of `Popen`."""
+    if not options and ncclpy.library().engine == "host":
+        code = f"import sys; from ncclpy.cli.main import main; sys.exit(main({['run', *map(str, arguments)]!r}))"
+        return subprocess.CompletedProcess("warm", *warm_ranks.run_snippet(code, environment(env), timeout))
     with started(*arguments, env=env, **options) as process:
         out, err = process.communicate(options.get("input"), timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)

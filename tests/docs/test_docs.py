@@ -73,7 +73,9 @@ def test_examples_of_tests_pass(tmp_path):
                 tests += len(re.findall("^def test_", match["code"], re.M))
                 (tmp_path / f"test_{page.stem.replace('-', '_')}_{number}.py").write_text(match["code"])
     files = sorted(map(str, tmp_path.glob("test_*.py")))
-    how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *files]
+    # To rewrite assertions, those of plugins too, would take most of the time.
+    plain = ["--assert=plain", "-p", "no:hypothesispytest"]
+    how = ["-m", "pytest", "-q", "-n", "0", *plain, "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *files]
     paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
     done = python(tmp_path, how, {"NCCLPY_LIBRARY": "host", "PYTHONPATH": os.pathsep.join(filter(None, paths))})
     assert done.returncode == 0, done.stdout + done.stderr

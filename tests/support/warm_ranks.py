@@ -95,12 +95,14 @@ def _order(path, ranks, only, timeout, how=""):
     process = _started()
     process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), how]) + "\n")
     process.stdin.flush()
-    pids = json.loads(process.stdout.readline())
-    if select.select([process.stdout], [], [], timeout)[0]:
-        return json.loads(process.stdout.readline())
+    # Not through a buffer: it would take the codes of what has ended at once with the numbers, unseen by select.
+    answers = process.stdout.buffer.raw
+    pids = json.loads(answers.readline())
+    if select.select([answers], [], [], timeout)[0]:
+        return json.loads(answers.readline())
     for pid in pids:  # the warm process reaps one only when the order is done: none of these numbers is another's
         os.kill(pid, signal.SIGKILL)
-    process.stdout.readline()
+    answers.readline()
     return None
 
 

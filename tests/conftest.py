@@ -71,11 +71,13 @@ def pytest_collection(session):
     config, before = session.config, (sys.dont_write_bytecode, sys.pycache_prefix)
     if sys.dont_write_bytecode and hasattr(config, "cache"):
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(config.cache.mkdir("bytecode"))
+    gc.disable()  # all that is made here stays: to look through it again and again takes a quarter of the time
     try:
         if worker := getattr(config, "workerinput", None):
             _import_every(worker["workercount"], int(worker["workerid"].removeprefix("gw")), config.args)
         return (yield)
     finally:
+        gc.enable()
         sys.dont_write_bytecode, sys.pycache_prefix = before
 
 
@@ -105,6 +107,14 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Keep what is there before the first test out of the collections that tests ask for, and of Python's own."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def keep_what_lasts_out_of_collections():
+    """Do so with what a file's tests have imported or kept: with matplotlib a collection takes ten times as long."""
+    yield
     gc.collect()
     gc.freeze()
 

@@ -44,13 +44,13 @@ import testing
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Return how many processes run the tests: two a core, since most tests wait for a deadline or for a process.
+    """Return how many processes run the tests: three a core, since most tests wait for a deadline or for a process.
 
     One on GPUs, which all would share, and where files or tests are named, since who does that wants to see them run.
     """
     if ncclpy.library().engine == "cuda" or config.args_source != config.ArgsSource.TESTPATHS:
         return 0
-    return min(2 * len(os.sched_getaffinity(0)), 8)
+    return min(3 * len(os.sched_getaffinity(0)), 8)
 
 
 def pytest_report_header():

@@ -52,6 +52,37 @@ from ncclpy.errors import (
 )
 from ncclpy.manager.manager import Manager
 from ncclpy.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
+from ncclpy.types import Need as _Need
+
+#: The functions of higher layers that lower layers call: by the name of a `Need` the function's module and its name. A
+#: module is imported at the first call, so that `import ncclpy` imports none of them.
+_NEEDED = {
+    "start_by_launcher": ("peers.starting", "Start"),
+    "exchange_over_mpi": ("interop.mpi.meeting", "exchange"),
+    "adapt_torch": ("interop.torch.store", "adapt"),
+    "adapt_redis": ("interop.redis_store", "adapt"),
+    "adapt_mpi4py": ("interop.mpi.store", "adapt"),
+    "connect_to_torchrun": ("interop.torch.store", "connect"),
+    "source_of_torch": ("interop.torch.memory", "source"),
+    "source_of_cupy": ("interop.cupy_memory", "source"),
+    "source_of_rmm": ("interop.rmm_memory", "source"),
+    "source_of_cuda.core": ("interop.cuda_core_memory", "source"),
+    "source_over_resource": ("interop.cuda_core_memory", "source_over"),
+    "attach_torch_hooks": ("interop.torch.hooks", "attach_hooks"),
+    "is_mpi_communicator": ("interop.mpi.coordinator", "is_communicator"),
+    "meet_over_mpi": ("interop.mpi.coordinator", "meet"),
+}
+
+
+def _find_needed(need: str) -> _typing.Callable[..., _typing.Any]:
+    import importlib
+
+    module, name = _NEEDED[need]
+    found: _typing.Callable[..., _typing.Any] = getattr(importlib.import_module(f"ncclpy.{module}"), name)
+    return found
+
+
+_Need.find = _find_needed
 
 if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobody else is to pay for its import
     from ncclpy.engine import dumps as _dumps  # noqa: F401

@@ -1,4 +1,4 @@
-"""NCCL's enums and the unique id, and what may stand for them.
+"""NCCL's enums and the unique id, and what may stand for them; and the type of a function of a higher layer.
 
 Where a data type or an operator is taken, an enum member, its name or a numpy dtype does.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import operator
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,29 @@ StreamLike: TypeAlias = Any
 DeviceLike: TypeAlias = Any
 DataTypeLike: TypeAlias = Any
 OpLike: TypeAlias = Any
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+
+class Need(Generic[_Parameters, _Returned]):
+    """Call a function of a higher layer.
+
+    A module may import only lower layers. It declares by a `Need`, with a name and a type, which function of a higher
+    layer it calls; ``ncclpy/__init__.py``, which may import every layer, says which one that is.
+    """
+
+    #: Finds a function by the name of the need, and imports its module at the first call; set by `ncclpy/__init__.py`.
+    find: ClassVar[Callable[[str], Callable[..., Any]]]
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Returned:
+        found: _Returned = Need.find(self.name)(*args, **kwargs)
+        return found
 
 
 class Result(enum.IntEnum):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-
 from ncclpy.bootstrap.store import Store
+from ncclpy.types import Need
 
 __all__ = ["as_store"]
 
-#: The package that an object's class comes from, and what of `interop` knows it. That floor lies above this one: it is
-#: found by its name, and imported only when somebody has such an object, so has imported that package.
-_ADAPTERS = {"torch": "torch.store", "redis": "redis_store", "mpi4py": "mpi.store"}
+#: By the package that an object's class comes from: what makes a `Store` of the object, or None if it is no store.
+_ADAPTERS: dict[str, Need[[object], Store | None]] = {
+    "torch": Need("adapt_torch"),
+    "redis": Need("adapt_redis"),
+    "mpi4py": Need("adapt_mpi4py"),
+}
 
 
 def as_store(obj: object) -> Store:
@@ -37,7 +39,7 @@ def as_store(obj: object) -> Store:
     for base in type(obj).__mro__:
         package = str(base.__module__).partition(".")[0]
         if package in _ADAPTERS:
-            store: Store | None = importlib.import_module(f"ncclpy.interop.{_ADAPTERS[package]}").adapt(obj)
+            store = _ADAPTERS[package](obj)
             if store is not None:
                 return store
     raise TypeError(

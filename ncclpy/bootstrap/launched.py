@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import secrets
@@ -21,9 +20,12 @@ from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.errors import NcclTimeout
 from ncclpy.errors import seconds as as_text
 from ncclpy.ownership import open_own, why_foreign
+from ncclpy.types import Need
 
 __all__ = ["arrivals_of_job", "process_before", "rendezvous"]
 
+#: Connects to the store that torchrun serves at an address and a port, within so many seconds.
+_connect_to_torchrun: Need[[str | None, int | None, float], Store] = Need("connect_to_torchrun")
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
 _PARENTS = {
@@ -148,10 +150,7 @@ os.register_at_fork(after_in_child=_forked)
 def _connect(place: Place, seconds: float, deadline: float) -> Store:
     timeout = max(0.0, deadline - time.monotonic())
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # interop is a floor above: found by its name, as in adapters.
-        torch_store = importlib.import_module("ncclpy.interop.torch.store")
-        agent: Store = torch_store.connect(place.address, place.port, timeout)
-        return agent
+        return _connect_to_torchrun(place.address, place.port, timeout)
     # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.
     alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
     if place.address is not None and place.port is not None and not alone:

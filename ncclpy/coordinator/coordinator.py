@@ -10,10 +10,10 @@ import time
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+from ncclpy.bootstrap.adapters import as_store
 from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.carriers import Both, Carrier, OfGroup
 from ncclpy.coordinator.member import Counts, Entrance, Member
@@ -35,10 +35,14 @@ from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
 from ncclpy.process_group.group import ProcessGroup
-from ncclpy.types import DeviceLike, as_integer
+from ncclpy.types import DeviceLike, Need, as_integer
 
 __all__ = ["Coordinator"]
 
+#: Whether an object is an MPI communicator whose ranks can be a coordinator's.
+_is_mpi_communicator: Need[[object], bool] = Need("is_mpi_communicator")
+#: Meets the other ranks of an MPI communicator.
+_meet_over_mpi: Need[[Any, str, str, int | None, bool, float], Any] = Need("meet_over_mpi")
 #: Seconds for the others to come, and for what is launched to end.
 _TIMEOUT = 600.0
 #: Seconds for an end that was asked for; and for what has ended to be in the timeline.
@@ -183,7 +187,7 @@ class Coordinator(Operations):
     def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
         options, limit = self._options, self._limit
         device = None if self._device is None else as_integer(self._device, "device", 0)
-        meeting = _interop().meet(self._comm, options.engine, engine_name(), device, self._mpi_alone, limit)
+        meeting = _meet_over_mpi(self._comm, options.engine, engine_name(), device, self._mpi_alone, limit)
         undo.callback(meeting.end, False)
         self._options = options._replace(engine=meeting.engine)
         group = None
@@ -403,16 +407,11 @@ def _site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _interop() -> Any:
-    """Return what knows mpi4py. That floor lies above this one: it is found when somebody has such a communicator."""
-    return import_module("ncclpy.interop.mpi.coordinator")
-
-
 def _is_of_mpi(transport: Any) -> bool:
     """Return whether it is an MPI communicator, or of a class that is made from one."""
     bases = type(transport).__mro__
     from_mpi = any(str(base.__module__).partition(".")[0] == "mpi4py" for base in bases)
-    return from_mpi and bool(_interop().is_communicator(transport))
+    return from_mpi and _is_mpi_communicator(transport)
 
 
 def _engine_of(engine: str, over_mpi: bool) -> str:
@@ -435,10 +434,8 @@ def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
     if _is_of_mpi(transport):
         return None, (None, transport.rank, transport.size)
     if isinstance(transport, tuple) and len(transport) == 3:
-        bootstrap = import_module("ncclpy.bootstrap")
         store, rank, size = transport
-        if not isinstance(store, bootstrap.Store):
-            store = bootstrap.as_store(store)
+        store = as_store(store)
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"transport: rank {rank} of {size}: expected size >= 1 and 0 <= rank < size")

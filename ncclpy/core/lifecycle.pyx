@@ -3,7 +3,6 @@
 import hashlib
 import sys
 import warnings
-from importlib import import_module as _import_module
 
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport malloc
@@ -28,7 +27,12 @@ from ncclpy.core.arguments.config import Config
 from ncclpy.errors import NcclTimeout
 from ncclpy.core.calls.group import Group
 from ncclpy.core.runtime.library import library as _library
-from ncclpy.types import MAX_ADDRESS as _MAX_ADDRESS, Result, UniqueId, as_integer, as_unique_id
+from ncclpy.types import MAX_ADDRESS as _MAX_ADDRESS, Need as _Need, Result, UniqueId, as_integer, as_unique_id
+
+#: Called with a timeout, returns the `ncclpy.peers.starting.Start` of one communicator of the launcher's processes.
+_start_by_launcher = _Need("start_by_launcher")
+#: Agrees with the ranks of an MPI communicator on a unique id and on devices.
+_exchange_over_mpi = _Need("exchange_over_mpi")
 
 
 def get_unique_id():
@@ -169,18 +173,13 @@ def device_of(place):
 
 cdef object comm_from_env(object cls, object device, dict options):
     cdef Handle made
-    # Floors above: found by their names, when the first process asks.
-    start = _import_module("ncclpy.peers.starting").Start(options["timeout"])
+    start = _start_by_launcher(options["timeout"])
     comm, place = None, start.place
     try:
         device = device_of(place) if device is None else as_device(device)
         brought = _new_id() if place.rank == 0 else b""
         # Before NCCL, which could not say who is absent.
-        try:
-            unique_id = start.meet(brought)
-        except NcclTimeout as late:
-            _import_module("ncclpy.peers.fellows").describe_late(late)
-            raise
+        unique_id = start.meet(brought)
         comm = cls.__new__(cls)
         made = <Handle?>comm
         start.listen(comm)
@@ -193,7 +192,7 @@ cdef object comm_from_env(object cls, object device, dict options):
     try:
         start.stands(made.state == READY)
         if place.size > 1:
-            made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, start)
+            made.fellows = start.fellows_of(comm)
             made.told = made.fellows is not None
     except BaseException as error:  # nobody else has it
         leave([made], "from_env did not return it", error)
@@ -202,9 +201,7 @@ cdef object comm_from_env(object cls, object device, dict options):
 
 
 cdef object comm_from_mpi(object cls, object comm, object device, dict options):
-    # A floor above, as in from_env.
-    meeting = _import_module("ncclpy.interop.mpi.meeting")
-    unique_id, device = meeting.exchange(comm, device, options["timeout"], _new_id)
+    unique_id, device = _exchange_over_mpi(comm, device, options["timeout"], _new_id)
     return cls.init(comm.size, comm.rank, unique_id, device=device, **options)
 
 

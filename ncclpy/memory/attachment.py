@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from ncclpy.core.runtime.library import library
 from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.frameworks import Source, source_of
+from ncclpy.types import Need
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Attachment", "attach"]
 
+#: Registers the segments of torch's allocator by its hooks.
+_attach_torch_hooks: Need[[], Any] = Need("attach_torch_hooks")
 #: What has been attached and is not closed, by the framework's name, or the resource's identity.
 _attached: dict[str | int, Attachment] = {}
 _lock = threading.RLock()  # again, by a finaliser that runs meanwhile
@@ -76,8 +78,7 @@ def _with_hooks(framework: str) -> Any:
         raise ValueError(f"hooks: torch's allocator has hooks, {framework!r:.80}'s has none")
     if library().engine == "host":
         raise NcclUnsupported("attach: torch's allocator is one of GPUs, and the host engine has none")
-    module: Any = importlib.import_module("ncclpy.interop.torch.hooks")  # a floor above
-    return module.attach_hooks()
+    return _attach_torch_hooks()
 
 
 class Attachment:

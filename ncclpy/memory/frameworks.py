@@ -1,20 +1,18 @@
-"""What knows the frameworks' allocators: a module of `interop` for each, imported when it is asked for."""
+"""Which function of `interop` makes an allocator of which framework; it is imported when it is first called."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ncclpy.core.runtime.library import library
 from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.allocation import empty
+from ncclpy.types import Need
 
 __all__ = ["Source", "source_of"]
 
-#: Their modules in `interop`, which lies above this floor.
-_MODULES = {"torch": "torch.memory", "cupy": "cupy_memory", "rmm": "rmm_memory", "cuda.core": "cuda_core_memory"}
 #: What there are pools for.
 _POOLS = ("torch", "cupy", "numpy")
 
@@ -35,6 +33,14 @@ class Source(Protocol):
 
     def remove(self) -> None:
         """Undo that."""
+
+
+#: By framework, what makes a new allocator of a device, None for the current one. An ImportError is the framework's.
+_SOURCES: dict[str, Need[[int | None], Source]] = {
+    name: Need(f"source_of_{name}") for name in ("torch", "cupy", "rmm", "cuda.core")
+}
+#: Makes an allocator over a ``MemoryResource`` of cuda.core.
+_source_over: Need[[object], Source] = Need("source_over_resource")
 
 
 class _Numpy:
@@ -63,9 +69,8 @@ class _Numpy:
 def source_of(name: object, what: str, device: int | None) -> Source:
     """Return a new allocator of a framework, for a pool or to attach it."""
     if what == "attach" and hasattr(name, "allocate") and hasattr(name, "deallocate"):
-        over: Source = importlib.import_module("ncclpy.interop.cuda_core_memory").source_over(name)
-        return over
-    known = _POOLS if what == "pool" else tuple(_MODULES)
+        return _source_over(name)
+    known = _POOLS if what == "pool" else tuple(_SOURCES)
     if name not in known:
         raise ValueError(f"framework: {name!r:.80} is none of {', '.join(map(repr, known))}")
     if name == "numpy":
@@ -73,9 +78,7 @@ def source_of(name: object, what: str, device: int | None) -> Source:
     if library().engine == "host":
         instead = "memory.pool('numpy', ...) and memory.empty are in its memory"
         raise NcclUnsupported(f"{what}: {name}'s allocator is one of GPUs, and the host engine has none; {instead}")
-    module: Any = importlib.import_module(f"ncclpy.interop.{_MODULES[str(name)]}")
     try:
-        source: Source = module.source(device)
+        return _SOURCES[str(name)](device)
     except ImportError as error:
         raise ImportError(f"{what}: {name} cannot be imported here: {error}") from error
-    return source

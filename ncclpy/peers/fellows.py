@@ -25,13 +25,11 @@ from ncclpy.peers.standing import RankState
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
 
     from ncclpy.bootstrap.store import Store
     from ncclpy.core.communicator import Communicator
-    from ncclpy.peers.starting import Start
 
-__all__ = ["Company", "describe_late", "fellows_of"]
+__all__ = ["Company", "company_of", "describe_late"]
 
 _log = logging.getLogger("ncclpy.peers")
 
@@ -102,7 +100,7 @@ class Company(Fellows):
     def of_part(self, comm: Any) -> Company | None:
         """Return the ranks of a communicator that was made of some of these."""
         store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
-        return _company(comm, lambda: Company(comm, store, comm.rank, comm.nranks))
+        return company_of(comm, store, comm.rank, comm.nranks)
 
     def explain(self, error: BaseException) -> int:
         """Have an error say what all ranks do, unless it does."""
@@ -231,17 +229,12 @@ def describe_late(late: NcclTimeout) -> None:
         _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)
 
 
-def fellows_of(comm: Communicator, meeting: Start) -> Company | None:
-    """Return the ranks of a communicator; None where they cannot be asked, which is no reason to have none."""
-    place = meeting.place
-    return _company(
-        comm, lambda: Company(comm, meeting.store, place.rank, place.size, meeting.arrivals, meeting.where)
-    )
-
-
-def _company(comm: Communicator, make: Callable[[], Company]) -> Company | None:
+def company_of(
+    comm: Communicator, store: Store, rank: int, size: int, arrivals: Arrivals | None = None, name: str = ""
+) -> Company | None:
+    """Return the `Company` of a communicator; None where its ranks cannot be asked: it works without that, too."""
     try:
-        return make()
+        return Company(comm, store, rank, size, arrivals, name)
     except (NcclError, RuntimeError, OSError):
         _log.warning("what the ranks of %r do will not be known to each other", comm, exc_info=True)
         return None

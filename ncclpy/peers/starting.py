@@ -19,6 +19,7 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.handles.abort import abort_for
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.peers.circle import ENDED
+from ncclpy.peers.fellows import Company, company_of, describe_late
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
 from ncclpy.peers.reports import MACHINE
 
@@ -85,12 +86,17 @@ class Start:
         Raises
         ------
         NcclTimeout
-            If not all have come in time. The first one that gives up tells the others, also those that come later.
+            If not all have come in time, with what is known of each. The first one that gives up tells the others,
+            also those that come later.
         NcclRemoteError
             If one of them has failed.
         """
         everyone = range(self.place.size)
-        return self.arrivals.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
+        try:
+            return self.arrivals.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
+        except NcclTimeout as late:
+            describe_late(late)
+            raise
 
     def listen(self, comm: Communicator) -> None:
         """Abort a communicator that is about to be made as soon as another rank tells that it has failed.
@@ -117,6 +123,10 @@ class Start:
             self.arrivals.forget(self.where, range(self.place.size))
             with contextlib.suppress(StoreError, NcclTimeout):
                 self.store.delete(FIRST)
+
+    def fellows_of(self, comm: Communicator) -> Company | None:
+        """Return the ranks of the communicator that was made; None where they cannot be asked."""
+        return company_of(comm, self.store, self.place.rank, self.place.size, self.arrivals, self.where)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed; raise what another rank has told, if that is why."""

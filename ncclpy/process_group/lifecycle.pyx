@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import weakref
-from importlib import import_module as _import_module
 
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
@@ -24,6 +23,8 @@ from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
+from ncclpy.bootstrap.adapters import as_store
+from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
 from ncclpy.types import as_integer
@@ -77,9 +78,7 @@ cdef class Lifecycle(BlockOwner):
         bint high_priority=False,
         bint timing=False,
     ):
-        bootstrap = _import_module("ncclpy.bootstrap")
-        if not isinstance(store, bootstrap.Store):
-            store = bootstrap.as_store(store)
+        store = as_store(store)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
@@ -618,7 +617,7 @@ cdef class Lifecycle(BlockOwner):
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, functools.partial(caller_of(weakref.ref(self), "ask_after_stop")))
             return
-        except _import_module("ncclpy.bootstrap").LeaseEnded as failure:
+        except LeaseEnded as failure:
             text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
             self._fail(NcclRemoteError(text), None, number)
             return

@@ -10,7 +10,6 @@ import functools
 import logging
 import secrets
 import weakref
-from importlib import import_module as _import_module
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
@@ -23,6 +22,7 @@ from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport next_number
 from ncclpy.process_group.pairs cimport stand
 
+from ncclpy.bootstrap.store import LeaseEnded, StoreDamaged, StoreError
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.errors import seconds as as_text
 from ncclpy.types import as_integer
@@ -342,14 +342,14 @@ cdef class Membership(Lifecycle):
                 notices.store, self.name, self.rank, self.size, past.is_lost, least, seconds,
                 lambda: self.moves and not self.closed,
             )
-        except _import_module("ncclpy.bootstrap").LeaseEnded as error:
+        except LeaseEnded as error:
             raise NcclError(
                 f"rank {self.rank} of process group {self.name!r} cannot recover it: the other ranks take it for lost, as "
                 f"{error}. It may join them as a new rank, by a new store (ProcessGroup.join)"
             ) from error
-        except _import_module("ncclpy.bootstrap").StoreError as error:
-            if isinstance(error, _import_module("ncclpy.bootstrap").StoreDamaged):
-                raise
+        except StoreDamaged:
+            raise
+        except StoreError as error:
             raise NcclError(
                 f"rank {self.rank} of process group {self.name!r} cannot recover it: the store is gone, in which the survivors "
                 f"would agree who they are ({error}). Have the store outlive each rank: in the launcher (ncclpy run), or Redis"

@@ -14,8 +14,6 @@ engine = 2
 cli = 7
 [public]
 users = ["cli"]
-[by_name]
-allowed = ["core/high.pyx"]
 """
 LIMITS = """
 [limits]
@@ -106,9 +104,20 @@ CASES = [
         ["ncclpy/core/low.pyx:1: imports itself over others: ncclpy.core.low, ncclpy.core.middle"],
     ),
     (
-        "layers", LAYERED,
-        dict.fromkeys(("ncclpy/core/low.pyx", "ncclpy/core/high.pyx"), 'import_module("ncclpy.engine.work")'),
-        ["ncclpy/core/low.pyx:1: core imports ncclpy.engine.work by name"],
+        "layers", LAYERED, {"ncclpy/core/high.pyx": 'import_module("ncclpy.engine.work")'},
+        ["ncclpy/core/high.pyx:1: core (layer 1) uses engine (layer 2): ncclpy.engine.work"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/core/middle.py": "import_module(f'ncclpy.engine.{name}')"},
+        ["ncclpy/core/middle.py:1: core (layer 1) uses engine (layer 2): ncclpy.engine"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/core/middle.py": "import_module(f'ncclpy.{name}')\nfrom ncclpy.core import low\n"},
+        ["ncclpy/core/middle.py:1: core uses ncclpy, which is one of the public names"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/core/low.pyx": "from ncclpy.core cimport high\nimport ncclpy\n"},
+        ["ncclpy/core/low.pyx:2: core uses ncclpy, which is one of the public names"],
     ),
     ("layers", LAYERED, {"ncclpy/engine/work.pyx": "import_module('ncclpy.core.low')"}, []),
     ("layout", SIZED, {}, []),

@@ -53,6 +53,28 @@ def test_public_names_are_those_of_all():
     assert public <= set(ncclpy.__all__), "public, but not in __all__"
 
 
+def test_import_imports_no_module_that_a_lower_layer_needs():
+    found = testing.run_python("""
+        import sys, ncclpy
+        print(*({f"ncclpy.{module}" for module, _ in ncclpy._NEEDED.values()} & sys.modules.keys()))
+        """).stdout
+    assert found.split() == []
+
+
+@pytest.mark.parametrize("first", ["bootstrap", "memory", "core.lifecycle", "coordinator", "process_group"])
+def test_needs_of_submodule_imported_first_are_found(first):
+    """Each need that a module declares has a function, and each function is needed."""
+    testing.run_python(f"""
+        import ncclpy.{first}
+        import gc, ncclpy.bootstrap.launched, ncclpy.bootstrap.adapters, ncclpy.memory.attachment, ncclpy.coordinator
+        from ncclpy.types import Need
+        declared = sorted(each.name for each in gc.get_objects() if isinstance(each, Need))
+        assert declared == sorted(ncclpy._NEEDED), declared
+        for name in declared:
+            assert callable(Need.find(name)), name
+        """)
+
+
 def test_version_is_that_of_the_distribution():
     assert ncclpy.__version__ == importlib.metadata.version("ncclpy")
 

@@ -14,7 +14,7 @@ from .source import LAYERS, Import, Problem, imports, python_sources, settings
 
 #: The package's own __init__.py and what else lies beside the packages: the public names.
 PUBLIC = "ncclpy"
-_BY_NAME = re.compile(r"""import_module\(f?["']ncclpy\.([\w.]+)""")
+_BY_NAME = re.compile(r"""(?:import_module|__import__)\(f?["'](ncclpy\b[\w.]*)""")
 
 
 def check(root: Path) -> Iterator[Problem]:
@@ -22,10 +22,9 @@ def check(root: Path) -> Iterator[Problem]:
     known = settings(root)
     layers = known["layers"]
     yield from _without_a_layer(root, layers)
-    used = {path: imports(root, path) for path in python_sources(root)}
+    used = {path: [*imports(root, path), *_by_name(path)] for path in python_sources(root)}
     for path, found in used.items():
         yield from _not_below(root, path, found, layers, known["public"]["users"])
-        yield from _named_not_below(root, path, layers, known["by_name"]["allowed"])
     yield from _circles(root, used)
 
 
@@ -55,7 +54,7 @@ def _not_below(
         used = _part_of(name, layers)
         if used == package or (used == PUBLIC and package in users):
             continue
-        if parts == ["ncclpy"] and any(other.name.startswith("ncclpy.") for other in found):
+        if parts == ["ncclpy"] and any(other.line == line and other.name.startswith("ncclpy.") for other in found):
             continue  # the parent of `from ncclpy import core`, not the public names
         if used == PUBLIC:
             yield Problem(path, line, f"{package} uses {name}, which is one of the public names")
@@ -63,6 +62,12 @@ def _not_below(
             yield Problem(
                 path, line, f"{package} (layer {layers[package]}) uses {used} (layer {layers[used]}): {name}"
             )
+
+
+def _by_name(path: Path) -> Iterator[Import]:
+    """Yield what a file imports by a string; of an f-string what stands before its first field."""
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        yield from (Import(line, found[1].rstrip(".")) for found in _BY_NAME.finditer(text))
 
 
 def _part_of(name: str, layers: dict[str, int]) -> str:
@@ -111,14 +116,3 @@ def _strongly_connected(used: dict[str, set[str]]) -> list[list[str]]:
         tuple(sorted(other for other in over[name] if name in over[other])) for name in over if name in over[name]
     }
     return sorted(list(circle) for circle in circles if len(circle) > 1)
-
-
-def _named_not_below(root: Path, path: Path, layers: dict[str, int], allowed: list[str]) -> Iterator[Problem]:
-    """Yield each import by a string, which no import statement shows, of what is not below."""
-    package = _part_of(_module_of(root, path), layers)
-    where = str(path.relative_to(root / "ncclpy"))
-    for line, text in enumerate(path.read_text().splitlines(), 1):
-        for found in _BY_NAME.finditer(text):
-            used = _part_of(f"ncclpy.{found[1]}", layers)
-            if package in layers and layers.get(used, -1) > layers[package] and where not in allowed:
-                yield Problem(path, line, f"{package} imports ncclpy.{found[1]} by name: it is of a higher layer")

@@ -1,10 +1,10 @@
 """Who is missing? One rank does not make the last call, and the dumps of all of them tell which.
 
-A dump is written when the deadline passes, on any other error, on SIGUSR1, and on SIGTERM, which torchrun sends to the
-others when one has failed. FOLDER is on a file system that all of them see, and new for every run.
+A dump is written when the deadline passes, on SIGUSR2, and here also on SIGTERM, which torchrun sends to the others
+when one has failed. FOLDER is on a file system that all of them see, and new for every run.
 
 torchrun --nproc-per-node 4 examples/who_is_missing.py FOLDER [SECONDS]
-ncclpy trace FOLDER/rank-*.json
+ncclpy trace FOLDER
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 if "RANK" not in os.environ or len(sys.argv) < 2:
     sys.exit("usage: who_is_missing.py FOLDER [SECONDS], started by torchrun")
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
-os.environ.setdefault("NCCLPY_DUMP_ON_TIMEOUT", str(folder / "rank-%r.json"))  # before ncclpy is imported
+os.environ["NCCLPY_DUMP_DIR"] = str(folder)  # before ncclpy is imported
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 import numpy as np  # noqa: E402
@@ -25,25 +25,18 @@ import numpy as np  # noqa: E402
 import ncclpy  # noqa: E402
 
 
-def dump(reason):
-    ncclpy.recorder.dump(folder / f"rank-{rank}.json", reason=reason)
-
-
-def dump_on_signals(*signals):
+def dump_on_sigterm():
     """Dump from a thread of its own: a handler of Python's waits for the main thread, which may be stuck."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes)  # the number of each signal is written there as soon as it comes
-    for number in signals:
-        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
     def serve():
-        while True:
-            number = os.read(reads, 1)[0]
-            if number in signals:
-                dump(signal.Signals(number).name)
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
+        while os.read(reads, 1)[0] != signal.SIGTERM:
+            pass
+        ncclpy.recorder.dump(folder / f"rank-{rank}.json", reason="SIGTERM")
+        os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=serve, daemon=True).start()
 
@@ -63,10 +56,6 @@ def work(comm):
 
 
 folder.mkdir(parents=True, exist_ok=True)
-dump_on_signals(signal.SIGUSR1, signal.SIGTERM)
-try:
-    with ncclpy.Communicator.from_env(timeout=60) as comm:
-        work(comm)
-except Exception as error:
-    dump(f"{type(error).__name__}: {error}")
-    raise
+dump_on_sigterm()
+with ncclpy.Communicator.from_env(timeout=60) as comm:
+    work(comm)

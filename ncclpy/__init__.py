@@ -84,10 +84,10 @@ def _find_needed(need: str) -> _typing.Callable[..., _typing.Any]:
 
 _Need.find = _find_needed
 
-if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobody else is to pay for its import
-    from ncclpy.engine import dumps as _dumps  # noqa: F401
-if _os.environ.get("NCCLPY_DUMP_DIR"):
-    from ncclpy.engine import dump_folder as _dump_folder  # noqa: F401
+if _os.environ.get("NCCLPY_DUMP_DIR"):  # a process without it does not pay for the import
+    from ncclpy.engine import dumps as _dumps
+
+    _dumps.begin(_os.environ["NCCLPY_DUMP_DIR"])
 
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap, memory

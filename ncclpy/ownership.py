@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-__all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign"]
+__all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign", "why_of_another"]
 
 #: Links on the way to a folder, at most: as many as the system follows.
 _MAX_LINKS = 40
@@ -68,6 +68,15 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
             return f"{step} is open to other users, as its mode is {stat.S_IMODE(status.st_mode):03o}"
     why = why_foreign(path)
     return f"{os.fspath(path)} {why}" if why else ""
+
+
+def why_of_another(path: str | os.PathLike[str]) -> str:
+    """Return whose a folder is, as the end of a sentence that begins with its path; "" if that user may be trusted.
+
+    This user and root may, and root trusts every user.
+    """
+    status = os.stat(path)
+    return "" if os.geteuid() == 0 or status.st_uid in (0, os.geteuid()) else _of_another(status)
 
 
 def _parts(path: str) -> list[str]:

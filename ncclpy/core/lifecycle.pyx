@@ -9,13 +9,13 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
-from ncclpy.core.handles cimport observers as _overdue
+from ncclpy.core.handles cimport observers as _observers
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_kin
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, keep_up
 from ncclpy.core.handles.handle cimport WAS_ABORTED
 from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
-from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
 from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, Cradle, is_over
 from ncclpy.core.calls.submit cimport give_birth
@@ -127,8 +127,8 @@ cdef int init_comm(
     made.group_name = _name_of(unique_id)
     made.rank = made.cradle.birth.rank = rank
     made.nranks = made.cradle.birth.nranks = nranks
-    if _overdue.listener is not None:
-        _overdue.listener.named(made)
+    if _observers.listener is not None:
+        _observers.listener.named(nranks, rank)
     made.cradle.birth.context = context_of(made.device)
     return _make(None, made, INIT_RANK)
 
@@ -674,7 +674,7 @@ cdef class Lifecycle(Handle):
                 error = self.timeout_error("initialisation", now() - started)
                 threads = begin_abort(self.tied(), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
-                tell_overdue([self], error, False)
+                tell_failed(error, False)
                 raise error
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.01)

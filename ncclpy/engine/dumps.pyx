@@ -1,29 +1,29 @@
-"""The thread that writes dumps, and what wakes it: a call of `ring`, and SIGUSR2.
+"""Dumps of the flight recorder that a process writes by itself into the folder `NCCLPY_DUMP_DIR`.
 
-Python runs its handlers of signals in the main thread alone, once that comes back to Python, which it does not while it
-is stuck in a call. This one is C: it counts, and wakes a thread of ours.
-
-It is written by a thread of the crew for what is the user's, since it shows keys. Who raises the error waits a little
-for that, so that the file is there when the error arrives, but a file system that hangs does not hide it.
+One thread writes them: after a failure of an operation or of a process group, and on SIGUSR2. Python runs handlers of
+signals in the main thread, which may be stuck in a call; so this handler is C, counts, and wakes that thread. A dump
+shows keys, whose ``__repr__`` is the user's, and a file system may hang; so no other thread writes, and each wait for
+that thread is bounded.
 """
 
 import atexit
+import collections
+import contextlib
 import logging
 import os
+import signal
+import socket
 import threading
-import warnings
-import weakref
 
-from ncclpy.core.handles.handle cimport Handle
-from ncclpy.core.handles.observers cimport Overdue, set_listener
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.core.handles.observers cimport FailureListener, set_listener
 from ncclpy.core.runtime.wait cimport FOREVER
-from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.native cimport add, load, now, sleep_on, wake
 
+from ncclpy.engine.recorder import dump, record_all, text_of
 from ncclpy.errors import listed, spans
-from ncclpy.engine.dump_files import check_signs, fill_in, write
-from ncclpy.engine.known import ranks_here
-from ncclpy.engine.recorder import record_all, text_of
+from ncclpy.ownership import ForeignFile, why_of_another
 
 
 cdef extern from * nogil:
@@ -34,254 +34,226 @@ cdef extern from * nogil:
 
     #include "ncclpy/engine/native.h"
 
-    static int ncclpy_bell = 0;
+    static int ncclpy_wake_ups = 0; /* changes with everything that a thread here waits for */
     static int ncclpy_signals = 0;
 
     static void ncclpy_on_signal(int number) {
       int saved = errno;
       (void)number;
       ncclpy_add(&ncclpy_signals, 1);
-      ncclpy_add(&ncclpy_bell, 1);
-      ncclpy_wake(&ncclpy_bell);
+      ncclpy_add(&ncclpy_wake_ups, 1);
+      ncclpy_wake(&ncclpy_wake_ups);
       errno = saved;
     }
 
-    /* Returns 1, 0 if somebody handles or ignores the signal already, or -1. */
+    /* Returns whether the signal is handled here from now on: not if the program handles or ignores it already. */
     static int ncclpy_take_signal(int number) {
       struct sigaction there, ours;
-      if (sigaction(number, NULL, &there) != 0) return -1;
-      if (there.sa_flags & SA_SIGINFO || there.sa_handler != SIG_DFL) return 0;
+      if (sigaction(number, NULL, &there) != 0 || there.sa_flags & SA_SIGINFO || there.sa_handler != SIG_DFL) return 0;
       memset(&ours, 0, sizeof ours);
       ours.sa_handler = ncclpy_on_signal;
       ours.sa_flags = SA_RESTART;
       sigemptyset(&ours.sa_mask);
-      return sigaction(number, &ours, NULL) == 0 ? 1 : -1;
+      return sigaction(number, &ours, NULL) == 0;
     }
     """
-    int ncclpy_bell
+    int ncclpy_wake_ups
     int ncclpy_signals
-    int ncclpy_take_signal(int number)
+    bint ncclpy_take_signal(int number)
 
 
-def ring():
-    """Wake who waits, or have them not begin to."""
-    add(&ncclpy_bell, 1)
-    wake(&ncclpy_bell)
+# A work or a process group that has failed: its other works fail so soon after it, and are to be in the dump as failed.
+_SETTLE = 0.1
 
-
-def rung():
-    """Return how often it was rung, for `wait`."""
-    return load(&ncclpy_bell)
-
-
-def signals():
-    """Return how many signals have come."""
-    return load(&ncclpy_signals)
-
-
-def wait(int seen, double seconds):
-    """Sleep for so many seconds, until it was rung more often than `seen`."""
-    with nogil:
-        sleep_on(&ncclpy_bell, seen, seconds)
-
-
-def take_signal(int number):
-    """Have a signal ring from now on; return whether it does: not if somebody handles or ignores it already."""
-    cdef int taken = ncclpy_take_signal(number)
-    if taken < 0:
-        raise ValueError(f"signal {number} cannot be handled")
-    return taken == 1
-
-
-_VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
-
-# A file is written anew so many seconds after it was begun, at the earliest.
+# After the failure of an operation a dump is written so many seconds after the one before, at the earliest.
 _SPACING = 1.0
 
-# How long an error waits for its dump, and the process's end for the last one.
+# How long an error, or the end of the process, waits for its dump.
 _PATIENCE = 2.0
+
+# A file name lists so many ranges of ranks.
+_RANGES = 8
+
 _log = logging.getLogger("ncclpy.engine")
 
 
-def _check_pattern(pattern):
-    """Return the pattern of a path, absolute; ValueError says what is wrong with it."""
-    check_signs(_VARIABLE, pattern)
-    if not os.path.basename(pattern) or os.path.isdir(pattern):
-        example = os.path.join(pattern, "rank-%r.json")
-        raise ValueError(f"{_VARIABLE}={pattern!r} is a folder; name a file in it, {example!r} say")
-    return os.path.abspath(pattern)
+cdef void _wake_all() noexcept nogil:
+    add(&ncclpy_wake_ups, 1)
+    wake(&ncclpy_wake_ups)
 
 
-cdef class _Request:
-    """A dump that is to be written."""
+cdef class _Writer(FailureListener):
+    """Write the dump of this process into a folder.
 
-    cdef str rank
-    cdef str kind  # of the error
-    cdef object words
-    cdef object written  # an event
+    No lock guards the requests: the signal handlers of the program may make one while their thread makes another.
+    """
 
-    def __init__(self, str rank, object error):
-        self.rank = rank
-        self.kind = type(error).__name__
-        self.words = error.args[0] if error.args else ""  # of the error itself hang frames, and arrays of the user
-        self.written = threading.Event()
+    cdef str folder
+    cdef int nranks  # of the largest communicator or process group so far
+    cdef set ranks  # of this process in those of that size
+    cdef object requests  # a deque: when to write, and the class and the text of the error
+    cdef int signals  # that were answered
+    cdef double written  # when the last dump was
+    cdef str path  # of the last dump
+    cdef str refused  # why the last dump could not be written
+    cdef bint busy, ended, started
+    cdef object thread
 
+    def __init__(self, str folder):
+        self.folder = folder
+        self.begin()
 
-cdef class _Dumps(Overdue):
-    """Write the dump of this process when deadlines pass, each file once a second at most."""
+    def begin(self):
+        """Begin without a thread and without requests, as a forked child does."""
+        self.nranks, self.ranks = 0, set()
+        self.requests = collections.deque()
+        self.signals = load(&ncclpy_signals)
+        self.written = -FOREVER
+        self.path = self.refused = None
+        self.busy = self.ended = self.started = False
+        self.thread = threading.Thread(target=self.run, name="ncclpy-dumps", daemon=True)
 
-    cdef str pattern
-    cdef dict ranks  # of this process, by the name of a communicator
-    cdef dict begun  # when a file was begun last, by rank
-    cdef dict wanted  # requests, by rank
-    cdef _Request current  # the one that is being written
-    cdef _Request last  # the one that was asked for last
-    cdef object told  # a weak reference to the error that it was for
-    cdef object wake
-    cdef bint busy  # whether somebody writes, or is going to
-    cdef bint ended  # whether the process ends
-
-    def __init__(self, str pattern):
-        self.pattern = pattern
-        self.ranks = {}
-        self._begin()
-
-    def _begin(self):
-        self.begun, self.wanted = {}, {}
-        self.current = self.last = self.told = None
-        self.wake = threading.Event()
-        self.busy = False
-
-    cdef int named(self, object handle) except -1:
-        cdef Handle made = handle
-        self.ranks.setdefault(made.group_name, set()).add(made.rank)
-        return 0
-
-    cdef str rank_of(self, list handles):
-        """Return the ranks of this process in the communicator from which the first of these descends."""
-        cdef Handle handle
-        if handles:
-            handle = handles[0]
-            ranks = None if handle.group_name is None else self.ranks.get(handle.group_name.split("/")[0])
-            return listed(spans(ranks or [handle.rank]), between=",")
-        for ranks in [*self.ranks.values(), ranks_here()]:
-            if ranks:
-                return listed(spans(ranks), between=",")
-        return f"pid{os.getpid()}"
-
-    cdef int passed(self, list handles, object error, bint wait) except -1:
-        cdef _Request request, current = self.current
-        try:
-            request = self.ask(handles, error)
-            if self.ended:
-                self.write_all()
-                return 0
-            if self.wanted and not self.busy:
-                self.busy = True
-                users.give(self.run)
-            self.wake.set()
-            if not wait:
-                return 0
-            # One whose turn comes later is not waited for, but the one before it, which is about to be there.
-            if request is not self.current and self.due_at(request.rank) > now():
-                request = current
-        except Exception as failure:  # the error that is told of is to arrive whatever happens here
-            _log.warning("no dump of the recorder is written", exc_info=failure)
-            return 0
-        if request is not None:
-            request.written.wait(_PATIENCE)
-        return 0
-
-    cdef _Request ask(self, list handles, object error):
-        """Note that a dump is wanted; one error passes several places."""
-        cdef _Request request
-        cdef str rank
-        if self.told is not None and self.told() is error:
-            return self.last
-        rank = self.rank_of(handles)
-        request = self.wanted.get(rank)
-        if request is None:
-            request = self.wanted[rank] = _Request(rank, error)
-        self.told, self.last = weakref.ref(error), request
-        return request
-
-    cdef double due_at(self, str rank) except? -1:
-        return 0 if self.ended else self.begun.get(rank, -FOREVER) + _SPACING
-
-    def run(self):
-        """Write what is wanted, and what is meanwhile; each when it is due."""
-        cdef double soonest
-        try:
-            while True:
-                self.wake.clear()
-                self.write_all()
-                if not self.wanted:
-                    return  # in one step with the look: who asks from now on gives this to the crew again
-                soonest = min([self.due_at(rank) for rank in self.wanted])
-                step_aside()
-                self.wake.wait(max(0.0, soonest - now()))
-        finally:
-            self.busy = False
-
-    cdef int write_all(self) except -1:
-        """Write what is due."""
-        cdef _Request request
-        for rank in list(self.wanted):
-            if self.due_at(rank) > now():
-                continue
-            request = self.wanted.pop(rank, None)
-            if request is None:
-                continue
-            self.begun[rank] = now()
-            self.current = request
+    cpdef int start(self) except -1:
+        """Start the thread if this process has not."""
+        if not self.started:
+            self.started = True
             try:
-                _write(fill_in(self.pattern, rank), f"{request.kind}: {text_of(request.words)}")
-            finally:
-                self.current = None
-                request.written.set()
+                self.thread.start()
+            except RuntimeError as error:  # too many threads; perhaps not for long
+                self.started = False
+                self.refuse("?", error)
+        return 0
+
+    cpdef int named(self, int nranks, int rank) except -1:
+        if nranks > self.nranks:
+            self.nranks, self.ranks = nranks, set()
+        if nranks == self.nranks:
+            self.ranks.add(rank)
+        return self.start()
+
+    cpdef int failed(self, object error, bint wait, bint ended=False) except -1:
+        cdef double moment = now(), due = moment if wait else moment + <double>_SETTLE
+        if not ended:  # at the end of a group a launcher may kill the process soon
+            due = max(due, self.written + <double>_SPACING)
+        self.start()
+        # Not the error itself: frames hang on it, and in these arrays of the user.
+        self.requests.append((due, type(error).__name__, error.args[0] if error.args else ""))
+        _wake_all()
+        return self.wait_for(moment) if wait else 0
+
+    cpdef int finish(self) except -1:
+        return self.wait_for(FOREVER)
+
+    cdef int wait_for(self, double latest) except -1:
+        """Wait until the dump that is being written and those due by then are there, or for `_PATIENCE`."""
+        cdef double end = now() + <double>_PATIENCE
+        cdef int seen
+        while now() < end and self.thread.is_alive():
+            seen = load(&ncclpy_wake_ups)
+            if not self.busy and not [due for due, _, _ in list(self.requests) if due <= latest]:
+                break
+            with nogil:
+                sleep_on(&ncclpy_wake_ups, seen, 0.05)
+            PyErr_CheckSignals()
         return 0
 
     def end(self):
-        """Write at once what waits for its turn: the process ends."""
-        cdef double until = now() + _PATIENCE
+        """Write at once what is due later, and end the thread: the process ends."""
         self.ended = True
-        self.wake.set()
-        pause = threading.Event()
-        while self.busy and now() < until:
-            pause.wait(0.001)
-        if not self.busy:
-            self.write_all()
+        _wake_all()
+        if self.thread.is_alive():
+            self.thread.join(_PATIENCE)
 
-    def forked(self):
-        """In the child nobody writes, and nothing of the parent's is wanted."""
-        self.ranks = {}
-        self.ended = False
-        self._begin()
+    def run(self):
+        cdef double pause
+        cdef int seen
+        while True:
+            seen = load(&ncclpy_wake_ups)
+            pause = min([due for due, _, _ in list(self.requests)], default=FOREVER) - now()
+            if load(&ncclpy_signals) != self.signals:
+                self.signals = load(&ncclpy_signals)
+                self.write("SIGUSR2: asked for")
+            elif self.requests and (self.ended or pause <= 0):
+                self.busy = True  # before they are taken: a thread that waits sees one or the other
+                self.write(self.take())
+                self.busy = False
+                _wake_all()
+            elif self.ended:
+                return
+            else:
+                with nogil:
+                    sleep_on(&ncclpy_wake_ups, seen, pause)
+
+    cdef str take(self):
+        """Take the requests that are due; return the reason of the first, which is the cause of the others."""
+        cdef double moment = now()
+        cdef str reason = None
+        for _ in range(len(self.requests)):
+            due, kind, words = self.requests.popleft()
+            if due > moment and not self.ended:
+                self.requests.append((due, kind, words))
+            elif reason is None:
+                reason = f"{kind}: {text_of(words)}"
+        return reason
+
+    cdef int write(self, str reason) except -1:
+        """Write the dump in place of the one before."""
+        path = "?"
+        try:
+            path = self.next_path()
+            _write(path, reason)
+        except Exception as error:
+            self.refuse(path, error)
+        else:
+            self.refused = None
+            if self.path not in (None, path):  # more ranks are known by now: this process has one file
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+            self.path = path
+            _log.info("the recorder's dump is in %s", path)
+        self.written = now()
+        return 0
+
+    cdef int refuse(self, str path, object error) except -1:
+        """Say why no dump can be written, once."""
+        if self.refused != str(error):
+            self.refused = str(error)
+            _log.warning("the recorder's dump cannot be written to %s (NCCLPY_DUMP_DIR): %s", path, error)
+        return 0
+
+    cdef str next_path(self):
+        """Return a path that no other process has: ranks, host and process id."""
+        ranks = f"rank-{listed(spans(self.ranks), _RANGES, ',')}-" if self.ranks else ""
+        return os.path.join(self.folder, f"{ranks}{socket.gethostname().replace(os.sep, '-')}-{os.getpid()}.json")
 
 
 def _write(path, reason):
-    """Write a dump; what keeps it from that is a warning in the log."""
+    """Write a dump, whole or not at all."""
+    folder, unfinished = os.path.dirname(path), f"{path}.unfinished"
+    os.makedirs(folder, exist_ok=True)
+    foreign = why_of_another(folder)
+    if foreign:
+        raise ForeignFile(f"{folder} {foreign}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(unfinished)  # of a process that had this number
     try:
-        write(path, reason)
-    except Exception as error:
-        _log.warning("the recorder's dump cannot be written to %s (%s): %s", path, _VARIABLE, error)
-    else:
-        _log.info("a deadline has passed; the recorder's dump is in %s", path)
+        made = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # follows no link
+        with open(made, "w", encoding="utf-8") as file:
+            file.write(dump(reason=reason))
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
 
 
-def _begin_with(pattern):
-    """Record plain calls from now on, and write a dump whenever a deadline passes."""
-    cdef _Dumps dumps = _Dumps(_check_pattern(pattern))
+def begin(folder):
+    """Record plain calls, and write dumps into a folder from now on; called once, as the package is imported."""
+    writer = _Writer(os.path.abspath(folder))
     record_all()
-    set_listener(dumps)
-    atexit.register(dumps.end)  # before the crews' end, which comes last
-    os.register_at_fork(after_in_child=dumps.forked)
-
-
-_pattern = os.environ.get(_VARIABLE)
-
-if _pattern:
-    try:
-        _begin_with(_pattern)
-    except ValueError as error:  # an import is not to fail for that
-        warnings.warn(f"{error}. No dump will be written", RuntimeWarning, stacklevel=2)
+    if not ncclpy_take_signal(signal.SIGUSR2):
+        _log.info("SIGUSR2 is handled by the program, and asks for no dump (NCCLPY_DUMP_DIR)")
+    writer.start()
+    set_listener(writer)
+    atexit.register(writer.end)
+    os.register_at_fork(after_in_child=writer.begin)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from ncclpy.core.handles.observers import failure_listener
 from ncclpy.engine.recorder import add_group_teller, text_of
 
-__all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group", "ranks_here", "set_listener"]
+__all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
 
 #: So many groups are kept in mind after they have failed.
 _FAILED = 50
@@ -25,13 +26,6 @@ _FAILED = 50
 # They go with their groups, also with those that were never whole.
 _there: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
-
-
-class _Listener:
-    """Who wants to know how groups fare; nobody unless somebody says so."""
-
-    tell: Callable[[BaseException, bool], None] | None = None
-    wait: Callable[[], None] | None = None
 
 
 class Known:
@@ -93,18 +87,21 @@ class KnownGroup(Known):
         self._error = _words_of(error)
         _failed.append(self)
         self._go()
-        if _Listener.tell is not None:
-            _Listener.tell(error, True)
+        listener = failure_listener()
+        if listener is not None:
+            listener.failed(error, wait=False, ended=True)
 
     def troubled(self, error: BaseException) -> None:
-        """Tell that an operation has failed, and that the group goes on."""
-        if _Listener.tell is not None:
-            _Listener.tell(error, False)
+        """Tell that an operation has failed, and that the group goes on; nothing waits here."""
+        listener = failure_listener()
+        if listener is not None:
+            listener.failed(error, wait=False)
 
     def wait(self) -> None:
         """Let the dump be written, as the process is about to end; this takes two seconds at most."""
-        if _Listener.wait is not None:
-            _Listener.wait()
+        listener = failure_listener()
+        if listener is not None:
+            listener.finish()
 
     def closed(self) -> None:
         """Forget a group that was closed; one that has failed is told of all the same."""
@@ -140,6 +137,9 @@ def note_group(
     """Have a group known from now on."""
     made = KnownGroup(name, number, rank, size, device, look)
     _there[id(made)] = made
+    listener = failure_listener()
+    if listener is not None:
+        listener.named(size, rank)
     return made
 
 
@@ -182,19 +182,6 @@ def _there_now() -> list[Known]:
 
 def _known() -> list[KnownGroup]:
     return [*list(_failed), *(each for each in _there_now() if isinstance(each, KnownGroup))]
-
-
-def ranks_here() -> list[int]:
-    """Return this process's ranks in the largest of its groups, none if there is no group."""
-    known = _known()
-    largest = max((each.size for each in known), default=0)
-    return sorted({each.rank for each in known if each.size == largest})
-
-
-def set_listener(tell: Callable[[BaseException, bool], None], wait: Callable[[], None]) -> None:
-    """Have errors of groups told, with whether the group has ended; `wait` is called before a process ends by one."""
-    _Listener.wait = wait
-    _Listener.tell = tell
 
 
 def _forked() -> None:

@@ -574,21 +574,6 @@ def clock_id():
         return None
 
 
-def ranks_recorded():
-    """Return this process's ranks in the largest communicator that is recorded, none if there is none."""
-    cdef Entry entry
-    cdef int largest = 0
-    ranks = set()
-    for entry in list(_ring):
-        if entry is None or entry.rank < 0 or entry.nranks < largest:
-            continue
-        if entry.nranks > largest:
-            largest = entry.nranks
-            ranks = set()
-        ranks.add(entry.rank)
-    return sorted(ranks)
-
-
 def dump(path=None, *, reason=None):
     """Return what is recorded as JSON, for ``ncclpy trace``.
 

@@ -24,7 +24,7 @@ from ncclpy.core.runtime.library cimport (
 )
 from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
 from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
-from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.stream cimport as_stream, is_captured
@@ -91,7 +91,7 @@ cdef class _Failing:
                     work.settle(error)
                 else:
                     launch.fail(error)
-                tell_overdue([] if work.handle is None else [work.handle], error, False)
+                tell_failed(error, False)
         finally:
             work.failing = HAS_FAILED
             if work.over:

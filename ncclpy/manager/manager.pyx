@@ -9,7 +9,7 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.runtime.library cimport check_process, driver
-from ncclpy.core.handles.observers cimport tell_overdue
+from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport Lock, users
 from ncclpy.engine.launcher cimport GONE, MAKING, launch_here, record_producer
@@ -442,14 +442,14 @@ Gather the participants of collectives by key and launch each collective when al
                 "there are other nodes, see whether they have come to the same collective"
             ))
             begun = clique.abort(failure)
-            tell_overdue([], failure, False)
+            tell_failed(failure, False)
             if begun:
                 abort_aside(begun, str(failure))
         for gathering in late:
             failure = gathering.overdue()
             gathering.end(failure)
             gathering.let_go()
-            tell_overdue([], failure, False)
+            tell_failed(failure, False)
         if stalled:
             users.give(Stalled(stalled))
 

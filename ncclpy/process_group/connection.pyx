@@ -26,7 +26,6 @@ from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, resto
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.library cimport nccl, nccl_error, require
 from ncclpy.core.lifecycle cimport init_comm
-from ncclpy.core.handles.observers cimport tell_overdue
 from ncclpy.core.arguments.operation cimport (
     ALL_GATHER, GATHER, NOT_THERE, RECV, REDUCE_SCATTER, SCATTER, SEND, function_of, is_pair,
 )
@@ -290,7 +289,6 @@ cdef class Connection(Clique):
             self.call(comm)
         except BaseException as failure:  # told to all who wait for it
             error = failure
-            tell_overdue([], error, False)  # also of ranks that do not meet in time
         self.owner.clique_made(self, made, error)
         if error is None:
             self.meet[1]()

@@ -16,13 +16,14 @@ OTHER = 12345
 def given_away(monkeypatch):
     """Return a function that makes a path another user's, as far as anything here can tell."""
     theirs = set()
-    lstat, fstat = os.lstat, os.fstat
+    plain, lstat, fstat = os.stat, os.lstat, os.fstat
 
     def changed(status):
         return (
             os.stat_result((*status[:4], OTHER, *status[5:])) if (status.st_dev, status.st_ino) in theirs else status
         )
 
+    monkeypatch.setattr(os, "stat", lambda path, **options: changed(plain(path, **options)))
     monkeypatch.setattr(os, "lstat", lambda path, **options: changed(lstat(path, **options)))
     monkeypatch.setattr(os, "fstat", lambda fd: changed(fstat(fd)))
 
@@ -51,6 +52,18 @@ def test_folder_of_another_user_is_told_with_both_users(folder, given_away):
     words = f"belongs to user {OTHER}, and this process runs as user {os.geteuid()}"
     assert ownership.why_foreign(folder).startswith(words)
     assert ownership.why_exposed(folder).startswith(f"{folder} {words}")
+
+
+def test_folder_of_another_user_is_not_trusted_but_by_root(folder, given_away, monkeypatch, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert ownership.why_of_another(folder) == ownership.why_of_another("/") == ""
+    given_away(folder)
+    for user in (OTHER, 0):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert ownership.why_of_another(folder) == ""
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
+    assert ownership.why_of_another(link) == f"belongs to user {OTHER}, and this process runs as user {OTHER + 1}"
 
 
 def test_folder_that_others_can_write_to_is_foreign(folder):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_ncclpy_run(tmp_path):
 
 
 def test_who_is_missing(tmp_path, capsys):
-    """Those that come dump at their deadline, the one that does not on SIGUSR1; `ncclpy trace` names it."""
+    """Ranks that come dump at their deadline, the missing one on SIGUSR2 and SIGTERM; `ncclpy trace` names it."""
     testing.need_devices(3)
     folder = tmp_path / "new"
     variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
@@ -214,24 +215,24 @@ def test_who_is_missing(tmp_path, capsys):
         )
         for rank in range(3)
     ]
-    dumps = [folder / f"rank-{rank}.json" for rank in range(3)]
+    dumps = [folder / f"rank-{rank}-{socket.gethostname()}-{each.pid}.json" for rank, each in enumerate(processes)]
     try:
         outputs = [process.communicate(timeout=60)[0] for process in processes[:2]]
         assert [process.returncode for process in processes[:2]] == [1, 1], outputs
         assert all("NcclTimeout" in output for output in outputs), outputs
-        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json"]
-        processes[2].send_signal(signal.SIGUSR1)
-        testing.wait_for(lambda: dumps[2].exists() and dumps[2].read_text().endswith("}\n"), "the third dump")
-        assert '"reason": "SIGUSR1"' in dumps[2].read_text()
+        assert sorted(path.name for path in folder.iterdir()) == [path.name for path in dumps[:2]]
+        processes[2].send_signal(signal.SIGUSR2)
+        testing.wait_for(dumps[2].exists, "the third dump")
+        assert '"reason": "SIGUSR2: asked for"' in dumps[2].read_text()
         assert processes[2].poll() is None, "it goes on"
-        assert main(["trace", *map(str, dumps)]) == 1
+        assert main(["trace", str(folder)]) == 1
         said = capsys.readouterr().out
         assert "(3 ranks): sequence 2 waits for rank 2" in said, said
         assert "missing: rank 2" in said and "last on it: sequence 1, all_reduce of 4 float64 (sum)" in said, said
         processes[2].send_signal(signal.SIGTERM)
         output = processes[2].communicate(timeout=60)[0]
         assert processes[2].returncode == 128 + signal.SIGTERM, output
-        assert '"reason": "SIGTERM"' in dumps[2].read_text()
+        assert '"reason": "SIGTERM"' in (folder / "rank-2.json").read_text()
     finally:
         for process in processes:
             process.kill()

@@ -301,9 +301,10 @@ def test_timeout_dumps(tmp_path):
 
         in_threads(2, program)
         """,
-        env={"NCCLPY_DUMP_ON_TIMEOUT": str(tmp_path / "dump.json")},
+        env={"NCCLPY_DUMP_DIR": str(tmp_path)},
     )
-    entries = json.loads((tmp_path / "dump.json").read_text())["entries"]
+    (path,) = tmp_path.iterdir()
+    entries = json.loads(path.read_text())["entries"]
     late = [each for each in entries if each["sequence"] == 1]
     assert [(each["operation"], each["rank"], each["state"]) for each in late] == [("all_reduce", 0, "failed")]
 

@@ -21,7 +21,7 @@ from ncclpy.abi.locks cimport (
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport abort_preempts, check, guarded_was_in_progress, nccl, require, who_is_missing
-from ncclpy.core.handles.observers cimport has_ended, in_whole, shut_door, tell_ended, tell_overdue
+from ncclpy.core.handles.observers cimport has_ended, in_whole, shut_door, tell_ended, tell_failed
 from ncclpy.core.handles.ranges cimport Ranges
 from ncclpy.core.handles.state cimport (
     ABORTED, ASKED, BY_ITSELF, CLOSED, FAILED, FINALIZED, FROM_GUARD, INITIALISING, IN_PARENT, MADE, READY, SUSPENDED,
@@ -631,7 +631,7 @@ cdef int tell_trouble(list handles, object error, bint wait=True) except -1:
     if wait:
         for handle in handles:
             handle.explain(error)
-    return tell_overdue(handles, error, wait)
+    return tell_failed(error, wait)
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:

@@ -2,21 +2,22 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.nccl cimport ncclComm_t
 
 
-# Who is told of deadlines that have passed, and of the communicators that there are.
-cdef class Overdue:
-    # A communicator is being made that has a name and a number of its own; in the thread that makes it.
-    cdef int named(self, object handle) except -1
-    # An operation of these has ended with NcclTimeout. With `wait` in the thread that raises it, under no lock of ours;
-    # without, in another thread, which is not held up.
-    cdef int passed(self, list handles, object error, bint wait) except -1
+# What is told of failures and of this process's ranks: the module that writes dumps, where they were asked for.
+cdef class FailureListener:
+    # A communicator or a process group of so many ranks is being made, in which this process has that rank.
+    cpdef int named(self, int nranks, int rank) except -1
+    # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` in the thread that raises
+    # the error, under no lock; without, in any thread, which is not held up.
+    cpdef int failed(self, object error, bint wait, bint ended=*) except -1
+    # An error is about to end the process: wait until what was told is written, for a bounded time.
+    cpdef int finish(self) except -1
 
 
-# None when nobody is to be told.
-cdef Overdue listener
-cdef int set_listener(Overdue new) except -1
+cdef FailureListener listener  # None without one
+cdef int set_listener(FailureListener new) except -1
 
-# Tell of an error, if it is NcclTimeout.
-cdef int tell_overdue(list handles, object error, bint wait=*) except -1
+# Tell of an error of an operation, if it is NcclTimeout or NcclRemoteError.
+cdef int tell_failed(object error, bint wait=*) except -1
 
 # Between these, in one thread, nothing is told: whoever calls them tells of the outcome.
 cdef void begin_whole() noexcept nogil

@@ -1,4 +1,4 @@
-"""Observers of communicators: hooks before calls, deadlines that passed, other ranks.
+"""Observers of communicators: hooks before calls, failures, other ranks.
 
 Who has something to do with a communicator, but must not wait for its lock, says so in a word (`wanted`) that each call
 looks at. It is let in under the lock, right before the call. And it learns when what was issued is over: behind each call
@@ -14,7 +14,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport driver
 
-from ncclpy.errors import NcclTimeout
+from ncclpy.errors import NcclRemoteError, NcclTimeout
 
 
 cdef extern from *:
@@ -25,30 +25,38 @@ cdef extern from *:
     int ncclpy_wholes
 
 
-cdef class Overdue:
-    """Nobody in particular; those who listen build on it."""
+cdef class FailureListener:
+    """The interface of a listener."""
 
-    cdef int named(self, object handle) except -1:
+    cpdef int named(self, int nranks, int rank) except -1:
         raise NotImplementedError
 
-    cdef int passed(self, list handles, object error, bint wait) except -1:
+    cpdef int failed(self, object error, bint wait, bint ended=False) except -1:
+        raise NotImplementedError
+
+    cpdef int finish(self) except -1:
         raise NotImplementedError
 
 
 listener = None
 
 
-cdef int set_listener(Overdue new) except -1:
-    """Have another one told from now on; None for nobody."""
+cdef int set_listener(FailureListener new) except -1:
+    """Have a listener told from now on."""
     global listener
     listener = new
     return 0
 
 
-cdef int tell_overdue(list handles, object error, bint wait=True) except -1:
-    if listener is None or ncclpy_wholes or not isinstance(error, NcclTimeout):
+def failure_listener():
+    """Return the listener, None without one."""
+    return listener
+
+
+cdef int tell_failed(object error, bint wait=True) except -1:
+    if listener is None or ncclpy_wholes or not isinstance(error, (NcclTimeout, NcclRemoteError)):
         return 0
-    return listener.passed(handles, error, wait)
+    return listener.failed(error, wait)
 
 
 cdef void begin_whole() noexcept nogil:

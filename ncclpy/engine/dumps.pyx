@@ -71,6 +71,9 @@ _SPACING = 1.0
 # How long an error, or the end of the process, waits for its dump.
 _PATIENCE = 2.0
 
+# So many failures are kept while a write hangs: the first ones, which are the cause of others.
+_MOST = 1000
+
 # A file name lists so many ranges of ranks.
 _RANGES = 8
 
@@ -136,9 +139,10 @@ cdef class _Writer(FailureListener):
         if not ended:  # at the end of a group a launcher may kill the process soon
             due = max(due, self.written + <double>_SPACING)
         self.start()
-        # Not the error itself: frames hang on it, and in these arrays of the user.
-        self.requests.append((due, type(error).__name__, error.args[0] if error.args else ""))
-        _wake_all()
+        if len(self.requests) < _MOST:
+            # Not the error itself: frames hang on it, and in these arrays of the user.
+            self.requests.append((due, type(error).__name__, error.args[0] if error.args else ""))
+            _wake_all()
         return self.wait_for(moment) if wait else 0
 
     cpdef int finish(self) except -1:

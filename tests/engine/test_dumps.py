@@ -701,6 +701,26 @@ def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
     )
 
 
+def test_failures_while_a_write_hangs_are_kept_up_to_a_limit(tmp_path):
+    run(
+        """
+        import collections, gc
+        ncclpy.engine.dumps._MOST = 3
+        hangs = threading.Event()
+        ncclpy.engine.dumps.dump = lambda **options: (hangs.set(), threading.Event().wait())
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert hangs.wait(30)
+        for number in range(6):
+            alone(str(number)).abort()
+        queues = [each for each in gc.get_objects() if isinstance(each, collections.deque)]
+        kept = [len(each) for each in queues if each and isinstance(each[0], tuple) and "NcclAborted" in each[0]]
+        assert kept == [3], kept
+        os._exit(0)
+        """,
+        tmp_path,
+    )
+
+
 RANK = """
 rank = int(os.environ["RANK"])
 if rank == 0:

@@ -59,8 +59,7 @@ cdef class Ensemble(Clique):
         self.ledgers = {rank: Ledger() for rank in self.ranks}
         self.nodes = nodes = Nodes(
             store, gathering.communicator_key, dict(zip(self.ranks, self.devices)), self.nranks, gathering.timeout,
-            _sayer_of(gathering),
-            _asker_of(self), _looker_of(weakref.ref(self)), self.ledgers, _teller_of(weakref.ref(self)),
+            _sayer_of(gathering), _asker_of(self), weakref.ref(self), Ensemble.standing, self.ledgers, Ensemble.ended,
         )
         self.aborts = True
         fence.listen(self)
@@ -107,7 +106,7 @@ cdef class Ensemble(Clique):
         if nodes is None or self.state != MADE:
             return 0
         try:
-            said, states = nodes.ask()
+            said, states = nodes.circle.ask()
             if said is not None:
                 add_answer(error, said, states)
         except KeyboardInterrupt:  # it finds nothing half done later
@@ -164,7 +163,7 @@ cdef class Ensemble(Clique):
             return
         ended = False
         try:
-            ended = nodes.is_ended()
+            ended = nodes.circle.told() is not None
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
             return
@@ -320,10 +319,12 @@ cdef class Ensemble(Clique):
 
 def _abort_when_heard(nodes, comms, text, error, readers):
     if nodes is not None:
-        nodes.end(text, type(error).__name__)
+        nodes.circle.end(text, type(error).__name__)
     raise_in_readers(readers, 0, error)
-    if nodes is not None and not nodes.wait_until_heard():
-        return
+    if nodes is not None:
+        nodes.circle.confirm()
+        if not nodes.circle.wait_until_confirmed():
+            return
     if comms:
         abort_aside(comms, text).join()
     if nodes is not None:
@@ -341,17 +342,6 @@ def _again(reference):
     return ask
 
 
-def _teller_of(reference):
-    """Return what tells communicators that they were ended, without keeping them."""
-
-    def tell(text, kind):
-        ensemble = reference()
-        if ensemble is not None:
-            ensemble.ended(text, kind)
-
-    return tell
-
-
 def _sayer_of(Gathering gathering not None):
     """Return what makes a text about a collective, with its key."""
     return lambda what: gathering.say(what)
@@ -360,16 +350,6 @@ def _sayer_of(Gathering gathering not None):
 def _asker_of(Ensemble ensemble not None):
     """Return what says whether communicators are still to be made."""
     return lambda: ensemble.state != GONE
-
-
-def _looker_of(reference):
-    """Return what says what a rank of communicators does, without keeping them."""
-
-    def look(rank):
-        ensemble = reference()
-        return Ledger().standing() if ensemble is None else ensemble.standing(rank)
-
-    return look
 
 
 cdef tuple ranks_of(Gathering gathering):

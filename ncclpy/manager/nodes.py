@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,6 @@ from ncclpy.bootstrap.store import Store
 from ncclpy.engine.recorder import Ledger
 from ncclpy.errors import NcclTimeout
 from ncclpy.peers.circle import Circle
-from ncclpy.peers.inquiry import Said
 
 __all__ = ["Nodes"]
 
@@ -44,12 +44,13 @@ class Nodes:
         Returns a text about the collective that is waited for, with its key.
     wanted
         Asked every now and then whether the communicators are still to be made.
-    look
-        Returns what one of the own ranks does, see `Reports`.
-    ledgers
-        Where what they have launched is noted, by rank.
-    ended
-        Called once another process has ended the communicators, see `Circle`.
+    owner, look, ledgers, ended
+        See `Circle`.
+
+    Attributes
+    ----------
+    circle
+        The status service, None until all have met.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class Nodes:
         timeout: float,
         say: Callable[[str], object],
         wanted: Callable[[], bool],
-        look: Callable[[int], dict[str, Any]],
+        owner: weakref.ref[Any],
+        look: Callable[[Any, int], dict[str, Any]],
         ledgers: Mapping[int, Ledger],
-        ended: Callable[[str, str], object],
+        ended: Callable[[Any, str, str], object],
     ) -> None:
         self.name = hashlib.blake2b(key, digest_size=4).hexdigest()  # by which communicators and the recorder call it
         self._store = PrefixStore(f"ncclpy/manager/{key.hex()}", store)
         self._own, self._everyone = own, range(nranks)
-        self._timeout, self._say, self._wanted, self._look = timeout, say, wanted, look
-        self._ledgers, self._ended = ledgers, ended
+        self._timeout, self._say, self._wanted = timeout, say, wanted
+        self._owner, self._look, self._ledgers, self._ended = owner, look, ledgers, ended
         self._arrivals: Arrivals | None = None
-        self._circle: Circle | None = None
+        self.circle: Circle[Any] | None = None
         self._left: tuple[str, str] | None = None  # with what it tells then
 
     def meet(self) -> None:
@@ -94,12 +96,13 @@ class Nodes:
             error.missing = late.missing
             raise error from None
         self._arrivals = arrivals
+        everyone = self._everyone
         circle = Circle(
-            self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals, self._ended,
-            lambda: arrivals.clear(_PLACE, self._everyone),
+            self._store, self.name, self._own, len(everyone), self._owner, self._look, self._ledgers, arrivals,
+            self._ended, lambda: arrivals.clear(_PLACE, everyone),
         )  # fmt: skip
         circle.listen()
-        self._circle = circle
+        self.circle = circle
         if self._left is not None:  # meanwhile
             circle.leave(*self._left)
 
@@ -108,27 +111,7 @@ class Nodes:
         if self._arrivals is not None and 0 in self._own:
             self._arrivals.forget(_PLACE, self._everyone)
 
-    def ask(self) -> Said:
-        """Return what all ranks do, see `Circle.ask`; (None, None) if they have not met."""
-        return (None, None) if self._circle is None else self._circle.ask()
-
-    def is_ended(self) -> bool:
-        """Return whether a process has ended the communicators."""
-        return self._circle is not None and self._circle.told() is not None
-
-    def end(self, text: str, kind: str) -> None:
-        """Tell the other processes that the communicators end, and why."""
-        if self._circle is not None:
-            self._circle.end(text, kind)
-
-    def wait_until_heard(self) -> bool:
-        """Tell that this process has heard of the end, and wait until the others have; return whether it may abort."""
-        if self._circle is None:
-            return True
-        self._circle.confirmation.confirm()
-        return self._circle.confirmation.wait()
-
     def leave(self, text: str = "", kind: str = "") -> threading.Thread | None:
         """Give up the communicators, of which a thread tells the others, see `Circle.leave`."""
         self._left = text, kind
-        return None if self._circle is None else self._circle.leave(text, kind)
+        return None if self.circle is None else self.circle.leave(text, kind)

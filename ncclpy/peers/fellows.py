@@ -46,8 +46,6 @@ _LITTLE = {
     "unknown": "come to the launcher's store, and what became of that process is not known",
 }
 
-#: Those of communicators that have not been given up, nor dropped, as far as was looked.
-_circles: set[Circle] = set()
 #: When the launcher's store did not answer last, and what was said then.
 _silent: tuple[float, str] | None = None
 
@@ -76,26 +74,15 @@ class Company(Fellows):
         if arrivals is None:
             arrivals = Arrivals(store, f"communicator {self._name!r}", rank, size)
         self._leaving: threading.Thread | None = None
-        found = weakref.ref(comm)
-        mine: list[Circle] = []
-
-        def look(rank: int) -> dict[str, Any]:
-            comm = found()
-            if comm is None and mine:  # dropped: a destructor could not have told
-                leave(mine.pop())
-            return standing_of(GIVEN_UP if comm is None else account_of(comm))
-
-        def ended(text: str, kind: str) -> None:
-            self._heard = True
-            comm = found()
-            if comm is not None:
-                abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
-
         self._asked, self._heard = time.monotonic(), False
-        self._circle = Circle(store, self._name, {rank: comm.device}, size, look, {}, arrivals, ended)
-        mine.append(self._circle)
-        _circles.add(self._circle)
+        self._circle = Circle(
+            store, self._name, {rank: comm.device}, size, weakref.ref(comm), _look, {}, arrivals, self._ended
+        )
         self._circle.listen()
+
+    def _ended(self, comm: Communicator, text: str, kind: str) -> None:
+        self._heard = True
+        abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
 
     def of_part(self, comm: Any) -> Company | None:
         """Return the ranks of a communicator that was made of some of these."""
@@ -130,12 +117,12 @@ class Company(Fellows):
 
     def confirm(self) -> int:
         """Tell them that this rank believes no end of an operation any more."""
-        self._circle.confirmation.confirm()
+        self._circle.confirm()
         return 0
 
     def wait_until_heard(self) -> bool:
         """Wait until the others have heard, those that can; return whether the communicator is to be aborted then."""
-        return self._circle.confirmation.wait()
+        return self._circle.wait_until_confirmed()
 
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.
@@ -163,7 +150,7 @@ class Company(Fellows):
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
         try:
-            self._leaving = leave(self._circle)
+            self._leaving = self._circle.leave()
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
@@ -175,10 +162,9 @@ class Company(Fellows):
         return 0
 
 
-def leave(circle: Circle) -> threading.Thread | None:
-    """Have a thread tell the others that a rank has left, and return it, see `Circle.leave`."""
-    _circles.discard(circle)
-    return circle.leave()
+def _look(comm: Communicator, rank: int) -> dict[str, Any]:
+    """Return what a rank does, see `Circle`."""
+    return standing_of(account_of(comm))
 
 
 def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:

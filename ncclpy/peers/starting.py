@@ -8,7 +8,6 @@ its end, for which the others watch while they are inside NCCL.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,10 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.handles.abort import abort_for
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
-from ncclpy.peers.circle import ENDED
 from ncclpy.peers.fellows import Company, company_of, describe_late
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
 from ncclpy.peers.reports import MACHINE
+from ncclpy.peers.status import ENDED, End, end_of, read_end, tell_end
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.watch import Change, Watch
@@ -111,8 +110,8 @@ class Start:
         except StoreError:  # it cannot tell of changes
             threading.Thread(target=self._ask, name="ncclpy-start", daemon=True).start()
             return
-        told = self.store.compare_set(ENDED, None, None)[1]  # before the watch began
-        failure = None if told is None else self._failure_of(told)
+        end = end_of(self.store)  # before the watch began
+        failure = None if end is None else self._failure_of(end)
         if failure is not None:
             raise failure
 
@@ -144,39 +143,37 @@ class Start:
         rank, size = self.place.rank, self.place.size
         with contextlib.suppress(StoreError, NcclTimeout):
             if self.arrivals.give_up(where, f"rank {rank} of {size}: {text}", True):  # all have met
-                told = {"text": text, "kind": kind.__name__, "rank": rank}
-                store.compare_set(ENDED, None, json.dumps(told).encode(errors="replace"))
+                tell_end(store, End(text, rank, kind=kind.__name__))
 
     def _is_over(self, number: int) -> bool:
         return self.arrivals.has_failed(_where(number)) or not self._counted.part(number).check([FIRST])
 
     def _take(self, change: Change) -> None:
         if change.value is not None:
-            self._hear(change.value)
+            self._hear(read_end(change.value, self.store))
 
     def _ask(self) -> None:
         while not self._over:
             with contextlib.suppress(NcclTimeout):
                 try:
-                    self._hear(self.store.get(ENDED, _SLICE))
+                    self._hear(read_end(self.store.get(ENDED, _SLICE), self.store))
                 except StoreError:
                     return
                 return
 
-    def _hear(self, told: bytes) -> None:
+    def _hear(self, end: End) -> None:
         comm = self._comm
-        failure = self._failure_of(told)
+        failure = self._failure_of(end)
         if comm is not None and failure is not None:
             self._heard = failure
             abort_for(comm, failure)
 
-    def _failure_of(self, told: bytes) -> NcclError | None:
+    def _failure_of(self, end: End) -> NcclError | None:
         """Return what a rank has told as the error that this one raises; None if this one has told it."""
-        found = json.loads(told)
-        if found["rank"] == self.place.rank:
+        if end.rank == self.place.rank:
             return None
-        text = f"rank {found['rank']} of {self.place.size}: {found['text']}"
-        return same_class_as(found["kind"])(f"the communicator was not made: {text}")
+        by = "" if end.rank is None else f"rank {end.rank} of {self.place.size}: "
+        return same_class_as(end.kind)(f"the communicator was not made: {by}{end.text}")
 
     def _hear_no_more(self) -> None:
         self._over, self._comm = True, None

@@ -115,7 +115,6 @@ cdef class Lifecycle(BlockOwner):
                 notices.leave()
                 raise
         self._enter(notices)
-        self._beat(self.number)
 
     def _notices(self, store, int rank, int size, place=None):
         """Return how one of so many ranks meets the others at a place of a store."""
@@ -155,7 +154,8 @@ cdef class Lifecycle(BlockOwner):
             fence.listen(self)
         notices.listen(
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number),
-            functools.partial(caller_of(mine, "_silent"), number), ledger,
+            functools.partial(caller_of(mine, "_silent"), number), functools.partial(caller_of(mine, "_is_wanted"), number),
+            functools.partial(caller_of(mine, "_look_for_closed"), number), ledger,
         )
 
     def _come_from(self, before):

@@ -28,7 +28,6 @@ from ncclpy.errors import seconds as as_text
 from ncclpy.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
-from ncclpy.peers.reports import log_silence
 from ncclpy.process_group.notices import Notices, caller_of
 from ncclpy.process_group.decision import Past, decide, decide_to_move
 from ncclpy.process_group.guests import Guest, Host
@@ -36,8 +35,6 @@ from ncclpy.process_group.handles import called_of, claim, give_back, ordered, p
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: How often a rank's standing goes into the store, if it has changed.
-_BEAT = 1.0
 #: Seconds after which the others hear that a rank waits for them to go on.
 _PATIENCE = 1.0
 #: Where those meet who go on.
@@ -79,27 +76,10 @@ cdef class Membership(Lifecycle):
         """Return what this rank does, as JSON knows it."""
         return {} if self.ledger is None else self.ledger.standing()  # another group is asked while this one is made
 
-    def _beat(self, number):
-        """Put what this rank does into the store, every now and then."""
-        if number != self.number or self.is_ended() or self.size == 1:
-            return
-        try:
-            self.notices.beat()
-            if self.pending():
-                self._look_for_closed(number)
-        except NcclTimeout:  # the store may be well again
-            pass
-        except (NcclError, ValueError) as error:  # it is gone, or closed: nobody hears any more
-            if number == self.number and not self.is_ended():
-                who = f"rank {self.rank} of process group {self.name!r}"
-                users.give(functools.partial(log_silence, who, error))  # a logger's handlers are the user's
-            return
-        call_at(now() + _BEAT, functools.partial(caller_of(weakref.ref(self), "_beat"), number))
-
     def _look_for_closed(self, number):
         """End the group if an operation waits for a rank that has closed it and has not begun that operation."""
         cdef Connection one
-        for rank, theirs in self.notices.closed_ranks().items():
+        for rank, theirs in (self.notices.closed_ranks() if self.pending() else {}).items():
             mine = self._begun()
             for one in list(self.connections.values()):
                 if one.pending() and rank in one.members and mine.get(one.label, 0) > theirs.get(one.label, 0):
@@ -254,7 +234,6 @@ cdef class Membership(Lifecycle):
             finally:
                 if borrowed is not None:
                     give_back(borrowed)
-            self._beat(self.number)
 
     def _comes(self, order, moment):
         """Return whether this rank still waits for the others, which hear after a while that it does."""
@@ -564,7 +543,6 @@ cdef class Membership(Lifecycle):
                     notices = self._notices(store, rank, size, place_of(uuid))
             self._torn(failure, notices, past, is_lost)
             raise
-        self._beat(self.number)
         return come
 
     cdef int _torn(self, failure, notices, past, is_lost) except -1:

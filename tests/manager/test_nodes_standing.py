@@ -242,7 +242,7 @@ def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
     def torn(*_):
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(Circle, "_inquire", torn)
+    monkeypatch.setattr(Circle, "inquire", torn)
     error, managers = one_stays_away(LocalStore())
     close(managers)
     assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
@@ -303,10 +303,10 @@ def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch
 
 
 def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
-    from ncclpy.peers import circle
+    from ncclpy.peers import status
 
     managers, key = some_managers(LocalStore(), 3)
-    monkeypatch.setattr(circle, "_LONG_AGO", 0.0)
+    monkeypatch.setattr(status, "_LONG_AGO", 0.0)
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 30 * rank) for rank in range(2)]
     errors = [work.exception(30) for work in works]
     assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2, "also of the one whose deadline is far"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import textwrap
+import weakref
 
 import pytest
 from warm_ranks import run_ranks
@@ -12,19 +14,36 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LeaseEnded, LocalStore, StoreError, StoreLost
 from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.peers import processes
+from ncclpy.peers import processes, status
 from ncclpy.peers.circle import Circle
 from ncclpy.peers.processes import PeerProcesses
+from ncclpy.peers.reports import ASKED
+from ncclpy.peers.status import ENDED, End, tell_end
+
+
+class Owner:
+    """What has a communicator, and is told of its end."""
+
+    def __init__(self):
+        self.ended = []
+
+
+def circle_of(owner, store):
+    return Circle(
+        store, "all", {0: 0}, 2, weakref.ref(owner), lambda owner, rank: {"current": None, "finished": None}, {},
+        Arrivals(store, "a test", 0, 2), lambda owner, text, kind: owner.ended.append((text, kind)),
+    )  # fmt: skip
+
+
+def refuses(*arguments):
+    raise StoreError("it cannot be watched")
 
 
 def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypatch):
     """It was stopped for too long: the others go on without it, and it cannot ask whether they have aborted."""
     with LocalStore() as store:
-        ended = []
-        arrivals = Arrivals(store, "a test", 0, 2)
-        circle = Circle(
-            store, "all", {0: 0}, 2, lambda rank: {}, {}, arrivals, lambda text, kind: ended.append((text, kind))
-        )
+        owner = Owner()
+        circle = circle_of(owner, store)
         assert not circle.look_for_end()
 
         def gone(*arguments):
@@ -33,28 +52,80 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
         monkeypatch.setattr(store, "compare_set", gone)
         assert circle.look_for_end()
         told = ": the other ranks take this process for lost: this process was stopped"
-        assert ended == [(told, ncclpy.NcclRemoteError.__name__)]
+        assert owner.ended == [(told, ncclpy.NcclRemoteError.__name__)]
 
 
 @pytest.mark.parametrize(("error", "told"), [(StoreLost("the server is gone"), 1), (StoreError("it is closed"), 0)])
 def test_beat_that_ends_is_told_unless_the_store_was_closed(monkeypatch, caplog, error, told):
     with LocalStore() as store:
-        circle = Circle(
-            store, "all", {0: 0}, 2, lambda rank: {}, {}, Arrivals(store, "a test", 0, 2), lambda text, kind: None
-        )
+        owner = Owner()
+        circle = circle_of(owner, store)
 
         def fails(*arguments):
             raise error
 
         monkeypatch.setattr(store, "set", fails)
-        circle._beat()
+        circle.listen()
         words = "rank 0 of communicator 'all' tells the others no more what it does: the server is gone"
         found = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
         assert found == [words] * told
-        caplog.clear()
-        circle._over = True
-        circle._beat()
-        assert not caplog.records
+        circle.close()
+
+
+def test_beat_that_ends_after_all_was_left_is_not_told(monkeypatch, caplog):
+    with LocalStore() as store:
+        owner = Owner()
+        circle = circle_of(owner, store)
+
+        def leaves(*arguments):
+            circle.close()
+            raise StoreLost("the server is gone")
+
+        monkeypatch.setattr(store, "set", leaves)
+        circle.listen()
+        assert circle.is_over and not caplog.records
+
+
+def test_circle_whose_owner_was_dropped_leaves(monkeypatch):
+    """A destructor could not have told the others: the next beat does; then no timer, watch or thread keeps it."""
+    monkeypatch.setattr(status, "_BEAT", 0.01)
+    with LocalStore() as store:
+        owner = Owner()
+        circle = weakref.ref(circle_of(owner, store))
+        circle().listen()
+        assert b'"closed"' not in store.get("standing/0")
+        del owner
+        testing.wait_for(lambda: b'"closed":true' in store.get("standing/0"), "it to leave")
+        testing.wait_for(lambda: gc.collect() >= 0 and circle() is None, "it to go")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
+    monkeypatch.setattr(status, "_LOOK", 0.01)
+    with LocalStore() as store:
+        if not watched:
+            monkeypatch.setattr(store, "watch", refuses)
+        owner = Owner()
+        circle = circle_of(owner, store)
+        circle.listen()
+        tell_end(store, End("only for ranks that ask", 1, asked=True))
+        tell_end(store, End("enough", 1, kind="NcclTimeout"))
+        tell_end(store, End("too late", 1))
+        testing.wait_for(lambda: owner.ended, "the end")
+        store.add(ASKED)
+        testing.wait_for(lambda: store.check(["answer/1/0"]), "an answer behind it")
+        circle.close()
+        assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
+
+
+def test_end_that_cannot_be_read_is_an_end_and_says_so():
+    with LocalStore() as store:
+        owner = Owner()
+        circle = circle_of(owner, store)
+        store.set(ENDED, b"[]")
+        assert circle.look_for_end()
+        [(text, kind)] = owner.ended
+        assert kind == "StoreDamaged" and "what a rank has put under 'told/ended' cannot be read" in text
 
 
 def test_last_rank_clears_away_what_the_processes_of_all_machines_have_told(monkeypatch):

@@ -15,6 +15,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, arrivals
 from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.peers import status
 from ncclpy.process_group import membership
 from ncclpy.process_group.notices import Notices
 
@@ -93,7 +94,7 @@ def test_several_ranks_that_have_closed_the_group_are_named_together(host_engine
 @pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
 def test_an_operation_that_a_closed_rank_has_not_begun_is_not_waited_for(host_engine, what, monkeypatch):
     """The communicators stand: nobody waits at a meeting."""
-    monkeypatch.setattr(membership, "_BEAT", 0.05)
+    monkeypatch.setattr(status, "_BEAT", 0.05)
 
     def body(group):
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
@@ -121,7 +122,7 @@ def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_th
         found.append(closed_ranks(self))
         return found[-1]
 
-    monkeypatch.setattr(membership, "_BEAT", 0.02)
+    monkeypatch.setattr(status, "_BEAT", 0.02)
     monkeypatch.setattr(membership, "_GRACE", 0.0)
     monkeypatch.setattr(Notices, "closed_ranks", look)
 

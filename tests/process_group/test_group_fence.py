@@ -17,7 +17,8 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, TCPStore
 from ncclpy.coordinator.plane import Plane, store_of
-from ncclpy.process_group.notices import Notices, Told
+from ncclpy.peers.status import End
+from ncclpy.process_group.notices import Notices
 
 DEADLINE = 20.0
 ENDED = "ncclpy/group/default/1/told/ended"
@@ -59,7 +60,7 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
         if ended:
-            told = Told("rank 0 of 2: a test", asked=ended == "for those that ask")
+            told = End("rank 0 of 2: a test", 0, asked=ended == "for those that ask")
             FileStore(path).compare_set(ENDED, None, told.packed())
         stream = ncclpy.Stream(0)
         comm.all_reduce(array, stream=stream)  # so that the operation of the other rank ends

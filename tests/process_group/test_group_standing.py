@@ -24,10 +24,10 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
-from ncclpy.peers import inquiry, reports
+from ncclpy.peers import inquiry, reports, status
 from ncclpy.peers.reports import Reports
 from ncclpy.peers.standing import Began
-from ncclpy.process_group import lifecycle, membership
+from ncclpy.process_group import lifecycle
 
 # Ranks as threads: what the others do instead.
 
@@ -263,7 +263,7 @@ def test_a_standing_is_published_now_and_then_and_if_it_has_changed(host_engine,
     told, quiet = [], []
     native = kind != "Python tells it"
     pace = 1.0 if native else 0.25
-    monkeypatch.setattr(membership, "_BEAT", pace)
+    monkeypatch.setattr(status, "_BEAT", pace)
     with TCPStore("127.0.0.1", 0, serve=True) if native else LocalStore() as store:
         with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
             run_groups(2, body, store=store)
@@ -462,9 +462,9 @@ def test_what_a_process_does_instead(tmp_path, what):
 def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
     """A receive from a rank that lives waits for another that has died: its lease tells, long before the deadline."""
     program = """
-        from ncclpy.process_group import membership
+        from ncclpy.peers import status
 
-        membership._BEAT = 0.1
+        status._BEAT = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
@@ -490,9 +490,9 @@ def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
         tmp_path,
         3,
         """
-        from ncclpy.process_group import membership
+        from ncclpy.peers import status
 
-        membership._BEAT = 0.1
+        status._BEAT = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.store.barrier('all are done', group.rank, 3)

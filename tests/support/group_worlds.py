@@ -77,10 +77,10 @@ import contextlib
 import json
 import testing
 from ncclpy.bootstrap import rendezvous
-from ncclpy.peers import circle, reports
+from ncclpy.peers import reports, status
 
 reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
-circle._BEAT = 0.02
+status._BEAT = 0.02
 
 lib = testing.arrays()
 place, store = rendezvous()
@@ -88,7 +88,7 @@ rank, size = place.rank, place.size
 device = testing.device_of(rank)
 
 def have_told(prefix, ask=True):
-    # What all have finished is in the store: at once where one asks, else within a second, or when the circle says.
+    # What all have finished is in the store: at once where one asks, else within a second, or with a beat.
     store.barrier('all have finished', rank, size)
     def told():
         names = [name for name in store.keys(prefix) if '/standing/' in name]

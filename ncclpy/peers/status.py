@@ -1,0 +1,427 @@
+"""The status of the ranks of a process group or of a communicator, told and asked through a store.
+
+Each process publishes the status of its ranks and answers questions. A rank in trouble asks all others and leaves
+their answers in the store for ranks that are in trouble later: those ranks have ended what they were in by then, and
+would answer something else. The rank that ends the group tells so under a key that is written once. Every rank
+confirms that it knows of the end before one of them aborts a communicator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.bootstrap.watch import Change, Watch
+from ncclpy.engine.known import Known, elsewhere
+from ncclpy.engine.monitor import call_at
+from ncclpy.errors import NcclError, NcclTimeout, seconds
+from ncclpy.peers.confirmation import Confirmation
+from ncclpy.peers.heartbeats import Heartbeats
+from ncclpy.peers.inquiry import Said
+from ncclpy.peers.processes import PeerProcesses
+from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
+from ncclpy.peers.sentence import keep_stacks, sentence
+from ncclpy.peers.standing import Began, RankState, as_data, from_data
+
+__all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
+
+_log = logging.getLogger("ncclpy.peers")
+
+#: What all ranks watch: this prefix has the key of the end, which is written once, and that of questions.
+_TOLD = "told/"
+ENDED = "told/ended"
+#: Where the question is asked that comes before the end; set there by the first rank in trouble; and what it was told.
+_END = "end"
+_TROUBLE, _SAID = "trouble", "said"
+#: Seconds for that rank to ask.
+_OTHERS_ASK = 2.5
+#: Seconds after which the answer is said to be old.
+_LONG_AGO = 3.0
+#: Seconds between two publications of a status that has changed; and between two looks into a store that cannot be
+#: watched.
+_BEAT, _LOOK = 1.0, 0.2
+#: So many of the first publications also look which processes of this machine have the other ranks.
+_LOOKS = 5
+
+
+@dataclass(frozen=True)
+class End:
+    """What a rank tells the others of the end of a group or communicator.
+
+    Attributes
+    ----------
+    text
+        Why it ends.
+    rank
+        Which rank tells it; None where the value in the store is damaged.
+    said, states
+        What all ranks did then, in a sentence and as data.
+    handles
+        Those of the groups that go on together, if this is why.
+    kind
+        The name of the exception's class on the rank that tells it: all ranks raise the same.
+    asked
+        Whether only a rank that asks takes it, after it has stood still; the others hear of the end in another way.
+    """
+
+    text: str
+    rank: int | None = None
+    said: str | None = None
+    states: tuple[RankState, ...] | None = None
+    handles: Iterable[str] | None = None
+    kind: str = ""
+    asked: bool = False
+
+    def packed(self) -> bytes:
+        """Return it as it travels."""
+        told = {
+            **vars(self),
+            "states": None if self.states is None else as_data(self.states),
+            "handles": None if self.handles is None else list(self.handles),
+        }
+        return json.dumps(told).encode(errors="replace")
+
+
+def tell_end(store: Store, end: End) -> None:
+    """Tell the ranks to which a part of a store belongs that they have ended, unless another rank was faster."""
+    first, there = store.compare_set(ENDED, None, end.packed())
+    if not first and there is not None and not end.asked and read_end(there, store).asked:
+        store.set(ENDED, end.packed())  # all ranks are to hear of this one
+
+
+def end_of(store: Store) -> End | None:
+    """Return what a rank has told of the end, None while there is none."""
+    there = store.compare_set(ENDED, None, None)[1]
+    return None if there is None else read_end(there, store)
+
+
+def read_end(packed: bytes, store: Store) -> End:
+    """Return the end that a rank has told; a value that cannot be read is an end as well, and says so."""
+    try:
+        return decode(_unpacked, packed, store, ENDED)
+    except StoreDamaged as error:
+        return End(str(error), kind=StoreDamaged.__name__)
+
+
+def _unpacked(packed: bytes) -> End:
+    told = json.loads(packed)
+    rank, said, states, handles = (told[name] for name in ("rank", "said", "states", "handles"))
+    return End(
+        str(told["text"]), None if rank is None else int(rank), None if said is None else str(said),
+        None if states is None else from_data(states), None if handles is None else list(map(str, handles)),
+        str(told["kind"]), bool(told["asked"]),
+    )  # fmt: skip
+
+
+class StatusService:
+    """The status of all ranks of a process group or communicator, as the process sees it that has some of them.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group or communicator.
+    known
+        The ranks of this process; the first of them asks and tells for all.
+    size
+        How many ranks there are.
+    arrivals
+        By which they meet.
+    thread
+        The thread whose stack goes with an answer; the main thread by default.
+
+    Attributes
+    ----------
+    own
+        The ranks of this process, and ``rank`` the first of them.
+    reports
+        The `Reports` of that one.
+    is_watched
+        Whether the store tells of changes; else this looks there a few times a second.
+    is_over
+        Whether this process has left: it neither listens nor tells.
+    gone
+        Called with a rank whose process has ended, see `start`.
+    """
+
+    def __init__(
+        self, store: Store, known: Sequence[Known], size: int, arrivals: Arrivals, thread: int | None = None
+    ) -> None:
+        self.store, self.size, self.arrivals = store, size, arrivals
+        self.name, self._kind = known[0].name, known[0].kind
+        self.own = [each.rank for each in known]
+        self.rank = self.own[0]
+        self.is_watched = self.is_over = False
+        self._statuses = [each.look for each in known]  # a group that has failed is asked here all the same
+        self.who = f"rank {self.rank} of {self._kind} {self.name!r}"
+        self._processes = PeerProcesses(store, self.own, lambda rank, why: self.gone(rank, why))
+        self._heartbeats: Heartbeats | None = None
+        if size > len(known) and not arrivals.has_leases:
+            self._heartbeats = Heartbeats(store, self.own, size, self._processes)
+        self._tellers = [
+            Reports(
+                store, each.rank, size, each.look, self._is_gone, arrivals.has_made,
+                functools.partial(_look_around, each, each.look), thread,
+            )
+            for each in known
+        ]  # fmt: skip
+        self.reports = self._tellers[0]
+        self._confirmation = Confirmation(store, self.own, size, self.condition_of)
+        self._watches: list[Watch] = []
+        self._has_ended = False
+        self._looks, self._due = _LOOKS, 0.0
+        self._ended: Callable[[End], object] = _nothing
+        self.gone: Callable[[int, str], object] = _nothing
+        self._silent: Callable[[int, str], object] = _nothing
+        self._goes_on: Callable[[], object] = _nothing
+
+    # What these ranks do.
+
+    def start(
+        self,
+        sources: Mapping[int, Any],
+        ended: Callable[[End], object],
+        gone: Callable[[int, str], object],
+        silent: Callable[[int, str], object],
+        goes_on: Callable[[], object],
+    ) -> None:
+        """Publish and answer from now on, and call back with what the other ranks tell.
+
+        The callbacks run in threads that are not to be held up.
+
+        Parameters
+        ----------
+        sources
+            By rank, the ledger by which the store publishes the status without Python, if it can.
+        ended
+            Called with the end, once another rank has told it.
+        gone
+            Called with a rank whose process has ended, and why that is known.
+        silent
+            Called with a rank of another machine whose heartbeats have stopped while this process waits, and a text.
+        goes_on
+            Asked about once a second: whether there is a status to publish.
+        """
+        self._ended, self.gone, self._silent, self._goes_on = ended, gone, silent, goes_on
+        if self.size > len(self.own):
+            for each in self._tellers:
+                if each.rank in sources:
+                    each.begin(sources[each.rank])
+            self._processes.tell()
+        try:
+            self.watch(_TOLD, self.hear)
+            self.is_watched = True
+        except (StoreError, NcclTimeout):  # it cannot tell of changes
+            for each in self._tellers:
+                each.watched = False
+            if self._heartbeats is not None:
+                self._heartbeats.tell()
+        self._beat(first=True)
+
+    def watch(self, prefix: str, callback: Callable[[Change], object]) -> None:
+        """Watch keys of the store until `close`; a store that cannot do that raises `StoreError`."""
+        self.keep(self.store.watch(prefix, callback))
+
+    def keep(self, watch: Watch) -> None:
+        """Have `close` end a watch."""
+        self._watches.append(watch)
+        if self.is_over:  # meanwhile
+            self._end_watches()
+
+    def hear(self, change: Change) -> None:
+        """Take what another rank has told or asked."""
+        if self.is_over or change.value is None:
+            return
+        if change.key == ENDED:
+            self._hear_end(change.value)
+        elif change.key == ASKED:
+            self._answer(change.value)
+
+    def _beat(self, first: bool = False) -> None:
+        """Publish, if that is due; look who asks or has ended, where the store does not tell of it."""
+        if self.is_over:
+            return
+        try:
+            moment = time.monotonic()
+            if moment >= self._due and self.size > len(self.own):
+                self._due = moment + _BEAT
+                if self._goes_on():
+                    self.publish()
+            if not self.is_watched:
+                self._hear_heartbeats()
+            if first or not self.is_watched:  # also what came before the watch began
+                self._answer(self.store.compare_set(ASKED, None, None)[1])
+                self._hear_end(self.store.compare_set(ENDED, None, None)[1])
+        except NcclTimeout:  # the store may be well again
+            pass
+        except (NcclError, ValueError) as error:  # it is gone, or closed
+            if not self.is_over and self._goes_on():
+                log_silence(self.who, error)
+            return
+        if self.size > len(self.own) or not self.is_watched:
+            call_at(time.monotonic() + (_BEAT if self.is_watched else _LOOK), self._beat)
+
+    def publish(self) -> None:
+        """Put what these ranks do into the store, if that has changed and the store does not do so itself."""
+        for each in self._tellers:
+            each.publish()
+        if self._looks > 0:
+            self.look_for_processes()
+
+    def look_for_processes(self) -> None:
+        """Watch over the processes on this machine of ranks that have told theirs."""
+        if self.size > len(self.own) and not self.is_over:
+            self._looks -= 1
+            self._processes.look()
+
+    def _answer(self, asked: bytes | None) -> None:
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for each in self._tellers:
+                each.answer_all(number_of(asked))
+
+    def waits_for(self) -> object:
+        """Return the operations or meetings that these ranks wait for, something false if there are none."""
+        waits = [_awaited(look()) for look in self._statuses]
+        return waits if any(waits) else None
+
+    def _hear_heartbeats(self) -> None:
+        if self._heartbeats is not None:
+            for rank, why in self._heartbeats.look(self.waits_for):
+                if not self.is_over:
+                    self._silent(rank, why)
+
+    # What all ranks do.
+
+    def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
+        """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
+        return tuple(self.reports.collect(patience))
+
+    def inquire(self, subject: Began | None, alone: bool) -> Said:
+        """Return what all ranks do, in a sentence and as data; what cannot be found out is said, without data.
+
+        Parameters
+        ----------
+        subject
+            The operation that this rank is in.
+        alone
+            Whether this rank asks for itself; else the group ends, and one rank asks for all.
+        """
+        return self.inquire_at(None if alone else _END, subject, alone)
+
+    def inquire_at(self, place: str | None, subject: Began | None, _: bool) -> Said:
+        """Do the same for what has failed at a place, once for all, such as a meeting that ends no group."""
+        try:
+            if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:
+                key = f"{place}/{_SAID}"
+                return decode(_heard, self.store.get(key, _OTHERS_ASK), self.store, key)
+            found = keep_stacks(self.collect(), subject)
+            said = sentence(self.name, found, self.size, subject, self._kind)
+            if place is not None:  # before a program sees an error: its process may end with that
+                told = {"said": said, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
+                self.store.set(f"{place}/{_SAID}", json.dumps(told).encode(errors="replace"))
+        except NcclError as error:  # the store is gone, or the rank that asks
+            return f"What the other ranks do is not known: {error}", None
+        return said, found
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank has come, and its lease or its heartbeats have ended."""
+        return self.arrivals.is_gone(rank) if self._heartbeats is None else self._heartbeats.is_silent(rank)
+
+    # The end.
+
+    def told(self) -> End | None:
+        """Return what a rank has told of the end; None while there is none."""
+        return end_of(self.store)
+
+    def _hear_end(self, packed: bytes | None) -> None:
+        if packed is None or self._has_ended or self.is_over:
+            return
+        end = read_end(packed, self.store)
+        if not end.asked:
+            self._has_ended = True
+            self._ended(end)
+
+    def confirm(self) -> None:
+        """Tell that these ranks have heard of the end, see `Confirmation`."""
+        self._confirmation.confirm()
+
+    def wait_until_confirmed(self, limit: float | None = None) -> bool:
+        """Wait until the other ranks have, those that can; by default as long as that takes before an abort.
+
+        Return whether communicators may be aborted then.
+        """
+        return self._confirmation.wait() if limit is None else self._confirmation.wait_shortly(limit)
+
+    def condition_of(self, rank: int) -> str:
+        """Return what is known of the process of a rank that has not confirmed, in the words of `RankState.state`."""
+        if not self.arrivals.has_made(rank):
+            return "absent"
+        if self.arrivals.is_gone(rank):
+            return "gone"
+        state = self.reports.process_of(rank)
+        return "silent" if state == "gone" else state  # by its heartbeats alone: it may live, and is waited for
+
+    # Leaving.
+
+    def close(self) -> None:
+        """Neither listen nor tell any more."""
+        self.is_over = True
+        self._processes.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        self._end_watches()
+        for each in self._tellers:
+            each.end()
+
+    def _end_watches(self) -> None:
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            with contextlib.suppress(StoreError):
+                watch.close()
+
+    def say_closed(self, begun: Mapping[str, int] | None = None) -> None:
+        """Publish that these ranks have left; `begun` is how many operations they have begun, by communicator."""
+        for each in self._tellers:
+            each.publish(closed=True, begun=begun)
+
+    def forget(self) -> None:
+        """Clear away all that the ranks have written by this service: all have left."""
+        self._processes.forget()
+        of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
+        for key in (*of_ranks, ASKED, ENDED, f"{_END}/{_TROUBLE}", f"{_END}/{_SAID}"):
+            self.store.delete(key)
+
+
+def _look_around(known: Known, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of a rank for one that asks: a rank that does nothing here may wait in another group."""
+    told = look()
+    if told.get("current") is None and "meets" not in told and not told.get("closed"):
+        told.update(elsewhere(known))
+    return told
+
+
+def _awaited(told: dict[str, Any]) -> object:
+    """Return what a rank waits for, by its status; None if for nothing."""
+    if told.get("launched"):  # it may be done
+        return None
+    return told.get("current") or ((told["meets"], told["since"]) if "meets" in told else None)
+
+
+def _heard(packed: bytes) -> Said:
+    """Return what another rank was told by all."""
+    told = json.loads(packed)
+    age = time.time() - told["at"]
+    before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
+    return str(told["said"]) + before, from_data(told["ranks"])
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""

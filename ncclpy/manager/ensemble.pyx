@@ -1,6 +1,8 @@
 """The gatherings of one set of devices: they wait for its communicators, and are launched on them."""
 
 import _thread
+import functools
+import hashlib
 import logging
 import threading
 import time
@@ -53,36 +55,41 @@ cdef class Ensemble(Clique):
         """Have the processes of these communicators meet in a store, if there is one, before they are made."""
         if store is None or len(self.devices) == self.nranks:
             return 0
-        from ncclpy.manager.nodes import Nodes  # most Managers need no store
+        from ncclpy.manager.nodes import meet  # most Managers need no store
 
         self.gathered, self.meeting, self.making = gatherings, True, True
         self.ledgers = {rank: Ledger() for rank in self.ranks}
-        self.nodes = nodes = Nodes(
-            store, gathering.communicator_key, dict(zip(self.ranks, self.devices)), self.nranks, gathering.timeout,
-            _sayer_of(gathering), _asker_of(self), weakref.ref(self), Ensemble.standing, self.ledgers, Ensemble.ended,
+        self.name = hashlib.blake2b(gathering.communicator_key, digest_size=4).hexdigest()
+        self.meets = functools.partial(
+            meet, store, gathering.communicator_key, self.name, dict(zip(self.ranks, self.devices)), self.nranks,
+            gathering.timeout, _sayer_of(gathering), _asker_of(self), weakref.ref(self), Ensemble.standing, self.ledgers,
+            Ensemble.ended,
         )
         self.aborts = True
         fence.listen(self)
-        self.name = nodes.name
         return 0
 
     def _make(self, unique_id, config):
-        nodes = self.nodes
-        if nodes is not None:
+        circle = None
+        if self.meets is not None:
             relax()
             try:
-                nodes.meet()
+                self.circle = circle = self.meets()
             except BaseException as error:  # told to all who wait for it
                 self.owner.clique_made(self, [], error)
                 return
             finally:
-                self.meeting = False
+                self.meeting, self.meets = False, None
+            if self.left is not None:  # meanwhile
+                circle.leave(*self.left)
         Clique._make(self, unique_id, config)
-        if nodes is not None:
+        if circle is not None:
+            from ncclpy.manager.nodes import forget
+
             if self.state == MADE:
-                nodes.forget()
+                forget(circle)
             else:
-                nodes.leave()
+                circle.leave()
 
     def standing(self, int rank):
         """Return what one of the local ranks does, as JSON knows it; also if it waits for others of this process."""
@@ -102,11 +109,11 @@ cdef class Ensemble(Clique):
 
     cdef int inquire(self, object error) except -1:
         """Have an error say what the ranks do, where they have a store; nothing is lost to what goes wrong here."""
-        nodes = self.nodes
-        if nodes is None or self.state != MADE:
+        circle = self.circle
+        if circle is None or self.state != MADE:
             return 0
         try:
-            said, states = nodes.circle.ask()
+            said, states = circle.ask()
             if said is not None:
                 add_answer(error, said, states)
         except KeyboardInterrupt:  # it finds nothing half done later
@@ -158,12 +165,12 @@ cdef class Ensemble(Clique):
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
         cdef int seen = load(&stops)
-        nodes = self.nodes
-        if nodes is None or self.state != MADE:
+        circle = self.circle
+        if circle is None or self.state != MADE:
             return
         ended = False
         try:
-            ended = nodes.circle.told() is not None
+            ended = circle.told() is not None
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
             return
@@ -180,16 +187,16 @@ cdef class Ensemble(Clique):
 
         The threads that read by a stream raise the error before.
         """
-        nodes, self.nodes = self.nodes, None
+        circle, self.circle = self.circle, None
         readers.discard(threading.get_ident())
         thread = threading.Thread(
-            target=_abort_when_heard, args=(nodes, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
+            target=_abort_when_heard, args=(circle, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # there is none to be had; an abort would need one, too
             _log.warning("the communicators of %s could not be aborted", self.name, exc_info=True)
-            self.nodes = nodes
+            self.circle = circle
             self.tell_readers(readers, error)
             self._leave()
             return
@@ -200,14 +207,16 @@ cdef class Ensemble(Clique):
 
         `failure` is why they could not be made: then they have them on no process.
         """
-        nodes, self.nodes = self.nodes, None
-        if nodes is None:
+        told = ()
+        if failure is not None:
+            kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
+            told = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
+        self.left = told  # before this looks whether they have met
+        circle, self.circle = self.circle, None
+        if circle is None:
             return None
         try:
-            if failure is None:
-                return nodes.leave()
-            kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
-            return nodes.leave(f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__)
+            return circle.leave(*told)
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
             return None
@@ -219,7 +228,7 @@ cdef class Ensemble(Clique):
         """
         readers = set()
         self.note_readers(readers)
-        if not self.aborts or self.state != MADE or self.nodes is None:
+        if not self.aborts or self.state != MADE or self.circle is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
                 self._leave()
@@ -317,18 +326,18 @@ cdef class Ensemble(Clique):
         return 0
 
 
-def _abort_when_heard(nodes, comms, text, error, readers):
-    if nodes is not None:
-        nodes.circle.end(text, type(error).__name__)
+def _abort_when_heard(circle, comms, text, error, readers):
+    if circle is not None:
+        circle.end(text, type(error).__name__)
     raise_in_readers(readers, 0, error)
-    if nodes is not None:
-        nodes.circle.confirm()
-        if not nodes.circle.wait_until_confirmed():
+    if circle is not None:
+        circle.confirm()
+        if not circle.wait_until_confirmed():
             return
     if comms:
         abort_aside(comms, text).join()
-    if nodes is not None:
-        nodes.leave()
+    if circle is not None:
+        circle.leave()
 
 
 def _again(reference):

@@ -176,7 +176,7 @@ class StatusService:
         self.reports = self._tellers[0]
         self._confirmation = Confirmation(store, self.own, size, self.condition_of)
         self._watches: list[Watch] = []
-        self._has_ended = False
+        self._has_looked = self._has_ended = False
         self._looks, self._due = _LOOKS, 0.0
         self._ended: Callable[[End], object] = _nothing
         self.gone: Callable[[int, str], object] = _nothing
@@ -224,7 +224,7 @@ class StatusService:
                 each.watched = False
             if self._heartbeats is not None:
                 self._heartbeats.tell()
-        self._beat(first=True)
+        self._beat()
 
     def watch(self, prefix: str, callback: Callable[[Change], object]) -> None:
         """Watch keys of the store until `close`; a store that cannot do that raises `StoreError`."""
@@ -245,7 +245,7 @@ class StatusService:
         elif change.key == ASKED:
             self._answer(change.value)
 
-    def _beat(self, first: bool = False) -> None:
+    def _beat(self) -> None:
         """Publish, if that is due; look who asks or has ended, where the store does not tell of it."""
         if self.is_over:
             return
@@ -257,9 +257,10 @@ class StatusService:
                     self.publish()
             if not self.is_watched:
                 self._hear_heartbeats()
-            if first or not self.is_watched:  # also what came before the watch began
+            if not self._has_looked or not self.is_watched:  # also what came before the watch began
                 self._answer(self.store.compare_set(ASKED, None, None)[1])
                 self._hear_end(self.store.compare_set(ENDED, None, None)[1])
+                self._has_looked = True
         except NcclTimeout:  # the store may be well again
             pass
         except (NcclError, ValueError) as error:  # it is gone, or closed

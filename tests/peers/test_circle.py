@@ -118,6 +118,25 @@ def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
         assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
 
 
+def test_end_that_was_told_before_the_watch_is_taken_once_a_stuck_store_answers(monkeypatch):
+    monkeypatch.setattr(status, "_BEAT", 0.01)
+    with LocalStore() as store:
+        owner, answers = Owner(), store.compare_set
+        tell_end(store, End("enough", 1, kind="NcclTimeout"))
+        circle = circle_of(owner, store)
+
+        def late(*arguments):
+            raise ncclpy.NcclTimeout("it is stuck")
+
+        monkeypatch.setattr(store, "compare_set", late)
+        circle.listen()
+        assert not owner.ended
+        monkeypatch.setattr(store, "compare_set", answers)
+        testing.wait_for(lambda: owner.ended, "the end")
+        circle.close()
+        assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
+
+
 def test_end_that_cannot_be_read_is_an_end_and_says_so():
     with LocalStore() as store:
         owner = Owner()

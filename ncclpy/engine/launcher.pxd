@@ -63,8 +63,9 @@ cdef class Launch(Together):
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
-    # Launch it: by its lanes, or if `here` allows and the lanes are idle by this thread, in its next `launch_here`.
-    cdef int start(self, bint here) except -1
+    # Launch it by its lanes, or, if `here` allows and the lanes are idle, by this thread: it borrows the lanes, and the
+    # launch is returned, on which the caller has to call `launch_here` whatever comes; else None.
+    cdef Launch start(self, bint here)
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
 
@@ -72,8 +73,8 @@ cdef class Launch(Together):
 # An empty launch on communicators of this owner.
 cdef Launch new_launch(LaunchOwner owner)
 
-# Make the calls of the launch that this thread has borrowed lanes for, if there is one; under no lock.
-cdef void launch_here() noexcept
+# Make the calls of a launch that this thread has borrowed lanes for; None has none. Under no lock.
+cdef void launch_here(Launch lent) noexcept
 
 # Divide parts, which stand in the order of their lanes, into batches; tell each one's job and lane.
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0
@@ -117,7 +118,7 @@ cdef class Clique(LaunchOwner):
     cdef list ready(self, list comms, list streams)
     cdef int fail(self, object error) except -1
     cdef Launch begin(self)
-    cdef int start(self, Launch launch, const Operation* operation) except -1
+    cdef Launch start(self, Launch launch, const Operation* operation, bint here)
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
     cdef bint _grow(self) noexcept

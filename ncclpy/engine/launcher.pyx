@@ -11,7 +11,7 @@ the calls are then made by the thread that asked for the launch, once that holds
 import logging
 import threading
 
-from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
+from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -125,13 +125,6 @@ cdef int _record(int device, CUevent event, CUstream stream, CUstream waits, bin
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
-
-cdef extern from *:
-    """
-    /* The launch that this thread has borrowed lanes for and is about to make; a reference. */
-    static __thread PyObject* ncclpy_launch_here = NULL;
-    """
-    PyObject* ncclpy_launch_here
 
 _log = logging.getLogger("ncclpy.engine")
 
@@ -247,33 +240,28 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     give_lanes_back(lent, more)
 
 
-cdef void launch_here() noexcept:
+cdef void launch_here(Launch lent) noexcept:
     """Make the calls in this thread, which has the lanes' place in the order; its current device stays.
 
     No Python may run before the lanes are given back: others would be held up by it.
     """
-    global ncclpy_launch_here
-    cdef Launch launch
     cdef Batch* batch
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if ncclpy_launch_here == NULL:
+    if lent is None:
         return
-    launch = <Launch>ncclpy_launch_here
-    ncclpy_launch_here = NULL
-    batch = &launch.whole
+    batch = &lent.whole
     with nogil:
         driver.cuCtxGetCurrent(&saved)
         mode = relax()  # what this thread captures is not disturbed
         if _run_in_turn(batch, saved, 0):
             _hand_works_over(batch, now())  # before other launches come to these devices
-            give_lanes_back(launch.whole.lent, launch.whole.nlent)
+            give_lanes_back(batch.lent, batch.nlent)
         else:
             pass_on(&batch.job, batch.lent)  # an abort is inside a communicator: it can take long
         restore(mode)
-        if launch.parts[launch.count - 1].context != saved:
+        if lent.parts[lent.count - 1].context != saved:
             driver.cuCtxSetCurrent(saved)
-    Py_DECREF(launch)
 
 
 cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
@@ -367,9 +355,12 @@ cdef class Launch(Together):
         self._room(handle, operation, ready)
         return 0
 
-    cdef int start(self, bint here) except -1:
-        """Put the launch on its lanes, or borrow them for this thread. Nothing fails any more once that is done."""
-        global ncclpy_launch_here, _on_their_way
+    cdef Launch start(self, bint here):
+        """Put the launch on its lanes, or borrow them for this thread. Nothing fails any more once that is done.
+
+        Return the launch if lanes were borrowed: the caller gives it to `launch_here`.
+        """
+        global _on_their_way
         cdef size_t i, nlanes, nbatches
         cdef Work work
         cdef ncclpy_job* job = &self.whole.job
@@ -390,10 +381,7 @@ cdef class Launch(Together):
             if work.limit != FOREVER:
                 await_launch(work)
         _on_their_way += 1
-        here = (
-            here and _on_their_way <= _MOST and ncclpy_launch_here == NULL and nlanes <= _MOST_LENT
-            and borrow_lanes(self.lanes, nlanes)
-        )
+        here = here and _on_their_way <= _MOST and nlanes <= _MOST_LENT and borrow_lanes(self.lanes, nlanes)
         sort_parts(self.parts, self.count, not here)
         if here or nlanes == 1:
             make_whole(&self.whole, self.parts, self.count)
@@ -404,12 +392,10 @@ cdef class Launch(Together):
                 self.batches[i].job.run = _run_works
         if not here:
             push_jobs(jobs, self.lanes, nlanes)
-            return 0
+            return None
         self.whole.lent, self.whole.nlent = self.lanes, nlanes
         self.whole.calls.watched = True  # for Ctrl-C; what is stuck on the device is the monitor's
-        Py_INCREF(self)
-        ncclpy_launch_here = <PyObject*>self
-        return 0
+        return self
 
     cdef size_t _find_lanes(self) except 0:
         """Note the lanes of the parts, each once; return how many."""
@@ -625,13 +611,13 @@ cdef class Clique(LaunchOwner):
         self.launches.add(launch)
         return launch
 
-    cdef int start(self, Launch launch, const Operation* operation) except -1:
+    cdef Launch start(self, Launch launch, const Operation* operation, bint here):
         """Start a launch of such an operation on all devices: in this thread only if one like it has run here.
 
         NCCL connects the ranks when it first needs that, and waits for them all: in a lane it may.
         """
         launch.signature = signature_of(operation)
-        return launch.start(self.knows(launch.signature))
+        return launch.start(here and self.knows(launch.signature))
 
     cdef bint knows(self, unsigned long long signature) noexcept:
         return self._place_with(signature, signature) != NULL

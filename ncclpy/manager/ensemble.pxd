@@ -16,8 +16,8 @@ cdef class Ensemble(Clique):
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
     cdef int inquire(self, object error) except -1
-    cdef int take(self, Gathering gathering) except -1
-    cdef int launch(self, Gathering gathering) except -1
+    cdef int wait(self, Gathering gathering) except -1
+    cdef Launch launch(self, Gathering gathering, bint here)
     cdef int _fill(self, Launch launch, Gathering gathering) except -1
 
 

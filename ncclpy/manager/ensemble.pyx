@@ -252,7 +252,7 @@ cdef class Ensemble(Clique):
             self.believe(load(&stops))  # all have met just now
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
-            self.launch(gathering)
+            self.launch(gathering, False)
         return waiting
 
     cdef int fail(self, object error) except -1:
@@ -268,10 +268,8 @@ cdef class Ensemble(Clique):
             gathering.let_go()
         return 0
 
-    cdef int take(self, Gathering gathering) except -1:
-        """Launch a collective, as soon as the communicators are there."""
-        if self.state == MADE:
-            return self.launch(gathering)
+    cdef int wait(self, Gathering gathering) except -1:
+        """Launch a collective as soon as the communicators are there, which they are not yet."""
         gathering.since = now()
         self.waiting.append(gathering)
         return 0
@@ -289,18 +287,21 @@ cdef class Ensemble(Clique):
         cdef Gathering gathering
         return min([gathering.timeout for gathering in self.waiting], default=FOREVER)
 
-    cdef int launch(self, Gathering gathering) except -1:
-        """Put a collective on the devices; what goes wrong is its participants', not the caller's."""
+    cdef Launch launch(self, Gathering gathering, bint here):
+        """Put a collective on the devices; what goes wrong is its participants', not the caller's.
+
+        Return the launch if `here` allows it to be made by the caller, see `Launch.start`.
+        """
         cdef Launch launch = self.begin()
         cdef Operation operation
         try:
             self._fill(launch, gathering)
             _describe(&operation, gathering, gathering.participants[0], NULL)
-            self.start(launch, &operation)
+            return self.start(launch, &operation, here)
         except BaseException as error:
             self.forget(launch)
             gathering.end(error)
-        return 0
+        return None
 
     cdef int _fill(self, Launch launch, Gathering gathering) except -1:
         """Add the participants, which stand in the order of the ranks."""

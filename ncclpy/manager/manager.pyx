@@ -12,7 +12,7 @@ from ncclpy.core.runtime.library cimport check_process, driver
 from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport Lock, users
-from ncclpy.engine.launcher cimport GONE, MAKING, launch_here, record_producer
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here, record_producer
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.work cimport Work, new_work, stand_by
@@ -171,7 +171,8 @@ Gather the participants of collectives by key and launch each collective when al
         """Add a participant, and launch if it is the last one."""
         cdef Key named = new_key(key)
         cdef Gathering gathering
-        cdef Ensemble making
+        cdef Ensemble clique
+        cdef Launch lent = None
         cdef Work work
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
@@ -198,10 +199,12 @@ Gather the participants of collectives by key and launch each collective when al
                 self._check_usable()  # again and again: an abort may have come meanwhile
                 self.lock.enter()
                 try:
-                    gathering, signal, making = self._take_in(one, named)
+                    gathering, signal, clique = self._take_in(one, named)
+                    if clique is not None and clique.state == MADE:
+                        lent, clique = clique.launch(gathering, True), None
                 finally:
                     self.lock.leave()
-                    launch_here()
+                    launch_here(lent)
                 if gathering is not None:
                     break
                 named.compare()
@@ -211,15 +214,15 @@ Gather the participants of collectives by key and launch each collective when al
         # Whatever of the user's goes with these does so here.
         gathering.let_go()
         named.found()
-        if making is not None:
-            self._make(making, gathering)
+        if clique is not None:
+            self._make(clique, gathering)
         return work
 
     cdef tuple _take_in(self, Participant one, Key key):
         """Count a participant in, with the lock held.
 
         Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
-        that had come before; and the set of communicators that is to be made, or None.
+        that had come before; and the communicators as `_start` returns them, or None.
         """
         cdef Gathering gathering
         cdef Key signal = None
@@ -262,7 +265,11 @@ Gather the participants of collectives by key and launch each collective when al
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
     cdef Ensemble _start(self, Gathering gathering):
-        """All participants are here: to the communicators, or to the error; return communicators that must be made."""
+        """All participants are here: to the communicators, or to the error.
+
+        Return the communicators if they are MADE, so that the caller launches the collective, or if the caller has to
+        make them without the lock; None if there is nothing to do.
+        """
         cdef Ensemble clique, making = None
         cdef Participant one
         if gathering.listed:
@@ -291,7 +298,9 @@ Gather the participants of collectives by key and launch each collective when al
         if making is not None or self.max_communicators is not None:
             self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
-        clique.take(gathering)
+        if clique.state == MADE:
+            return clique
+        clique.wait(gathering)
         if clique.state == MAKING and gathering.timeout != FOREVER:
             self._sweep_later(gathering.timeout)
         return making
@@ -328,7 +337,6 @@ Gather the participants of collectives by key and launch each collective when al
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
-        launch_here()  # one like it may have run, and be known, before all that waited had its turn
         if error is not None or not wanted:
             self._lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
@@ -362,7 +370,8 @@ Gather the participants of collectives by key and launch each collective when al
         It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
-        cdef Ensemble making = None
+        cdef Ensemble clique = None
+        cdef Launch lent = None
         cdef Key named = new_key(key)
         while True:
             self._check_usable()
@@ -374,7 +383,9 @@ Gather the participants of collectives by key and launch each collective when al
                 if gathering is not None:
                     gathering.signalled = True
                     if gathering.is_ready():
-                        making = self._start(gathering)
+                        clique = self._start(gathering)
+                    if clique is not None and clique.state == MADE:
+                        lent, clique = clique.launch(gathering, True), None
                     break
                 known = not named.doubts and named in self.signalled  # which may raise doubts too
                 if known or not named.doubts:
@@ -384,13 +395,13 @@ Gather the participants of collectives by key and launch each collective when al
                     break
             finally:
                 self.lock.leave()
-                launch_here()
+                launch_here(lent)
             named.compare()
         named.found()
         if gathering is not None:
             gathering.let_go()
-        if making is not None:
-            self._make(making, gathering)
+        if clique is not None:
+            self._make(clique, gathering)
 
     # Deadlines of gathering.
 

@@ -3,7 +3,7 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Fingerprint, Lowered
-from ncclpy.engine.launcher cimport Clique
+from ncclpy.engine.launcher cimport Clique, Launch
 from ncclpy.engine.protocols cimport Awaited, CliqueOwner
 from ncclpy.engine.work cimport Work
 
@@ -91,8 +91,8 @@ cdef class Connection(Clique):
 
     cdef int _check_wanted(self) except -1
     cdef int call(self, Communicator comm) except -1
-    cdef int take(self, Request request) except -1
-    cdef int launch(self, Request request) except -1
+    cdef Launch take(self, Request request)
+    cdef Launch launch(self, Request request, bint here)
     cdef int _fill(self, Request request, object launch, double moment) except -1
 
 

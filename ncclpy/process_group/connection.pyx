@@ -346,7 +346,7 @@ cdef class Connection(Clique):
         self.stream = (<Stream>streams[0]).raw
         waiting, self.waiting = self.waiting, []
         for request in waiting:
-            self.launch(request)
+            self.launch(request, False)
         return waiting
 
     cdef int fail(self, object error) except -1:
@@ -361,40 +361,46 @@ cdef class Connection(Clique):
         self.settled.set()
         return 0
 
-    cdef int take(self, Request request) except -1:
-        """Launch a request, as soon as the communicator is there; with the owner's lock held."""
+    cdef Launch take(self, Request request):
+        """Launch a request, as soon as the communicator is there; with the owner's lock held.
+
+        Return the launch if the caller is to make its calls without the lock, see `Launch.start`.
+        """
         if self.state == MADE:
-            return self.launch(request)
+            return self.launch(request, True)
         if self.state == GONE:
-            return self.refuse()
+            self.refuse()
         request.work.gathering = self.awaited
         # A dump is to tell whose it is, also if the ranks never meet.
         request.work.entry.communicator = self.unmade
         request.work.entry.rank = self.rank
         request.work.entry.nranks = self.nranks
         self.waiting.append(request)
-        return 0
+        return None
 
-    cdef int launch(self, Request request) except -1:
-        """Put a request on the device; what goes wrong is its work's, not the caller's."""
+    cdef Launch launch(self, Request request, bint here):
+        """Put a request on the device; what goes wrong is its work's, not the caller's.
+
+        Return the launch if `here` allows it to be made by the caller, see `Launch.start`.
+        """
         cdef Launch launch
         cdef double moment = now()
         if request.count == 0:  # of empty parts alone
             request.work.settle(None)
-            return 0
+            return None
         launch = self.begin()
         try:
             self._fill(request, launch, moment)
             if request.partner is not None:
                 self._fill(request.partner, launch, moment)
             launch.signature = request.signature()
-            launch.start(self.knows(launch.signature))
+            return launch.start(here and self.knows(launch.signature))
         except BaseException as error:
             self.forget(launch)
             request.work.settle(error)
             if request.partner is not None:
                 request.partner.work.settle(error)
-        return 0
+        return None
 
     cdef int _fill(self, Request request, object launch, double moment) except -1:
         """Add the operations of a request; the last one's work is for all of them."""

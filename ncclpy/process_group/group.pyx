@@ -13,14 +13,14 @@ from ncclpy.core.start cimport fill_barrier, root_rank
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.launcher cimport find_producer, launch_here, record_behind
+from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.work cimport Work, goes_by_streams, new_work
 from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.operations cimport Block, new_block
 from ncclpy.process_group.connection cimport BARRIER, Connection, Request, capture, new_request, new_signature
-from ncclpy.process_group.check.messages cimport agree, give, look_after, new_holder, wait_until_given
+from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_holder, wait_until_given
 from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, matched, wrong_colors
 from ncclpy.process_group.membership cimport Membership
 
@@ -195,6 +195,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         cdef Agreement agreement = self.agreement
         cdef bint compared = agreement is not None and not pair
         cdef Work work = request.work
+        cdef Launch lent = None
         if compared:
             agree(self, agreement, connection, request)
         elif agreement is not None and self.holder is None:
@@ -207,15 +208,14 @@ Work with other ranks from one thread or several: collectives and point-to-point
                     request = matched(self, request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
-                    if agreement is None:
-                        connection.take(request)
-                    else:
-                        held = give(self, connection, request)
+                    held = agreement is not None and hold(self, connection, request)
+                    if not held:
+                        lent = connection.take(request)
         finally:
             self.lock.leave()
             if compared:
                 agreement.end()
-            launch_here()
+            launch_here(lent)
         if held:
             look_after(self)
         if not taken:

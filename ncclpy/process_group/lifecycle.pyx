@@ -14,7 +14,7 @@ from ncclpy.core.runtime.device cimport as_device
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport errands, users
-from ncclpy.engine.launcher cimport GONE, MADE, MAKING, launch_here
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING
 from ncclpy.engine.fence cimport is_doubted, stops
 from ncclpy.engine.protocols cimport LaunchOwner, add_sentence
 from ncclpy.engine.native cimport load
@@ -334,7 +334,6 @@ cdef class Lifecycle(BlockOwner):
                     launched = connection.ready(comms, streams)
                 except BaseException as failure:
                     error = failure
-        launch_here()
         del launched
         if error is None and wanted:
             for comm in comms:

@@ -65,8 +65,8 @@ cdef class Holder:
 
 cdef Holder new_holder(Lifecycle group)
 
-# Launch a request, or hold it back; with the group's lock held. Returns whether it is held.
-cdef bint give(Lifecycle group, Connection connection, Request request) except -1
+# Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
+cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
 
 # Have what is held looked after; under no lock.
 cdef int look_after(Lifecycle group) except -1

@@ -26,7 +26,7 @@ from ncclpy.core.arguments.datatypes cimport NAME
 from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.launcher cimport GONE, MADE, MAKING, launch_here
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport stand_by
@@ -241,6 +241,7 @@ cdef class Holder:
         """Launch a request that is held, in a thread that waits for it anyway, if what it meets comes within an instant."""
         cdef Mailbox mailbox = self.mailbox
         cdef Connection one
+        cdef Launch lent = None
         cdef int heard, first
         cdef bint launched = False, others = True
         cdef double until
@@ -264,16 +265,17 @@ cdef class Holder:
                     launched = True
                     others = any([one.held for one in group.connections.values()])
                     mailbox.expect(others)
-                    connection.take(request)
+                    lent = connection.take(request)
             except BaseException as error:
                 failure = error
             finally:
                 group.lock.leave()
             if launched or failure is not None or self.urgent or not mailbox.is_rung(heard, until):
                 break
-        mailbox.leave(first if others else mailbox.heard())  # what has come may be for others
-        if launched:
-            launch_here()
+        try:
+            mailbox.leave(first if others else mailbox.heard())  # what has come may be for others
+        finally:
+            launch_here(lent)
         if self.urgent or (launched and connection.held):  # for the thread; or what is behind this one
             self.urgent = False
             mailbox.ring()
@@ -383,6 +385,7 @@ cdef class Holder:
         """Launch what is the first to be held on a communicator, if what it meets is there; return whether it is gone."""
         cdef Request request
         cdef Route route
+        cdef Launch lent = None
         text, error, store, absent, stored, theirs = None, None, self.store, None, [], {}
         with group.lock:
             if not connection.held:
@@ -435,10 +438,10 @@ cdef class Holder:
                 route.forget(key)
             if error is None:
                 try:
-                    connection.take(request)
+                    lent = connection.take(request)
                 except BaseException as failure:
                     error = failure
-        launch_here()
+        launch_here(lent)
         if error is not None:
             request.fail(error)
             if group.on_error == "report":
@@ -470,14 +473,13 @@ cdef Holder new_holder(Lifecycle group):
     return Holder(group.notices.store)
 
 
-cdef bint give(Lifecycle group, Connection connection, Request request) except -1:
+cdef bint hold(Lifecycle group, Connection connection, Request request) except -1:
     cdef _Unmatched awaited
     cdef Holder holder = group.holder
     cdef bint all_told = True
     cdef int channel, generation = 0
     messages = request.brought.messages if request.point_to_point and request.brought is not None else None
     if not messages and not connection.held:
-        connection.take(request)
         return False
     if messages:
         if holder is None:
@@ -498,7 +500,6 @@ cdef bint give(Lifecycle group, Connection connection, Request request) except -
             all_told = holder._route_to(group.rank, peer).tell(key, message) and all_told
         if all_told and not connection.held and connection.state != GONE:
             if holder._fits(request) or (holder._expects() and holder._fits(request)):
-                connection.take(request)
                 return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]

@@ -20,10 +20,10 @@ except ImportError as _error:
     from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
     from pathlib import Path as _Path
 
-    _core = _Path(__file__).parent / "core"
-    if not any((_core / f"library{suffix}").exists() for suffix in _SUFFIXES):
+    _package = _Path(__file__).parent
+    if not any((_package / f"core/runtime/library{suffix}").exists() for suffix in _SUFFIXES):
         raise ImportError(
-            f"ncclpy was imported from its source tree ({_core.parent}), where it is not built. Build and install it "
+            f"ncclpy was imported from its source tree ({_package}), where it is not built. Build and install it "
             "with `pip install .` in the root of the tree (or `pip install --no-build-isolation -e .` to work on it), "
             "or run Python from another directory to use an installed ncclpy."
         ) from _error

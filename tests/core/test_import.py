@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,18 @@ def test_import_of_source_tree_without_build_says_how_to_build(tmp_path):
     message = "\n".join(last[next(i for i, line in enumerate(last) if line.startswith("ImportError")) :])
     assert "built" in message and "pip install" in message
     assert str(tmp_path) in message, "which tree was imported?"
+
+
+def test_import_with_broken_extension_module_says_what_is_wrong(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "ncclpy", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    Path(tmp_path, "ncclpy/core/runtime", f"library{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import ncclpy"], capture_output=True, text=True, timeout=60, cwd="/",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError") and "library" in last
+    assert "pip install" not in done.stderr, "it is built, and cannot be loaded"
 
 
 def test_use_of_other_library_after_first_use_is_refused():

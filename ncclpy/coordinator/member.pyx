@@ -98,7 +98,7 @@ cdef class Entrance:
 
     def is_outdated(self):
         """Return whether there is to be another one: the process was forked, or the group goes on with other ranks."""
-        return self.forks != _forks or (self.group is not None and self.group.number != self.number)
+        return self.forks != _forks or (self.group is not None and self.group.epoch() != self.number)
 
     def all_reduce(self, name, array, op, prescale=None, postscale=None):
         """Bring an all-reduce; return its work."""

@@ -27,7 +27,7 @@ from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport MADE, MAKING, Launch, find_producer, record_behind, wait_behind
 from ncclpy.engine.recorder cimport note_operation
 from ncclpy.engine.work cimport Work, new_work
-from ncclpy.process_group.connection cimport Connection, Request, new_request
+from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.group cimport ProcessGroup
 
 from ncclpy.core.runtime import device as _device
@@ -183,9 +183,6 @@ cdef enum:
 #: The name of a coordinator's group over a store.
 OVER_STORE = "coordinator"
 
-#: Seconds for the other ranks to be told.
-cdef double _TELLS = 1.0
-
 cdef tuple _FLOATS = (
     DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64, DataType.BFLOAT16, DataType.FLOAT8E4M3, DataType.FLOAT8E5M2,
 )
@@ -214,13 +211,7 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
     """
     group.check_usable()
     cdef long long number = group.next_child()
-    child = ProcessGroup(
-        group.notices.store, group.rank, group.size, device=group.device, name=_name_of_child(group, number),
-        timeout=group.timeout if timeout is None else timeout, config=group.config, high_priority=group.high_priority,
-        timing=timing,
-    )
-    child.notices.part_of(group.notices, list(range(group.size)))
-    return child
+    return group.part(_name_of_child(group, number), list(range(group.size)), timeout, timing)
 
 
 def tell_unmade(transport, error):
@@ -228,10 +219,10 @@ def tell_unmade(transport, error):
     cdef ProcessGroup group
     if isinstance(transport, ProcessGroup):
         group = transport
-        if group.connections is None or group.is_ended():
+        if not group.is_usable():
             return
         Notices.tell_unmade(
-            group.notices.store, _name_of_child(group, group.next_child()), group.rank, group.size, error
+            group.meeting_store(), _name_of_child(group, group.next_child()), group.rank, group.size, error
         )
     else:
         store, rank, size = transport
@@ -242,36 +233,29 @@ def give_up(ProcessGroup group not None, error):
     """Close a coordinator's own group, over which it could not be begun; the other ranks are told why."""
     kind = type(error) if isinstance(error, (NcclTimeout, NcclAborted)) else NcclRemoteError
     text = f"it could not begin its coordinator: {type(error).__name__}: {error}"
-    group._fail(kind(f"process group {group.name!r}: {text}"), text, None, exits=False)
-    if group.tell_thread is not None:
-        group.tell_thread.join(_TELLS)
+    group.end_with(kind(f"process group {group.name!r}: {text}"), text, False)
+    group.wait_until_told()
     group.close(0)
 
 
 def error_of(ProcessGroup group not None):
     """Return what has ended a group, also where only the store has it so far; None if nothing has."""
-    group.ask_after_stop()
-    return group.failure
+    return group.known_error()
 
 
 def part_of(ProcessGroup group not None, str name, members):
     """Return the group of some ranks of the coordinator's own one, of which this is one."""
-    child = ProcessGroup(
-        group.notices.store, members.index(group.rank), len(members), device=group.device, name=name,
-        timeout=group.timeout, config=group.config, high_priority=group.high_priority, timing=group.timing,
-    )
-    child.notices.part_of(group.notices, list(members))
-    return child
+    return group.part(name, list(members), None, group.is_timed())
 
 
 def store_of(ProcessGroup group not None):
     """Return the part of the store that belongs to a group."""
-    return group.notices.store
+    return group.meeting_store()
 
 
 def number_of(ProcessGroup group not None):
     """Return what a group's number is now: it has another one each time that it goes on with others."""
-    return group.number
+    return group.epoch()
 
 
 def engine_name():
@@ -322,6 +306,7 @@ cdef class Plane:
     """
 
     cdef readonly ProcessGroup group
+    cdef int rank, size, device  # of the group
     cdef Connection connection
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
@@ -335,11 +320,12 @@ cdef class Plane:
 
     def __init__(self, ProcessGroup group not None):
         self.group = group
+        self.rank, self.size, self.device = group.rank, group.size, group.device
         self.operators, self.slots, self.streams = {}, [], None
         self.copier = copier_of(group.device)
         self.carrying = deque()
         self.ending = Ending()
-        self.connection = group.connection_with(-1)
+        self.connection = group.main_connection()
         if copies_apart():  # memory may be slow to come where launches of other ranks of this process wait for this one
             self._have_slots(_AT_FIRST)
 
@@ -365,28 +351,26 @@ cdef class Plane:
 
     cdef int _submit(self, Work work, const Operation* operation, Lowered lowered) except -1:
         """Launch an operation, or what stands for it, for a work."""
-        cdef ProcessGroup group = self.group
-        cdef Request request = new_request(work, group.timeout)
-        request.epoch = group.number
+        cdef Request request = self.group.request_for(work)
         if lowered is None:
             request.add(operation)
         else:
             request.add_all(lowered)
         work.gathering = None
-        group.submit(self.connection, request)
+        self.group.submit(self.connection, request)
         self.beginning = None
         return 0
 
     cdef int _plain(self, Work work, const Operation* operation) except -1:
         cdef Lowered lowered = None
         if lacks(operation.kind):
-            lowered = lower(operation, self.group.rank, self.group.size, None, None)
+            lowered = lower(operation, self.rank, self.size, None, None)
         return self._submit(work, operation, lowered)
 
     cdef int _spread(self, Work work, Spread spread) except -1:
         return self._submit(
             work, &spread.operation,
-            lower(&spread.operation, self.group.rank, self.group.size, spread.sends, spread.recvs),
+            lower(&spread.operation, self.rank, self.size, spread.sends, spread.recvs),
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
@@ -415,15 +399,15 @@ cdef class Plane:
         return 0
 
     cdef Spread _parts(self):
-        return new_spread(self.group.device, self.group.size, self.group.rank)
+        return new_spread(self.device, self.size, self.rank)
 
     cdef int _wait_for_room(self, object result) except -1:
         """Let the communicator wait for what its memory was last used for, by the framework that it is of."""
         cdef View view
         cdef CUstream stream
         read_view(result, &view, "result")
-        if find_producer(&view, self.group.device, None, &stream):
-            wait_behind(self.connection.stream, self.group.device, stream)
+        if find_producer(&view, self.device, None, &stream):
+            wait_behind(self.connection.stream, self.device, stream)
         return 0
 
     # Launches. Each returns what is to be copied out behind it, or None.
@@ -441,7 +425,7 @@ cdef class Plane:
         cdef Operation o
         self._comm()
         memset(&o, 0, sizeof(o))
-        fill_barrier(&o, &self.scratch, self.group.device)
+        fill_barrier(&o, &self.scratch, self.device)
         self._plain(brought.work, &o)
 
     def broadcast(self, Brought brought not None, int root):
@@ -475,7 +459,7 @@ cdef class Plane:
         carried, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
         counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_all_gather(&o, &s, &r, sent, into, self.group.device, self.group.size, self.group.rank)
+            shape_all_gather(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             self._plain(work, &o)
         else:
             spread = self._parts()
@@ -492,7 +476,7 @@ cdef class Plane:
         cdef Work work
         carried, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_reduce_scatter(&o, &s, &r, sent, into, self.group.device, self.group.size, self.group.rank)
+            shape_reduce_scatter(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             o.op = self._operator(o.datatype, op, factor, work)
             self._plain(work, &o)
         else:
@@ -512,7 +496,7 @@ cdef class Plane:
         carried, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
         send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
         if even:
-            shape_all_to_all(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            shape_all_to_all(&o, &s, &r, sent, into, self.device, self.size)
             self._plain(work, &o)
         else:
             spread = self._parts()
@@ -593,12 +577,12 @@ cdef class Plane:
         # On the host engine the copies are the CPU's, as the launch is: nothing is gained by a stream beside it, and who
         # waits for a work can do what stands on its stream.
         if self.streams is None and copies_apart():
-            self.streams = Stream(self.group.device), Stream(self.group.device)
+            self.streams = Stream(self.device), Stream(self.device)
         return 0
 
     cdef int _have_slots(self, size_t nbytes) except -1:
         cdef Slot slot
-        self.slots = [Slot(self.group.device), Slot(self.group.device)]
+        self.slots = [Slot(self.device), Slot(self.device)]
         if nbytes:
             for slot in self.slots:
                 slot.take(nbytes, self._before())
@@ -622,10 +606,10 @@ cdef class Plane:
 
     cdef Work _inner(self, Carried carried, int kind, str name):
         """Return the work of a launch that others' works come behind."""
-        cdef Work inner = new_work(kind, self.group.device)
+        cdef Work inner = new_work(kind, self.device)
         inner.entry.code = None  # this thread may run it for another one's call
         inner.entry.key = name
-        inner.timed = self.group.timing
+        inner.timed = self.group.is_timed()
         inner.held = carried.kept
         carried.inner = inner
         self.beginning = carried
@@ -703,7 +687,7 @@ cdef class Plane:
             for work in carried.members():
                 if work.launch is carried:  # else its launch has failed just now, and it ends with what is copied in
                     work.settle(error)
-        self.group._fail(error, text_of(error), None, exits=False, asked=True)
+        self.group.end_with(error, text_of(error), True)
 
     def close(self, timeout):
         """Let what was launched end, and give everything back."""

@@ -284,10 +284,10 @@ class Pool:
         head = [len(self._windows), len(sizes), *digest.tolist()]
         if self._comm is None:
             # In the store, which knows who is absent, and where nothing has to be aborted if somebody is.
-            brought = self._group._commit(head, _left(deadline))
+            brought = self._group.bring_to_commit(head, _left(deadline))
             if all(each == brought[0] for each in brought):
                 return
-            said = self._group._commit(sizes, _left(deadline))
+            said = self._group.bring_to_commit(sizes, _left(deadline))
             ranks = [(each[0], its) for each, its in zip(brought, said, strict=True)]
             raise ValueError("pool: " + difference(ranks) + "; nothing was registered")
         heads = self._gather(self._comm, np.array([_MAGIC, *head], np.int64), deadline)

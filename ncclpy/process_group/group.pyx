@@ -2,32 +2,22 @@
 
 import functools
 
-from cpython.pythread cimport PyThread_get_thread_ident
-from libc.string cimport memset
-
-from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
-from ncclpy.core.arguments.validation cimport Lowered, take_fingerprint
-from ncclpy.core.arguments.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
-from ncclpy.core.start cimport fill_barrier, root_rank
-from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
+from ncclpy.core.start cimport root_rank
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.recorder cimport CAPTURED, note_operation
-from ncclpy.engine.work cimport Work, goes_by_streams, new_work
-from ncclpy.process_group.check.agreement cimport Agreement
-from ncclpy.process_group.operations cimport Block, new_block
-from ncclpy.process_group.connection cimport BARRIER, Connection, Request, capture, new_request, new_signature
-from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_holder, wait_until_given
-from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, matched, wrong_colors
-from ncclpy.process_group.membership cimport Membership
+from ncclpy.core.arguments.operation cimport ALL_REDUCE
+from ncclpy.core.runtime.library cimport check_process
+from ncclpy.engine.work cimport Work
+from ncclpy.process_group.connection cimport Connection, Request, new_request
+from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.membership cimport new_membership
+from ncclpy.process_group.operations cimport new_block
+from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, stand, wrong_colors
 
-from ncclpy.errors import NcclError
+from ncclpy.errors import NcclError, NcclTimeout, not_copied
 from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
 from ncclpy.process_group.connection import Tells
@@ -39,7 +29,7 @@ cdef object _SUM = ReduceOp.SUM
 cdef long long _FAR = 1LL << 62
 
 
-cdef class ProcessGroup(Membership):
+cdef class ProcessGroup(Operations):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
 check="off", check_nan=False, high_priority=False, timing=False)
 --
@@ -102,207 +92,84 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Seconds that an operation may take where it is not told otherwise.
     """
 
-    # Operations.
+    def __cinit__(self):
+        self.membership = new_membership(self.lifecycle, self.submission)
 
-    cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
+    def __init__(
+        self,
+        store,
+        rank,
+        size,
+        *,
+        device=None,
+        name="default",
+        timeout=600.0,
+        config=None,
+        on_error="abort",
+        check="off",
+        bint check_nan=False,
+        bint high_priority=False,
+        bint timing=False,
     ):
-        cdef Request request
-        cdef Connection connection
-        cdef Work work
-        cdef Block block
-        cdef CUstream stream
-        cdef size_t i
-        cdef int peer = -1
-        cdef long long number = self.number  # before the wait for the NaNs of an array that this has room for
-        self.check_usable()
-        if self.nan_check is not None and not (
-            find_producer(view, self.device, producer, &stream) and is_captured(stream, self.device)
-        ):
-            self._refuse_nans(operation, held, output, producer)
-        if self.blocks:
-            block = self.blocks.get(PyThread_get_thread_ident())
-            if block is not None:
-                if timeout is not None:
-                    raise ValueError("timeout: in a coalescing block it is the block's: pass it to coalescing()")
-                block.add(operation, lowered, view, held, output, producer, tag)
-                return block.work
-        ensure_running()
-        request = self._request(operation.kind, timeout)
-        request.epoch = number
-        work = request.work
-        work.held, work.output = held, output
-        work.by_stream = (held is output or output is None) and type(held) is not tuple and goes_by_streams(view)
-        note_operation(work.entry, operation, view.nbytes)
-        work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == BARRIER
-        if lowered is None:
-            request.add(operation)
-        else:
-            request.add_all(lowered)
-        request.point_to_point = is_pair(operation.kind)
-        take_fingerprint(&request.call, operation, view)
-        if request.point_to_point and operation.root != self.rank:
-            peer = operation.root
-        if request.brought is not None:
-            request.brought.add(operation, lowered, view, self.rank, self.size, tag)
-        try:
-            if find_producer(view, work.device, producer, &stream):
-                if is_captured(stream, work.device):
-                    for i in range(request.count):
-                        request.steps[i].stream = stream
-                    self._capture(peer, request)
-                    return work
-                record_behind(work, stream)
-            connection = self.connection_with(peer)
-            if peer >= 0:
-                request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
-            self.submit(connection, request)
-        except BaseException as error:  # the recorder is not to show it as pending
-            work.withdraw(error)
-            raise
-        return work
+        self.lifecycle.begin(
+            store, rank, size, device, name, timeout, config, on_error, check, check_nan, high_priority, timing
+        )
 
-    cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1:
-        """Raise if this rank would send a NaN. `held` is what it sends, or that and what it receives."""
-        cdef int kind = operation.kind
-        if kind == RECV or ((kind == BROADCAST or kind == SCATTER) and operation.root != self.rank) or held is None:
-            return 0
-        sent = held if kind == SEND or held is output else held[0]
-        self.nan_check.refuse(sent, method_name(kind), producer)
-        return 0
+    def __reduce__(self):
+        raise not_copied(self, "make one in each process; they meet in a store")
 
-    cdef Request _request(self, int kind, object timeout):
-        """Return an empty request with its work."""
-        cdef Work work = new_work(kind, self.device)
-        cdef Request request
-        cdef double limit = self.timeout
-        if timeout is not None:
-            limit = as_timeout(timeout)
-        elif self.deadlines:
-            limit = self.deadlines.get(PyThread_get_thread_ident(), self.timeout)
-        work.timed = self.timing
-        if self.completions:
-            work.callbacks = list(self.completions)
-        request = new_request(work, limit)
-        request.epoch = self.number
-        if self.agreement is not None:
-            request.brought = new_signature()
-        return request
+    def __enter__(self):
+        return self
 
-    cdef int submit(self, Connection connection, Request request) except -1:
-        """Number a request and give it to its communicator, unless the group has ended."""
-        cdef bint taken = False, held = False, pair = request.point_to_point
-        cdef Agreement agreement = self.agreement
-        cdef bint compared = agreement is not None and not pair
-        cdef Work work = request.work
-        cdef Launch lent = None
-        if compared:
-            agree(self, agreement, connection, request)
-        elif agreement is not None and self.holder is None:
-            self.holder = new_holder(self)
-        self.lock.enter()
-        try:
-            if not self.is_ended() and request.epoch == self.number:
-                taken = True
-                if connection.peer < 0 and request.is_alone_with(self.rank):
-                    request = matched(self, request)  # which may refuse it
-                self._number(connection, work, pair)
-                if request is not None:
-                    held = agreement is not None and hold(self, connection, request)
-                    if not held:
-                        lent = connection.take(request)
-        finally:
-            self.lock.leave()
-            if compared:
-                agreement.end()
-            launch_here(lent)
-        if held:
-            look_after(self)
-        if not taken:
-            self.refuse_old()
-        return 0
+    def __exit__(self, kind, error, traceback):
+        if error is not None:
+            self.lifecycle.abort(error)
+        self.close()
 
-    cdef int _capture(self, int peer, Request request) except -1:
-        """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
-        cdef Connection connection = self.standing(peer)
-        cdef Agreement agreement = self.agreement
-        if request.epoch != self.number:
-            self.refuse_old()
-        if peer < 0 and request.is_alone_with(self.rank):
-            raise ValueError(
-                f"rank {self.rank} of process group {self.name!r}: what a rank sends to itself is captured together with "
-                "its receive: have both in one coalescing() block"
-            )
-        if peer >= 0:
-            request.steps[0].root = 1 - connection.rank
-        compared = agreement is not None and not request.point_to_point
-        if agreement is not None:
-            wait_until_given(connection, self, deadline_after(request.limit))
-        if compared:
-            agree(self, agreement, connection, request)
-        try:
-            error = capture(connection, request)
-            if error is None:
-                with self.lock:
-                    self._number(connection, request.work, request.point_to_point)
-        finally:
-            if compared:
-                agreement.end()
-        if error is not None:  # nobody knows what NCCL has made of it
-            if self.on_error != "report":
-                self._fail(error, text_of(error), connection.epoch)
-                if self.failure is not error:
-                    self.check_usable()
-            raise error
-        return 0
+    def __repr__(self):
+        cdef Lifecycle life = self.lifecycle
+        state = "closed" if life.closed else "ended" if life.failure is not None else f"{life.pending()} pending"
+        return f"<ncclpy.ProcessGroup {life.name!r} rank {life.rank} of {life.size} device={life.device} {state}>"
 
-    cdef bint _captures(self, array, producer) except -1:
-        """Return whether the stream that produces an array is being captured; what is none is for others to say."""
-        cdef View view
-        cdef CUstream stream
-        try:
-            read_view(array, &view, "values")
-        except Exception:
-            return False
-        return find_producer(&view, self.device, producer, &stream) and is_captured(stream, self.device)
+    # What it is now.
 
-    cdef int _number(self, Connection connection, Work work, bint pair) except -1:
-        work.entry.group, work.entry.pair = self.number, pair
-        if pair:
-            work.entry.sequence = connection.sequence
-            connection.sequence += 1
-        else:
-            work.entry.sequence = self.collectives
-            self.collectives += 1
-        if work.entry.state != CAPTURED:  # which never ends
-            work.entry.note(self.ledger.ledger)
-        return 0
+    @property
+    def name(self):
+        return self.lifecycle.name
 
-    def barrier(self, *, producer=None, timeout=None):
-        """Begin an all-reduce of one byte: its work is done when all ranks have come.
+    @property
+    def store(self):
+        return self.lifecycle.store
 
-        Parameters
-        ----------
-        producer : optional
-            A stream whose work has to be done before this rank counts as there.
-        timeout : float, optional
-            As for `all_reduce`.
+    @property
+    def timeout(self):
+        return self.lifecycle.timeout
 
-        Returns
-        -------
-        Work
-            Its result is None.
-        """
-        cdef Operation o
-        cdef View view
-        self.check_usable()
-        fill_barrier(&o, &self.scratch, self.device)
-        memset(&view, 0, sizeof(view))
-        view.device = HOST_MEMORY  # which has no stream of its own
-        view.nbytes = 1
-        return self.begin(&o, None, &view, None, None, producer, timeout, BARRIER)
+    @property
+    def translate(self):
+        """What turns an exception into the one that the framework above raises, or None."""
+        return self.lifecycle.translate
 
-    # Blocks.
+    @translate.setter
+    def translate(self, value):
+        self.lifecycle.translate = value
+
+    @property
+    def seq(self):
+        """How many collectives were begun; a coalesced group is one. The same on all ranks that are as far."""
+        return self.lifecycle.collectives
+
+    @property
+    def error(self):
+        """The exception that has ended the group, None while it works."""
+        return self.lifecycle.failure
+
+    @property
+    def communicator(self):
+        """The group's `Communicator` with all ranks, None until it stands. Its calls are in no order with the group's."""
+        return self.lifecycle.communicator()
+
+    # Several at once.
 
     def coalescing(self, timeout=None):
         """Make one launch, with one sequence number and one work, of all operations that this thread begins in a block.
@@ -321,30 +188,83 @@ Work with other ranks from one thread or several: collectives and point-to-point
             It gives the `Work`, which the operations in the block return as well. Its result is the list of their
             results.
         """
-        self.check_usable()
+        self.lifecycle.check_usable()
         ensure_running()
-        return new_block(self, self._request(ALL_REDUCE, timeout))
+        return new_block(self.submission, self.submission.request(ALL_REDUCE, timeout))
 
-    cdef int open_block(self, Block block) except -1:
-        ident = PyThread_get_thread_ident()
-        if ident in self.blocks:
-            raise ValueError("coalescing() within coalescing(): its operations are one launch already")
-        self.blocks[ident] = block
-        return 0
+    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
+        """All-reduce several arrays in place, in one launch.
 
-    cdef int shut_block(self, Block block, bint launches) except -1:
-        """End a block, and launch what is in it."""
-        cdef Stream stream
-        self.blocks.pop(PyThread_get_thread_ident(), None)
-        if not launches:
-            return 0
-        self.check_usable()
-        if block.record_captured():
-            return self._capture(-1, block.request)
-        stream = self.pool.of(self.device, 0)
-        block.record(stream.raw)
-        self.submit(self.connection_with(-1), block.request)
-        return 0
+        Parameters
+        ----------
+        arrays : iterable of buffer
+            The arrays, as for `all_reduce`; their types may differ.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of arrays.
+        """
+        with self.coalescing(timeout) as work:
+            for array in arrays:
+                self.all_reduce(array, None, op, producer=producer)
+        return work
+
+    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
+        """Gather several arrays on all ranks, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `all_gather` takes.
+        producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.all_gather(send, recv, producer=producer)
+        return work
+
+    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
+        """Reduce several arrays and leave this rank's parts here, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `reduce_scatter` takes.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.reduce_scatter(send, recv, op, producer=producer)
+        return work
+
+    def deadline(self, seconds):
+        """Give each operation that this thread begins in a block a deadline, unless it has one of its own.
+
+        Parameters
+        ----------
+        seconds : float
+            Counted for each operation from when it could start.
+
+        Returns
+        -------
+        context manager
+        """
+        return Deadline(self.submission.deadlines, as_timeout(seconds))
 
     def all_reduce_sparse(self, indices, values, *, shape=None, producer=None, timeout=None):
         """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
@@ -382,31 +302,31 @@ Work with other ranks from one thread or several: collectives and point-to-point
             the group is aborted, as the others would wait for what this rank does not begin.
         """
         cdef Work work
-        cdef long long number = self.number
-        self.check_usable()
-        if PyThread_get_thread_ident() in self.blocks:
+        cdef long long number = self.lifecycle.number
+        self.lifecycle.check_usable()
+        if self.submission.in_block():
             raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
-        if self._captures(values, producer):
+        if self.submission.captures(values, producer):
             raise ValueError(
                 "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for how much each "
                 "rank brings, so that it cannot be part of a CUDA graph. Nothing was captured"
             )
         if producer is not None:
-            wait_for_stream(producer, self.device)
-        brought = SparseSum(indices, values, self.size, shape)
-        if self.nan_check is not None:  # before the others rely on this rank
-            self.nan_check.refuse(values, "all_reduce_sparse")
+            wait_for_stream(producer, self.lifecycle.device)
+        brought = SparseSum(indices, values, self.lifecycle.size, shape)
+        if self.lifecycle.nan_check is not None:  # before the others rely on this rank
+            self.lifecycle.nan_check.refuse(values, "all_reduce_sparse")
         told = self.all_gather(*brought.words(), timeout=timeout)
         try:
             told.wait()
-            if number != self.number:
-                self.refuse_old()
+            if number != self.lifecycle.number:
+                self.lifecycle.refuse_old()
             disagreement = brought.disagreement()
             parts = None if disagreement else brought.parts()
         except NcclError:
             raise
         except BaseException as error:
-            if not self.is_ended():
+            if not self.lifecycle.is_ended():
                 self.abort(f"all_reduce_sparse() was left with {type(error).__name__}")
             raise
         if disagreement:
@@ -418,21 +338,28 @@ Work with other ranks from one thread or several: collectives and point-to-point
         work.maker, work.output = brought, None
         return work
 
-    def deadline(self, seconds):
-        """Give each operation that this thread begins in a block a deadline, unless it has one of its own.
+    # Communicators.
+
+    def connect(self, peers=None, timeout=None):
+        """Make the communicator now, and wait until it stands.
 
         Parameters
         ----------
-        seconds : float
-            Counted for each operation from when it could start.
+        peers : iterable of int, optional
+            Ranks to be connected with for sends and receives as well.
+        timeout : float, optional
+            Seconds to wait; the group's by default. The making itself goes on, within the group's.
 
-        Returns
-        -------
-        context manager
+        Raises
+        ------
+        NcclTimeout
+            If it does not stand in time; it names who has not come, and says what all ranks do.
+        NcclRemoteError
+            If a rank will not come any more: it has closed the group, or its process has ended.
         """
-        return Deadline(self.deadlines, as_timeout(seconds))
-
-    # Pairs.
+        cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
+        self.lifecycle.check_usable()
+        stand(self.lifecycle, [root_rank(self.lifecycle.size, peer, "peers") for peer in peers or ()], seconds)
 
     def disconnect(self, peers=None, timeout=None):
         """Give back the communicators that sends and receives have made; the next ones make new ones.
@@ -455,34 +382,29 @@ Work with other ranks from one thread or several: collectives and point-to-point
         NcclTimeout
             If something is not done in time, or the other rank did not come; the message says who. Then that pair stays.
         """
-        cdef double deadline = deadline_after(self.timeout if timeout is None else as_timeout(timeout))
+        cdef double deadline = deadline_after(self.lifecycle.timeout if timeout is None else as_timeout(timeout))
         cdef Connection one
-        self.check_usable()
+        self.lifecycle.check_usable()
         if peers is None:
-            wanted = [one.peer for one in self.connections.values() if one.peer >= 0]
+            wanted = [one.peer for one in self.lifecycle.connections.values() if one.peer >= 0]
         else:
-            wanted = [root_rank(self.size, peer, "peers") for peer in peers]
-        disconnect(self, [peer for peer in wanted if peer != self.rank], deadline)
+            wanted = [root_rank(self.lifecycle.size, peer, "peers") for peer in peers]
+        disconnect(self.lifecycle, [peer for peer in wanted if peer != self.lifecycle.rank], deadline)
 
-    # Who is told.
+    # Who is told, and tells.
 
     def on_completion(self, hook):
         """Call ``hook(completion)`` when an operation that begins from now on has ended, with a `Completion`.
 
         It runs in a thread for callbacks, as those of works do.
         """
-        self.completions = [*self.completions, Tells(self.rank, self.name, hook)]
+        self.lifecycle.completions = [*self.lifecycle.completions, Tells(self.lifecycle.rank, self.lifecycle.name, hook)]
 
     def on_abort(self, hook):
         """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks; at once if it has."""
         if not callable(hook):
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
-        with self.lock:
-            error = self.failure
-            if error is None:
-                self.aborts = [*self.aborts, hook]
-        if error is not None:
-            users.give(functools.partial(hook, error))
+        self.lifecycle.call_on_abort(hook)
 
     def health_check(self, timeout=None):
         """Raise unless all ranks answer: a `barrier`, waited for.
@@ -493,6 +415,28 @@ Work with other ranks from one thread or several: collectives and point-to-point
             Seconds until all must have answered; the group's by default. Past them the group has failed.
         """
         self.barrier(timeout=timeout).wait()
+
+    def state(self, timeout=1.0):
+        """Return what each rank does: what it last began and finished, and whether its process is there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for the ranks to answer. Of one that does not, the result has what it told last: once a second a rank
+            puts what it does into the store, if that has changed.
+
+        Returns
+        -------
+        tuple of RankState
+            By rank.
+
+        Raises
+        ------
+        StoreError
+            If the store is gone.
+        """
+        self.lifecycle.check_initialised()
+        return self.lifecycle.notices.collect(as_timeout(timeout))
 
     # Groups of some of its ranks.
 
@@ -510,14 +454,14 @@ Work with other ranks from one thread or several: collectives and point-to-point
             With the options of this one; None on ranks that do not belong to it. Its ranks meet when it is first used:
             unlike `split` this waits for nobody.
         """
-        members = [root_rank(self.size, rank, "ranks") for rank in ranks]
+        members = [root_rank(self.lifecycle.size, rank, "ranks") for rank in ranks]
         if len(set(members)) != len(members) or not members:
             raise ValueError(f"ranks: expected different ranks, at least one, got {members}")
-        self.check_usable()
+        self.lifecycle.check_usable()
         number = self.next_child()
-        if self.rank not in members:
+        if self.lifecycle.rank not in members:
             return None
-        return self._child(f"{self.name}/{number}", members)
+        return self._child(f"{self.lifecycle.name}/{number}", members)
 
     def split(self, color, key=0):
         """Divide the group: the ranks of one color make a group, in the order of their keys. All ranks call it.
@@ -545,48 +489,327 @@ Work with other ranks from one thread or several: collectives and point-to-point
         (`ncclCommSplit`), which is one more collective: it begins when what this rank has begun on it is done, and other
         threads must begin nothing on it meanwhile. Else each part meets anew when it is first used.
         """
-        cdef double deadline = deadline_after(self.timeout)
-        self.check_usable()
-        if PyThread_get_thread_ident() in self.blocks:
+        cdef double deadline = deadline_after(self.lifecycle.timeout)
+        self.lifecycle.check_usable()
+        if self.submission.in_block():
             raise ValueError("split() within coalescing(): leave the block first")
         if color is not None:  # one that is too small or too large is brought, and refused by all
             color = as_integer(color, "color", -_FAR, _FAR)
             color = None if color == -1 else color
-        mine = [color, as_integer(key, "key"), can_divide(self)]
+        mine = [color, as_integer(key, "key"), can_divide(self.lifecycle)]
         number = self.next_child()
-        name = f"{self.name}/{number}:{color}"
+        name = f"{self.lifecycle.name}/{number}:{color}"
         refused = None
         try:
-            values = bring(self, number, mine)
-            refused = wrong_colors(self, values)
+            values = bring(self.lifecycle, number, mine)
+            refused = wrong_colors(self.lifecycle, values)
             if refused is None:
-                members, comm = divide(self, color, values, deadline)
+                members, comm = divide(self.lifecycle, color, values, deadline)
                 return None if color is None else self._child(name, members, comm)
         except BaseException as error:  # others may have made theirs, and would wait for this one
             if color is not None:
-                self.notices.tell_part(name, f"rank {self.rank} of process group {self.name!r} did not make it: {error}")
+                self.lifecycle.notices.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
             raise
         raise ValueError(refused)
 
-    cdef long long next_child(self):
-        """Number a part of the group; all ranks ask for them in the same order."""
-        self.children += 1
-        return self.children - 1
-
     def _child(self, name, members, comm=None):
+        cdef Lifecycle life = self.lifecycle
         cdef ProcessGroup child
-        # Under this group's keys: groups of one name number their parts alike, and not all ranks count each of them.
         try:
-            child = ProcessGroup(
-                self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
-                timeout=self.timeout, config=self.config, on_error=self.on_error,
-                check=self.check, check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
+            child = self._below(
+                name, members, life.timeout, life.timing, on_error=life.on_error, check=life.check, check_nan=life.check_nan
             )
-            child.notices.part_of(self.notices, list(members))
             if comm is not None:
-                child.adopt(comm)
+                child.lifecycle.adopt(comm)
         except BaseException:
             if comm is not None:
                 abort_aside([comm], f"process group {name!r} could not be made")
             raise
         return child
+
+    def _below(self, name, members, timeout, timing, **options):
+        """Return a group of some ranks under this group's keys: groups of one name number their parts alike, and not all
+        ranks count each of them.
+        """
+        cdef Lifecycle life = self.lifecycle
+        cdef ProcessGroup child = ProcessGroup(
+            life.notices.store, members.index(life.rank), len(members), device=life.device, name=name, timeout=timeout,
+            config=life.config, high_priority=life.high_priority, timing=timing, **options,
+        )
+        child.lifecycle.notices.part_of(life.notices, list(members))
+        return child
+
+    # Going on with other ranks.
+
+    def reconfigure_handle(self):
+        """Return the text by which this group takes part in `reconfigure`; it stays the same."""
+        self.lifecycle.check_initialised()
+        return self.lifecycle.handle
+
+    def reconfigure(self, handles, *, uuid, timeout=None):
+        """Go on with other ranks: fewer, more, others, or in another order; all of them call it alike.
+
+        Once all have come, what is in flight ends with `NcclAborted`; arrays are held until nobody can touch them. Then the
+        group is what it was when it was made, with another rank and size, and without an error if it had one: its hooks, its
+        stream and its options stay, its communicators are made anew when they are first used, and `seq` counts from 0. No
+        thread begins anything on it meanwhile.
+
+        Ranks of this group that have not come within a second hear of it, and what they wait for ends as well, so that they
+        can come. Those that are not among the handles hear that their group has ended.
+
+        Parameters
+        ----------
+        handles : list or set of str
+            The `reconfigure_handle` of each group that goes on, the same for all of them. A list gives the ranks by
+            position. Those of a set are in the order of the ranks that the groups were made with.
+        uuid : str or int
+            The name of this one time, the same for all, which was never used before.
+        timeout : float, optional
+            Seconds for all of them to come; the group's by default.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a handle is none, comes twice or is missing, the uuid was used, or others have another `check`; then nothing has
+            changed.
+        NcclAborted
+            If another rank has called it with other handles, or in another order, and does not come.
+        NcclTimeout
+            If ranks have not come in time; it names them. It may be tried again, with another uuid.
+
+        Notes
+        -----
+        The ranks meet in the store that the group of the first handle was made with.
+        """
+        self.membership.reconfigure(handles, uuid, timeout)
+
+    def recover(self, timeout, min_size=1):
+        """Go on without the ranks that are gone; all that are left call it, whatever has become of the group.
+
+        The survivors agree in the store who they are. Ranks whose processes have ended, as far as the store or this machine
+        knows, are not waited for; who has not come after `timeout` seconds for another reason, as it is stopped or busy, is
+        taken for lost, and gets an `NcclError` when it comes. There is one decision, so that never two parts of a group go
+        on. Then the group works again as after `reconfigure`, with the survivors in the order of their ranks.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds for the others to come, and as long again to meet anew.
+        min_size : int, optional
+            With fewer survivors nobody goes on.
+
+        Returns
+        -------
+        Recovery
+            Who is left, and what was the last collective that all of them had finished.
+
+        Raises
+        ------
+        NcclError
+            If fewer are left than asked for, if the others have gone on without this rank, or if the store is gone, in
+            which they would have to agree.
+        NcclTimeout
+            If somebody has come and is not there any more, and it is not known to have ended; `recover` may be called again.
+        """
+        return self.membership.recover(timeout, min_size)
+
+    def admit(self, timeout=None):
+        """Let those join who wait for it in `join`; all ranks call it, at one place among their operations.
+
+        It waits until what was begun is done and all ranks have come. If nobody asks, that is all. Else the group is
+        reconfigured: the new ranks come behind those that are there, which keep theirs. No other thread begins anything
+        meanwhile.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for all of it; the group's by default.
+
+        Returns
+        -------
+        tuple of int
+            The new ranks.
+
+        Raises
+        ------
+        NcclTimeout
+            If something is not done, or somebody has not come in time; it names them. A process that dies while it joins
+            ends the group: `recover` then.
+        """
+        return self.membership.admit(timeout)
+
+    @classmethod
+    def join(
+        cls,
+        store,
+        name="default",
+        *,
+        timeout=600.0,
+        device=None,
+        config=None,
+        on_error="abort",
+        check="off",
+        check_nan=False,
+        high_priority=False,
+        timing=False,
+    ):
+        """Join a running group as a new rank: wait until its ranks call `admit`, and return the group.
+
+        Parameters
+        ----------
+        store : ncclpy.bootstrap.Store
+            The one that the group was made with.
+        name : str, optional
+            The group's.
+        timeout : float, optional
+            Seconds to be admitted in, and the group's.
+        device : int, optional
+            As for `ProcessGroup`.
+        config, on_error, check, check_nan, high_priority, timing
+            As for `ProcessGroup`, and as the other ranks have given them.
+
+        Raises
+        ------
+        ValueError
+            If the other ranks were given another `check`.
+        NcclTimeout
+            If nobody has admitted this process in time.
+        """
+        cdef ProcessGroup group
+        seconds = as_timeout(timeout)
+        if type(name) is not str or not name:
+            raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
+        group = cls(
+            store, 0, 1, device=device, name=f"{name}/joining", timeout=timeout, config=config, on_error=on_error,
+            check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,
+        )
+        try:
+            group.membership.join(name, seconds)
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    # Its end.
+
+    def explain(self, error):
+        """Add to an error what all ranks do now, as the errors that end the group have it.
+
+        For a wait that has ended before its work did: `Work.wait` with a timeout asks nobody, as the work goes on.
+
+        Parameters
+        ----------
+        error : NcclError
+            Its text gets a sentence more, and its attribute `ranks` the ranks' states; nothing if the group has ended,
+            or has one rank. To ask takes as long as the store takes to answer, 3 s at most.
+        """
+        if self.lifecycle.notices is not None:
+            self.lifecycle.explain_by(error, self.lifecycle.notices.inquire)
+
+    def ask_after_stop(self):
+        """Find out whether the group was ended while this process stood still, and believe the ends of operations again if not."""
+        self.lifecycle.ask_after_stop()
+
+    def wait_for_pending_works(self, timeout=None):
+        """Wait until all operations that were begun are done; their errors are their works'.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; by default the group's.
+
+        Raises
+        ------
+        NcclTimeout
+            If some are not; they go on.
+        """
+        cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
+        check_process()
+        if not self.lifecycle.drain(deadline_after(seconds)):
+            raise NcclTimeout(
+                f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r}: {self.lifecycle.pending()} operations are not done after "
+                f"{seconds:.3g} s"
+            )
+
+    def abort(self, reason="abort() was called"):
+        """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
+
+        It returns once the others were told, which takes a second where the store is well, and four at most; the abort
+        itself goes on in a thread of its own. A second abort changes nothing.
+
+        Parameters
+        ----------
+        reason : object
+            What all are told.
+        """
+        self.lifecycle.abort(reason)
+
+    def close(self, timeout=None):
+        """Let what was begun end, and give the communicators back.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for that; by default the group's. Past them what is left is aborted.
+
+        Raises
+        ------
+        NcclTimeout
+            If something was left.
+        """
+        self.lifecycle.close(timeout)
+
+    # For other packages of ncclpy, see group.pxd.
+
+    cdef int check_usable(self) except -1:
+        return self.lifecycle.check_usable()
+
+    cdef bint is_usable(self) noexcept:
+        return self.lifecycle.connections is not None and not self.lifecycle.is_ended()
+
+    cdef long long epoch(self) noexcept:
+        return self.lifecycle.number
+
+    cdef object meeting_store(self):
+        return self.lifecycle.notices.store
+
+    cdef bint is_timed(self) noexcept:
+        return self.lifecycle.timing
+
+    cdef Connection main_connection(self):
+        return self.lifecycle.connection_with(-1)
+
+    cdef Request request_for(self, Work work):
+        cdef Request request = new_request(work, self.lifecycle.timeout)
+        request.epoch = self.lifecycle.number
+        return request
+
+    cdef int submit(self, Connection connection, Request request) except -1:
+        return self.submission.submit(connection, request)
+
+    cdef long long next_child(self) noexcept:
+        self.lifecycle.children += 1
+        return self.lifecycle.children - 1
+
+    cdef ProcessGroup part(self, str name, list members, timeout, bint timing):
+        return self._below(name, members, self.lifecycle.timeout if timeout is None else timeout, timing)
+
+    cdef object known_error(self):
+        self.lifecycle.ask_after_stop()
+        return self.lifecycle.failure
+
+    cdef int end_with(self, error, str text, bint asked) except -1:
+        self.lifecycle.fail(error, text, None, exits=False, asked=asked)
+        return 0
+
+    cdef int wait_until_told(self) except -1:
+        return self.lifecycle.wait_until_told()
+
+    def bring_to_commit(self, value, double seconds):
+        """Return what all ranks bring to a commit of a memory pool, by rank; for `ncclpy.memory`."""
+        return self.lifecycle.commit(value, seconds)
+
+
+def set_process_before(ProcessGroup group not None, before):
+    """Have a group know what became of ranks before they made it, see `Notices.before`."""
+    group.lifecycle.notices.before = before

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ncclpy.core.arguments.config import Config
 from ncclpy.core.lifecycle import device_of
-from ncclpy.process_group.group import ProcessGroup
+from ncclpy.process_group.group import ProcessGroup, set_process_before
 from ncclpy.process_group.notices import Notices
 from ncclpy.types import DeviceLike
 
@@ -71,5 +71,5 @@ def init_process_group(
         high_priority=high_priority,
         timing=timing,
     )
-    group._come_from(process_before)
+    set_process_before(group, process_before)
     return group

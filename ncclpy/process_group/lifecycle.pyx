@@ -1,5 +1,6 @@
-"""How a process group begins and ends: its communicators, and what it tells the other ranks of its end."""
+"""The state of a process group: its communicators, and how it fails and ends on all ranks."""
 
+import contextlib
 import functools
 import logging
 import sys
@@ -26,7 +27,7 @@ from ncclpy.process_group.connection cimport ConnectionOwner, Request
 from ncclpy.bootstrap.adapters import as_store
 from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime import device as _device
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.types import as_integer
 from ncclpy.engine import fence
 from ncclpy.engine.work import add_answer, without_advice
@@ -34,7 +35,7 @@ from ncclpy.engine.launcher import StreamPool, abort_aside
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.notices import Notices, caller_of, teller_of
+from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.confirmation import TELLS as _TOLD_WITHIN
@@ -52,32 +53,26 @@ _EXITS = 3.0
 _HEARS = 1.0
 #: How often a rank that has stood still asks a store that does not answer.
 _ASKS_AGAIN = 1.0
+#: What a rank that is gone has taken part in may yet be seen to be done for so long.
+_GRACE = 0.5
 
 cdef long long _groups = 0  # that were made
 
 
-cdef class Lifecycle(BlockOwner):
-    """The group apart from its operations; `ProcessGroup` is the class to use."""
+cdef class Lifecycle:
+    """A group as all parts of `ProcessGroup` know it; it knows none of them.
+
+    Connections and works refer to it, and `ProcessGroup` does: so a group that users have dropped can be freed.
+    """
 
     def __cinit__(self):
         self.lock = Lock()
 
-    def __init__(
-        self,
-        store,
-        rank,
-        size,
-        *,
-        device=None,
-        name="default",
-        timeout=600.0,
-        config=None,
-        on_error="abort",
-        check="off",
-        bint check_nan=False,
-        bint high_priority=False,
-        bint timing=False,
-    ):
+    cdef int begin(
+        self, store, rank, size, device, name, timeout, config, on_error, check, bint check_nan, bint high_priority,
+        bint timing,
+    ) except -1:
+        """Be a rank of a group, see `ProcessGroup` for the parameters."""
         store = as_store(store)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
@@ -98,14 +93,12 @@ cdef class Lifecycle(BlockOwner):
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
         self.maker = threading.get_ident()
         self.pool = StreamPool(high_priority)
-        self.deadlines, self.blocks = {}, {}
         self.enders = set()
         self.completions, self.aborts = [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.places = []
-        self.turn = threading.Lock()
-        notices = self._notices(store, rank, size)
+        notices = self.new_notices(store, rank, size)
         if size > 1:
             try:
                 notices.compare(check)
@@ -114,15 +107,16 @@ cdef class Lifecycle(BlockOwner):
                 notices.close()
                 notices.leave()
                 raise
-        self._enter(notices)
+        self.enter(notices)
+        return 0
 
-    def _notices(self, store, int rank, int size, place=None):
+    cdef object new_notices(self, store, int rank, int size, place=None):
         """Return how one of so many ranks meets the others at a place of a store."""
-        return Notices(store, self.name, rank, size, self.device, teller_of(weakref.ref(self)), place)
+        look = functools.partial(_standing_of, weakref.ref(self))
+        return Notices(store, self.name, rank, size, self.device, look, place)
 
-    def _enter(self, notices, past=None, is_lost=None):
-        """Be the rank that these notices are of; it has no communicators yet. `recover` knows by `past` what it was before."""
-        cdef long long number = 0
+    cdef int enter(self, notices) except -1:
+        """Be the rank that these notices are of, under a new number; it has no communicators yet."""
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
         who = f"rank {rank} of process group {self.name!r}"
@@ -135,85 +129,64 @@ cdef class Lifecycle(BlockOwner):
         if self.notices is not None and self.notices is not notices:
             self.places = [*self.places, self.notices]
         before = (
-            self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.past, self.is_lost,
-            self.connections, self.generations, self.alone, self.holder, self.ledger,
+            self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.connections,
+            self.generations, self.alone, self.holder, self.ledger, self.news,
         )
         ledger = Ledger()
+        cdef long long number = _next_number()  # what was begun since it left has the one between
+        cdef News news = News(self, number)
         with self.lock:
-            self.number = number = next_number()  # what was begun since it left has the one between
+            self.number, self.news = number, news
             self.rank, self.size, self.ledger = rank, size, ledger
             self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
             self.nan_check, self.completions = nan_check, completions
-            self.past, self.is_lost = past, is_lost
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
-            self.collectives = self.children = self.admissions = self.commits = 0
+            self.collectives = self.children = self.commits = 0
             self.leavers = frozenset()
         del before
-        mine = weakref.ref(self)
         if size > 1:
             fence.listen(self)
-        notices.listen(
-            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number),
-            functools.partial(caller_of(mine, "_silent"), number), functools.partial(caller_of(mine, "_is_wanted"), number),
-            functools.partial(caller_of(mine, "_look_for_closed"), number), ledger,
-        )
-
-    def _come_from(self, before):
-        """Know what became of ranks before they made this group, see `Notices`."""
-        self.notices.before = before
-
-    def __reduce__(self):
-        raise not_copied(self, "make one in each process; they meet in a store")
+        notices.listen(news.ended, news.gone, news.silent, news.is_wanted, news.look_for_closed, ledger)
+        return 0
 
     # What it is now.
-
-    @property
-    def seq(self):
-        """How many collectives were begun; a coalesced group is one. The same on all ranks that are as far."""
-        return self.collectives
-
-    @property
-    def error(self):
-        """The exception that has ended the group, None while it works."""
-        return self.failure
-
-    @property
-    def communicator(self):
-        """The group's `Communicator` with all ranks, None until it stands. Its calls are in no order with the group's."""
-        cdef Connection main = self.connections.get(_MAIN)
-        return main.comms[0] if main is not None and main.state == MADE and main.comms else None
 
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
-    def _wanted(self):
+    cdef Communicator communicator(self):
+        """Return the communicator with all ranks, None until it stands."""
+        cdef Connection main = self.connections.get(_MAIN)
+        return main.comms[0] if main is not None and main.state == MADE and main.comms else None
+
+    cdef object wanted(self):
         """Return what says whether what is waited for is still wanted: the group is there, and what it is now."""
         return functools.partial(self._is_wanted, self.number)
 
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
-    def _meet(self, place, value, double seconds, read):
+    cdef list meet(self, place, value, double seconds, read):
         """Return what all ranks bring to a meeting, by rank, see `Notices.gather`; the end of a rank that has yet to come
         ends the group.
         """
         notices = self.notices
         self.meetings += 1
         try:
-            return notices.gather(place, value, seconds, self._wanted(), read)
+            return notices.gather(place, value, seconds, self.wanted(), read)
         except (NcclTimeout, NcclRemoteError) as error:
-            self._explain(error, functools.partial(notices.inquire_at, place))
+            self.explain_by(error, functools.partial(notices.inquire_at, place))
             raise
         finally:
             self.meetings -= 1
 
-    def _commit(self, value, double seconds):
+    cdef list commit(self, value, double seconds):
         """Return what all ranks bring to a commit of a pool, by rank; the n-th of one rank meets the n-th of the others."""
         self.check_usable()
         number = self.commits  # those that come to nothing count as well: the other ranks may have come
         self.commits += 1
         try:
-            brought = self._meet(f"commit/{number}", value, seconds, _numbers)
+            brought = self.meet(f"commit/{number}", value, seconds, _numbers)
         except NcclAborted:
             self.check_usable()  # says what has ended it
             raise
@@ -221,10 +194,16 @@ cdef class Lifecycle(BlockOwner):
             self.notices.arrivals.forget(f"commit/{number - 1}", list(range(self.size)))
         return brought
 
-    cdef int check_usable(self) except -1:
+    cdef int check_initialised(self) except -1:
         check_process()
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
+        return 0
+
+    cdef int check_usable(self) except -1:
+        check_process()
+        if self.connections is None:  # each call comes here: no other call for what is always so
+            self.check_initialised()
         if self.failure is not None:
             withdraw(self.name)
             raise has_ended(self.name, self.failure, self._class_of_later())
@@ -234,7 +213,7 @@ cdef class Lifecycle(BlockOwner):
 
     def _class_of_later(self):
         """Return what a call raises on a group that has ended: until something has begun here, the first one is told why."""
-        return NcclAborted if self.closed or any(self._begun().values()) else same_class_as(type(self.failure).__name__)
+        return NcclAborted if self.closed or any(self.begun().values()) else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
         """Raise for what was begun by what this group was before it was reconfigured."""
@@ -243,6 +222,50 @@ cdef class Lifecycle(BlockOwner):
             f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
             "now; nothing of it has begun"
         )
+
+    # Going on as another: `Membership` takes these steps.
+
+    cdef bint suspend(self) except -1:
+        """Have an error until the group goes on, and a number that nothing belongs to; return whether it had no error."""
+        cdef bint worked
+        moving = NcclAborted(f"process group {self.name!r} is being reconfigured")  # not under the lock
+        with self.lock:
+            worked = self.failure is None
+            if worked:
+                self.failure = moving
+            self.between = self.failure
+            self.number = _next_number()
+        return worked
+
+    cdef object resume(self):
+        """Have no error any more, unless it is closed; what has ended it since it was suspended stays, and is returned."""
+        between = self.between
+        with self.lock:
+            ended = None if self.failure is self.between else self.failure
+            if not self.closed:
+                self.failure, self.between = ended, None
+        del between  # not under the lock: a user's exception may hang on it
+        return ended
+
+    cdef bint end_suspended(self, error) except -1:
+        """End with an error, as it does not go on; return False if something else has ended it since it was suspended."""
+        cdef bint ours
+        between = self.between
+        with self.lock:
+            ours = self.failure is self.between
+            if ours:
+                self.failure = error
+            self.between = None
+        del between  # as in resume
+        return ours
+
+    cdef int replace_failure(self, error) except -1:
+        """Have another error than the one that it has ended with."""
+        before = self.failure
+        with self.lock:
+            self.failure = error
+        del before  # as in resume
+        return 0
 
     # Communicators.
 
@@ -277,7 +300,7 @@ cdef class Lifecycle(BlockOwner):
             try:
                 made.make(b"", self.config)
             except BaseException as error:
-                self._made(made, [], error if isinstance(error, Exception) else NcclAborted(
+                self.connection_made(made, [], error if isinstance(error, Exception) else NcclAborted(
                     f"communicator {label!r} was not made: {type(error).__name__} in the last call"
                 ))
                 raise
@@ -315,10 +338,10 @@ cdef class Lifecycle(BlockOwner):
         cdef Connection made = self._new_connection(_MAIN, -1)
         made.call(comm)
         self.connections[_MAIN] = made
-        self._made(made, [comm], None)
+        self.connection_made(made, [comm], None)
         return 0
 
-    def _made(self, Connection connection not None, comms, error):
+    cdef int connection_made(self, Connection connection, list comms, error) except -1:
         """Take the outcome of making a communicator, from the thread that has made it."""
         launched, streams = [], []
         if error is None:
@@ -340,9 +363,9 @@ cdef class Lifecycle(BlockOwner):
                 if is_doubted(<Handle>comm):  # it was not there yet when the others were asked about a stop
                     errands.give(self.ask_after_stop)
             connection.settled.set()
-            return
+            return 0
         if error is not None:
-            self._failed(error, connection)
+            self.connection_failed(error, connection)
         elif self.failure is not None:
             error = self.failure
         else:
@@ -350,12 +373,22 @@ cdef class Lifecycle(BlockOwner):
         connection.fail(error)
         if comms:
             abort_aside(comms, "it is not needed any more")
+        return 0
 
     # Its end.
 
-    def _inquire(self, error, bint says=True):
+    cdef dict standing_now(self):
+        """Return what this rank does, as JSON knows it."""
+        return {} if self.ledger is None else self.ledger.standing()  # another group is asked while this one is made
+
+    cdef bint waits(self) except -1:
+        """Return whether an operation, a meeting or a comparison is under way."""
+        cdef Agreement agreement = self.agreement
+        return self.pending() or self.meetings or (agreement is not None and agreement.turn.locked())
+
+    cdef tuple inquire(self, error, bint says=True):
         """Find out what all ranks do now: an error gets it as data, which this returns, and as a sentence if it `says` so."""
-        said, states = self.inquiries.ask(self._standing)
+        said, states = self.inquiries.ask(functools.partial(_standing_of, weakref.ref(self)))
         if not says:
             said, error.ranks = None, states
         if said is not None and said not in text_of(error):
@@ -372,49 +405,15 @@ cdef class Lifecycle(BlockOwner):
         add_sentence(error, sentence)
         return 0
 
-    def _explain(self, error, inquire, bint says=True):
+    cdef int explain_by(self, error, inquire, bint says=True) except -1:
         """Do so with an error that does not end the group; the ranks are asked by `inquire`."""
         if self.size > 1 and not self.is_ended():
             who = f"rank {self.rank} of process group {self.name!r}"
-            said, states = Inquiries(inquire, True, who).ask(self._standing)
+            said, states = Inquiries(inquire, True, who).ask(functools.partial(_standing_of, weakref.ref(self)))
             if says and said is not None:
                 add_answer(error, said, states)
             error.ranks = states
-
-    def explain(self, error):
-        """Add to an error what all ranks do now, as the errors that end the group have it.
-
-        For a wait that has ended before its work did: `Work.wait` with a timeout asks nobody, as the work goes on.
-
-        Parameters
-        ----------
-        error : NcclError
-            Its text gets a sentence more, and its attribute `ranks` the ranks' states; nothing if the group has ended,
-            or has one rank. To ask takes as long as the store takes to answer, 3 s at most.
-        """
-        if self.notices is not None:
-            self._explain(error, self.notices.inquire)
-
-    def wait_for_pending_works(self, timeout=None):
-        """Wait until all operations that were begun are done; their errors are their works'.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; by default the group's.
-
-        Raises
-        ------
-        NcclTimeout
-            If some are not; they go on.
-        """
-        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
-        check_process()
-        if not self._drain(deadline_after(seconds)):
-            raise NcclTimeout(
-                f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done after "
-                f"{seconds:.3g} s"
-            )
+        return 0
 
     cdef Py_ssize_t pending(self) except -1:
         cdef Connection one
@@ -423,24 +422,15 @@ cdef class Lifecycle(BlockOwner):
             n += one.pending()
         return n
 
-    cdef bint _drain(self, double deadline) except -1:
+    cdef bint drain(self, double deadline) except -1:
         while self.pending():
             if now() >= deadline:
                 return False
             stand_by()
         return True
 
-    def abort(self, reason="abort() was called"):
-        """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
-
-        It returns once the others were told, which takes a second where the store is well, and four at most; the abort
-        itself goes on in a thread of its own. A second abort changes nothing.
-
-        Parameters
-        ----------
-        reason : object
-            What all are told.
-        """
+    cdef int abort(self, reason) except -1:
+        """End the group on all ranks, see `ProcessGroup.abort`."""
         check_process()
         text = text_of(reason)
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
@@ -448,29 +438,60 @@ cdef class Lifecycle(BlockOwner):
             error.__cause__ = reason
         self.enders.add(threading.get_ident())
         try:
-            self._fail(error, text, None, exits=False, asks=True)
-            if self.tell_thread is not None:
-                self.tell_thread.join(_TELLS)
+            self.fail(error, text, None, exits=False, asks=True)
+            self.wait_until_told()
         finally:  # who leaves a meeting before the others have heard is only one rank less
             self.moves = False
             self.enders.discard(threading.get_ident())
+        return 0
 
-    def _ended(self, number, told):
-        """Take the news from another rank that the group has ended, and what all did then."""
+    cdef int call_on_abort(self, hook) except -1:
+        """Have a hook called with the error once the group has ended before its time, at once if it has."""
+        with self.lock:
+            error = self.failure
+            if error is None:
+                self.aborts = [*self.aborts, hook]
+        if error is not None:
+            users.give(functools.partial(hook, error))
+        return 0
+
+    cdef int wait_until_told(self) except -1:
+        """Wait a second at most until the other ranks are told of the end."""
+        if self.tell_thread is not None:
+            self.tell_thread.join(_TELLS)
+        return 0
+
+    cdef int end_as_told(self, long long number, told) except -1:
+        """End as another rank has told, which says what all did then."""
         error = was_ended_by(self.name, told.text, told.said, told.kind)
         error.ranks = told.states
         planned = self.handle in (told.handles or ())
-        self._fail(error, None, number, exits=not planned, calls=not planned)
+        self.fail(error, None, number, exits=not planned, calls=not planned)
+        return 0
 
-    def _failed(self, error, Connection connection not None):
+    cdef int end_without(self, long long number, int rank, why) except -1:
+        """End, or log that the group goes on, as a rank that something waits for is gone."""
+        told = None
+        with contextlib.suppress(NcclError, ValueError):  # it may be gone since the group has ended: then that is why
+            told = self.notices.told()
+        if told is not None:
+            return self.end_as_told(number, told)
+        text = f"rank {rank} of process group {self.name!r} is gone: {why}"
+        if self.on_error != "report":
+            self.fail(NcclRemoteError(text), text, number, asks=True)
+            return 0
+        users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+        return 0
+
+    cdef int connection_failed(self, error, Connection connection) except -1:
         """Do as `on_error` says when a connection has failed, or an operation on it."""
         if connection.epoch != self.number:
-            return
+            return 0
         if self.on_error != "report":
-            self._fail(error, text_of(error), connection.epoch, connection, asks=True)
-            return
+            self.fail(error, text_of(error), connection.epoch, connection, asks=True)
+            return 0
         if not self.is_ended():
-            self._inquire(error)
+            self.inquire(error)
         self._say_where_called(error)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
@@ -482,19 +503,21 @@ cdef class Lifecycle(BlockOwner):
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
             ))
+        return 0
 
-    def _lost(self, Connection main not None, error):
+    cdef int division_failed(self, Connection main, error) except -1:
         """Do the same when the communicator of all ranks could not be divided; that has aborted it, or others wait in it."""
         cdef Communicator comm
         if self.on_error != "report":
-            self._fail(error, text_of(error), main.epoch)
-            return
+            self.fail(error, text_of(error), main.epoch)
+            return 0
         for comm in main.comms:
             if comm.closed:
                 main.fail(error)
-        self._failed(error, main)
+        self.connection_failed(error, main)
+        return 0
 
-    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
+    def fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
         `but` is a connection that sees to its own end. If it `asks`, the error has what all ranks do, and so do the others';
@@ -505,7 +528,7 @@ cdef class Lifecycle(BlockOwner):
         try:
             wanted = self.failure is None and (not self.closed or self.connections)  # else nobody sees the error
             if asks and wanted and self.size > 1 and self.on_error != "exit_now":
-                said, states = self._inquire(error, says)  # before anybody sees the error
+                said, states = self.inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
             self._end_by(error, text, number, but, exits, calls, said, states, asked)
 
@@ -614,11 +637,11 @@ cdef class Lifecycle(BlockOwner):
         try:
             told = notices.told()
         except NcclTimeout:
-            call_at(now() + _ASKS_AGAIN, functools.partial(caller_of(weakref.ref(self), "ask_after_stop")))
+            call_at(now() + _ASKS_AGAIN, functools.partial(_ask_again, weakref.ref(self)))
             return
         except LeaseEnded as failure:
             text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
-            self._fail(NcclRemoteError(text), None, number)
+            self.fail(NcclRemoteError(text), None, number)
             return
         except (NcclError, ValueError) as error:  # there is nothing to ask any more: the program is to go on
             users.give(functools.partial(
@@ -626,36 +649,25 @@ cdef class Lifecycle(BlockOwner):
                 "meanwhile: it takes what it sees for success (%s)", self.rank, self.name, error,
             ))
         if told is not None:
-            self._ended(number, told)
+            self.end_as_told(number, told)
             return
         for one in list(self.connections.values()) if number == self.number else ():
             one.believe(seen)
 
-    def close(self, timeout=None):
-        """Let what was begun end, and give the communicators back.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait for that; by default the group's. Past them what is left is aborted.
-
-        Raises
-        ------
-        NcclTimeout
-            If something was left.
-        """
+    cdef int close(self, timeout) except -1:
+        """Let what was begun end, and give everything back, see `ProcessGroup.close`."""
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
         check_process()
         with self.lock:
             if self.closed:
-                return
+                return 0
             self.closed = True
         pending = 0
         self.enders.add(threading.get_ident())
         try:
-            drained = self.failure is not None or self._drain(deadline)
+            drained = self.failure is not None or self.drain(deadline)
             pending = self.pending()
             if not drained:
                 text = f"rank {self.rank} of {self.size}: it closed the group before {pending} operations were done"
@@ -670,8 +682,9 @@ cdef class Lifecycle(BlockOwner):
                 f"rank {self.rank} of process group {self.name!r}: {pending} operations were not done {seconds:.3g} s "
                 "after close(); they were aborted"
             )
+        return 0
 
-    def _begun(self):
+    cdef dict begun(self):
         """Return how many operations this rank has begun, by communicator."""
         cdef Connection one
         return {
@@ -706,7 +719,7 @@ cdef class Lifecycle(BlockOwner):
         holder, self.holder = self.holder, None  # its memory goes when its thread has left
         if holder is not None:
             holder.ring()
-        self.notices.close(says_so=says_so, begun=self._begun())
+        self.notices.close(says_so=says_so, begun=self.begun())
         if agreement is not None:
             agreement.close()
         return 0
@@ -729,8 +742,7 @@ cdef class Lifecycle(BlockOwner):
         self.end_connections(error, well)
         if not well:
             self.end_notices(self.failure is None)
-        if self.tell_thread is not None:  # a process that ends next would take the news with it
-            self.tell_thread.join(_TELLS)
+        self.wait_until_told()  # a process that ends next would take the news with it
         self.pool.close()
         self.leave_places(True)
         if self.borrowed is not None:
@@ -738,14 +750,6 @@ cdef class Lifecycle(BlockOwner):
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
             _device.free(pointer)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if error is not None:
-            self.abort(error)
-        self.close()
 
     def __del__(self):
         # Communicators warn for themselves.
@@ -755,9 +759,68 @@ cdef class Lifecycle(BlockOwner):
             for request in self.alone:
                 (<Request>request).fail(error)
 
-    def __repr__(self):
-        state = "closed" if self.closed else "ended" if self.failure is not None else f"{self.pending()} pending"
-        return f"<ncclpy.ProcessGroup {self.name!r} rank {self.rank} of {self.size} device={self.device} {state}>"
+
+cdef class News:
+    """What a group hears of its other ranks while it has one number, and what it tells them; it keeps no group alive.
+
+    Parameters
+    ----------
+    group : Lifecycle
+        The group.
+    number : int
+        Its number: under another one nothing of this concerns it.
+    """
+
+    def __init__(self, Lifecycle group not None, long long number):
+        self.group, self.number = weakref.ref(group), number
+
+    cdef Lifecycle _concerned(self):
+        """Return the group, None if that is not there, has ended or goes on under another number."""
+        cdef Lifecycle group = self.group()
+        return None if group is None or group.number != self.number or group.is_ended() else group
+
+    def ended(self, told):
+        """Take the news that another rank has ended the group, and what all did then."""
+        cdef Lifecycle group = self.group()
+        if group is not None:
+            group.end_as_told(self.number, told)
+
+    def gone(self, rank, why):
+        """Take the news that a rank is gone, and why: what still waits in a while waits for it."""
+        call_at(now() + _GRACE, functools.partial(self._look_without, rank, why, True))
+
+    def silent(self, rank, why):
+        """Take the news that a rank was not heard of for long while something waited."""
+        errands.give(functools.partial(self._look_without, rank, why, False))
+
+    def _look_without(self, rank, why, again):
+        """End the group if something waits in it, which a rank that is gone will not bring; else look `again`."""
+        cdef Lifecycle group = self._concerned()
+        if group is None:
+            return
+        if group.waits():
+            group.end_without(self.number, rank, why)
+        elif again:
+            self.gone(rank, why)
+
+    def is_wanted(self):
+        """Return whether the group goes on under this number, and so publishes what its rank does."""
+        return self._concerned() is not None
+
+    def look_for_closed(self):
+        """End the group if an operation waits for a rank that has closed it and has not begun that operation."""
+        cdef Lifecycle group = self._concerned()
+        cdef Connection one
+        if group is None or not group.pending():
+            return
+        for rank, theirs in group.notices.closed_ranks().items():
+            mine = group.begun()
+            for one in list(group.connections.values()):
+                if one.pending() and rank in one.members and mine.get(one.label, 0) > theirs.get(one.label, 0):
+                    if rank not in group.leavers:
+                        group.leavers = group.leavers | {rank}
+                        self.gone(rank, "it has closed the group")
+                    break
 
 
 cdef class _Owner(ConnectionOwner):
@@ -769,7 +832,7 @@ cdef class _Owner(ConnectionOwner):
         self.group = group
 
     cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
-        self.group._made(clique, comms, error)
+        self.group.connection_made(<Connection>clique, comms, error)
         return 0
 
     cdef int clique_lost(self, LaunchOwner clique) except -1:
@@ -777,7 +840,7 @@ cdef class _Owner(ConnectionOwner):
         return 0
 
     cdef int connection_failed(self, Connection connection, object error) except -1:
-        self.group._failed(error, connection)
+        self.group.connection_failed(error, connection)
         return 0
 
 
@@ -796,7 +859,19 @@ def _meeting_of(notices, label, members):
     return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
 
 
-cdef long long next_number():
+def _standing_of(reference):
+    """Return what this rank does in a group, as long as there is one."""
+    cdef Lifecycle group = reference()
+    return {} if group is None else group.standing_now()
+
+
+def _ask_again(reference):
+    cdef Lifecycle group = reference()
+    if group is not None:
+        group.ask_after_stop()
+
+
+cdef long long _next_number():
     global _groups
     _groups += 1
     return _groups

@@ -1,14 +1,35 @@
 from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.operations cimport Submission
 
 
-cdef class Membership(Lifecycle):
-    cdef bint _waits(self) except -1
+# How a group goes on with fewer ranks, with more, or with others. One thread at a time does so.
+cdef class Membership:
+    cdef Lifecycle group
+    cdef Submission submission
+    cdef object turn  # of the threads that reconfigure the group
+    cdef object is_lost  # whether a rank cannot come any more, by what the group was before, until it goes on; None elsewhere
+    cdef object past  # what the group was when it worked last, while it is recovered
+    cdef long long admissions
+
+    # What `ProcessGroup`'s methods of these names do.
+    cdef int reconfigure(self, handles, uuid, timeout) except -1
+    cdef object recover(self, timeout, min_size)
+    cdef tuple admit(self, timeout)
+    # Have a group of one rank become one of those that admit it.
+    cdef int join(self, str name, double seconds) except -1
+
+    cdef int _enter(self, notices, past, is_lost) except -1
+    cdef int _check_movable(self, str what) except -1
+    cdef int _leave(self, error, bint drained, handles) except -1
+    cdef int _confirm(self, bint drained) except -1
+    cdef int _tell_plan(self, order, does) except -1
+    cdef int _compare(self, notices) except -1
+    cdef tuple _decide(self, least, double seconds)
     cdef object _stand(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
     )
     cdef int _torn(self, failure, notices, past, is_lost) except -1
     cdef int _go_on(self) except -1
-    cdef int _tell_plan(self, order, does) except -1
-    cdef int _confirm(self, bint drained) except -1
-    cdef int _leave(self, error, bint drained, handles) except -1
-    cdef int _check_movable(self, str what) except -1
+
+
+cdef Membership new_membership(Lifecycle group, Submission submission)

@@ -3,13 +3,18 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Lowered, Spread
 from ncclpy.engine.work cimport Work
-from ncclpy.process_group.connection cimport Request
+from ncclpy.process_group.connection cimport Connection, Request
+from ncclpy.process_group.lifecycle cimport Lifecycle
 
 
-cdef class Operations:
-    cdef readonly int rank
-    cdef readonly int size
-    cdef readonly int device
+cdef class Block
+
+
+# What begins operations of a group. It does nothing to the group's end but by `Lifecycle`.
+cdef class Submission:
+    cdef Lifecycle group
+    cdef dict deadlines  # seconds, by thread, of deadline blocks
+    cdef dict blocks  # coalescing blocks, by thread
 
     # Begin an operation, or the group of them that stands for it if `lowered` is not None. Of `view` are the producer's
     # stream, the type and the size; `held` and `output` are the work's: what it keeps alive and what it results in. The
@@ -17,20 +22,41 @@ cdef class Operations:
     cdef Work begin(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
     )
+    # An empty request with its work.
+    cdef Request request(self, int kind, object timeout)
+    # Number a request and give it to its communicator; raise if the group has ended, or goes on as another.
+    cdef int submit(self, Connection connection, Request request) except -1
+    # Put it into the CUDA graph that its producers' streams are being captured into.
+    cdef int capture(self, int peer, Request request) except -1
+    # Whether the stream that produces an array is being captured.
+    cdef bint captures(self, array, producer) except -1
+    # Whether this thread is in a coalescing block.
+    cdef bint in_block(self) except -1
+    cdef int open_block(self, Block block) except -1
+    # End a block, and launch what is in it if that is asked for.
+    cdef int shut_block(self, Block block, bint launches) except -1
+
+    cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1
+    cdef int _number(self, Connection connection, Work work, bint pair) except -1
+
+
+cdef Submission new_submission(Lifecycle group)
+
+
+# The methods of `ProcessGroup` that begin operations: a class of their own as a class of Cython's stands in one file.
+cdef class Operations:
+    cdef Lifecycle lifecycle
+    cdef Submission submission
+    cdef object __weakref__
+
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
     cdef Work _spread(self, Spread spread, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
 
 
-# Who has blocks open.
-cdef class BlockOwner(Operations):
-    cdef int open_block(self, Block block) except -1
-    cdef int shut_block(self, Block block, bint launches) except -1
-
-
 # What a thread begins in a coalescing block.
 cdef class Block:
-    cdef BlockOwner owner
+    cdef Submission owner
     cdef Request request
     cdef Work work
     cdef list held
@@ -48,4 +74,4 @@ cdef class Block:
     cdef bint record_captured(self) except -1
 
 
-cdef Block new_block(BlockOwner owner, Request request)
+cdef Block new_block(Submission owner, Request request)

@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from typing_extensions import disjoint_base
@@ -93,33 +93,7 @@ class Operations:
     def recv(
         self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
     ) -> Work: ...
-    def all_reduce_coalesced(
-        self,
-        arrays: Iterable[BufferLike],
-        op: OpLike = ...,
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
-    def all_gather_coalesced(
-        self,
-        sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
-    def reduce_scatter_coalesced(
-        self,
-        sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
-        op: OpLike = ...,
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
-
-class BlockOwner(Operations): ...
+    def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...
 
 @disjoint_base
 class Block:

@@ -2,18 +2,31 @@
 
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memset
 
-from ncclpy.core.arguments.operation cimport is_pair
+from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
+from ncclpy.core.arguments.operation cimport BROADCAST, RECV, SCATTER, SEND, is_pair
 from ncclpy.core.arguments.validation cimport (
     Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_spread, note_apart, shape_all_gather,
     shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather, shape_recv, shape_reduce, shape_reduce_scatter,
-    shape_scatter, shape_send, shared_memory_error,
+    shape_scatter, shape_send, shared_memory_error, take_fingerprint,
 )
-from ncclpy.core.start cimport own_op_code, root_rank
+from ncclpy.core.runtime.stream cimport Stream, is_captured
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
+from ncclpy.core.start cimport fill_barrier, own_op_code, root_rank
+from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind, wait_behind
+from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport Awaited
-from ncclpy.engine.launcher cimport find_producer, record_behind, wait_behind
-from ncclpy.process_group.connection cimport captured_of
+from ncclpy.engine.recorder cimport CAPTURED, note_operation
+from ncclpy.engine.work cimport goes_by_streams, new_work
+from ncclpy.process_group.check.agreement cimport Agreement
+from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_holder, wait_until_given
+from ncclpy.process_group.connection cimport (
+    BARRIER, Connection, capture, captured_of, new_request, new_signature,
+)
+from ncclpy.process_group.pairs cimport matched
 
+from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.errors import NcclUnsupported
 from ncclpy.types import ReduceOp, as_integer
 
@@ -25,26 +38,42 @@ cdef tuple _BITWISE = ("band", "bor", "bxor")
 
 
 cdef class Operations:
-    """Methods that begin operations; `ProcessGroup` is the class to use."""
+    """The operations of a `ProcessGroup`, which is the class to use: each ends in `Submission.begin`.
 
-    cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
-    ):
-        """Begin an operation and return its work."""
-        raise NotImplementedError
+    Attributes
+    ----------
+    rank, size, device : int
+        Which of how many ranks this is, and the ordinal of its device.
+    """
+
+    def __cinit__(self):
+        self.lifecycle = Lifecycle()
+        self.submission = new_submission(self.lifecycle)
+
+    @property
+    def rank(self):
+        return self.lifecycle.rank
+
+    @property
+    def size(self):
+        return self.lifecycle.size
+
+    @property
+    def device(self):
+        return self.lifecycle.device
 
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout):
         """Begin an operation, or what stands for it if the loaded NCCL is too old for it."""
         cdef Lowered lowered = None
         if lacks(operation.kind):
-            lowered = lower(operation, self.rank, self.size, None, None)
-        return self.begin(operation, lowered, view, held, output, producer, timeout, -1)
+            lowered = lower(operation, self.lifecycle.rank, self.lifecycle.size, None, None)
+        return self.submission.begin(operation, lowered, view, held, output, producer, timeout, -1)
 
     cdef Work _spread(self, Spread spread, output, producer, timeout):
         """Begin a collective over parts, as a group."""
-        cdef Lowered lowered = lower(&spread.operation, self.rank, self.size, spread.sends, spread.recvs)
+        cdef Lowered lowered = lower(&spread.operation, self.lifecycle.rank, self.lifecycle.size, spread.sends, spread.recvs)
         held = (spread.send, spread.recv)
-        return self.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout, -1)
+        return self.submission.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout, -1)
 
     cdef int _op_of(self, object op, const View* view) except -1:
         if type(op) is str and (<str>op).lower() in _BITWISE:
@@ -52,7 +81,7 @@ cdef class Operations:
                 f"op: NCCL has no bitwise reductions, so none by {op!r}; send the bits as bool arrays, for which sum "
                 "is 'any' and min is 'all', or all_gather them and reduce here"
             )
-        return own_op_code(op, view, self.size, "a process group")
+        return own_op_code(op, view, self.lifecycle.size, "a process group")
 
     def all_reduce(self, send, recv=None, op=_SUM, *, producer=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
@@ -86,10 +115,10 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        shape_all_reduce(&o, &s, &r, send, recv, self.device)
+        shape_all_reduce(&o, &s, &r, send, recv, self.lifecycle.device)
         o.op = self._op_of(op, &s)
         held = send if recv is None else (send, recv)
-        return self.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout, -1)
+        return self.submission.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout, -1)
 
     def broadcast(self, send, recv=None, root=0, *, producer=None, timeout=None):
         """Send the root's data to all ranks (`ncclBroadcast`).
@@ -113,8 +142,8 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        o.root = root_rank(self.size, root, "root")
-        shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        o.root = root_rank(self.lifecycle.size, root, "root")
+        shape_broadcast(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.rank == o.root)
         return self._plain(
             &o, &s if recv is None else &r, (send, recv), send if recv is None else recv, producer, timeout
         )
@@ -143,9 +172,9 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef bint is_root
-        o.root = root_rank(self.size, root, "root")
-        is_root = self.rank == o.root
-        shape_reduce(&o, &s, &r, send, recv, self.device, is_root)
+        o.root = root_rank(self.lifecycle.size, root, "root")
+        is_root = self.lifecycle.rank == o.root
+        shape_reduce(&o, &s, &r, send, recv, self.lifecycle.device, is_root)
         o.op = self._op_of(op, &s)
         output = None if not is_root else send if recv is None else recv
         return self._plain(&o, &s, (send, recv), output, producer, timeout)
@@ -172,10 +201,10 @@ cdef class Operations:
         cdef Operation o
         cdef Spread spread
         if isinstance(recv, list):
-            spread = new_spread(self.device, self.size, self.rank)
+            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.all_gather(send, recv)
             return self._spread(spread, recv, producer, timeout)
-        shape_all_gather(&o, &s, &r, send, recv, self.device, self.size, self.rank)
+        shape_all_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, *, producer=None, timeout=None):
@@ -202,11 +231,11 @@ cdef class Operations:
         cdef Operation o
         cdef Spread spread
         if isinstance(send, list):
-            spread = new_spread(self.device, self.size, self.rank)
+            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.reduce_scatter(send, recv)
             spread.operation.op = self._op_of(op, &spread.view)
             return self._spread(spread, recv, producer, timeout)
-        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank)
+        shape_reduce_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         o.op = self._op_of(op, &s)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
@@ -235,13 +264,13 @@ cdef class Operations:
         if (send_counts is None) != (recv_counts is None):
             raise ValueError("send_counts, recv_counts: pass both, on all ranks, or none")
         if send_counts is not None or isinstance(send, list) or isinstance(recv, list):
-            spread = new_spread(self.device, self.size, self.rank)
+            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             if send_counts is None:
                 spread.all_to_all(send, recv)
             else:
                 spread.all_to_all_v(send, recv, send_counts, recv_counts)
             return self._spread(spread, recv, producer, timeout)
-        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.size)
+        shape_all_to_all(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
     def gather(self, send, recv=None, root=0, *, producer=None, timeout=None):
@@ -268,15 +297,15 @@ cdef class Operations:
         cdef Operation o
         cdef Spread spread
         cdef bint is_root
-        o.root = root_rank(self.size, root, "root")
-        is_root = self.rank == o.root
+        o.root = root_rank(self.lifecycle.size, root, "root")
+        is_root = self.lifecycle.rank == o.root
         if is_root and isinstance(recv, list):
-            spread = new_spread(self.device, self.size, self.rank)
+            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.gather(send, recv, o.root)
             return self._spread(spread, recv, producer, timeout)
-        shape_gather(&o, &s, &r, send, recv, self.device, self.size, self.rank, is_root)
+        shape_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
         output = recv if is_root else None
-        return self.begin(&o, None, &s, (send, output), output, producer, timeout, -1)
+        return self.submission.begin(&o, None, &s, (send, output), output, producer, timeout, -1)
 
     def scatter(self, send, recv=None, root=0, *, producer=None, timeout=None):
         """Send each rank its part of the root's data, in a group of sends and receives.
@@ -302,14 +331,14 @@ cdef class Operations:
         cdef Operation o
         cdef Spread spread
         cdef bint is_root
-        o.root = root_rank(self.size, root, "root")
-        is_root = self.rank == o.root
+        o.root = root_rank(self.lifecycle.size, root, "root")
+        is_root = self.lifecycle.rank == o.root
         if is_root and isinstance(send, list):
-            spread = new_spread(self.device, self.size, self.rank)
+            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.scatter(send, recv, o.root)
             return self._spread(spread, recv, producer, timeout)
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank, is_root)
-        return self.begin(&o, None, &r, (send if is_root else None, recv), recv, producer, timeout, -1)
+        shape_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
+        return self.submission.begin(&o, None, &r, (send if is_root else None, recv), recv, producer, timeout, -1)
 
     def send(self, buf, peer, tag=0, *, producer=None, timeout=None):
         """Send to one rank (`ncclSend`).
@@ -339,10 +368,10 @@ cdef class Operations:
         cdef View s
         cdef Operation o
         cdef int number
-        o.root = root_rank(self.size, peer, "peer")
+        o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_send(&o, &s, buf, "buf", self.device)
-        return self.begin(&o, None, &s, buf, None, producer, timeout, number)
+        shape_send(&o, &s, buf, "buf", self.lifecycle.device)
+        return self.submission.begin(&o, None, &s, buf, None, producer, timeout, number)
 
     def recv(self, buf, peer, tag=0, *, producer=None, timeout=None):
         """Receive from one rank (`ncclRecv`).
@@ -368,84 +397,250 @@ cdef class Operations:
         cdef int number
         if peer is None or (isinstance(peer, int) and peer == -1):
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
-        o.root = root_rank(self.size, peer, "peer")
+        o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_recv(&o, &r, buf, "buf", self.device)
-        return self.begin(&o, None, &r, buf, buf, producer, timeout, number)
+        shape_recv(&o, &r, buf, "buf", self.lifecycle.device)
+        return self.submission.begin(&o, None, &r, buf, buf, producer, timeout, number)
 
-    # Several at once, in a block of `coalescing`, which is the group's.
-
-    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
-        """All-reduce several arrays in place, in one launch.
+    def barrier(self, *, producer=None, timeout=None):
+        """Begin an all-reduce of one byte: its work is done when all ranks have come.
 
         Parameters
         ----------
-        arrays : iterable of buffer
-            The arrays, as for `all_reduce`; their types may differ.
-        op, producer, timeout
+        producer : optional
+            A stream whose work has to be done before this rank counts as there.
+        timeout : float, optional
             As for `all_reduce`.
 
         Returns
         -------
         Work
-            Of all of them; its result is the list of arrays.
+            Its result is None.
         """
-        with self.coalescing(timeout) as work:
-            for array in arrays:
-                self.all_reduce(array, None, op, producer=producer)
+        cdef Operation o
+        cdef View view
+        self.lifecycle.check_usable()
+        fill_barrier(&o, &self.lifecycle.scratch, self.lifecycle.device)
+        memset(&view, 0, sizeof(view))
+        view.device = HOST_MEMORY  # which has no stream of its own
+        view.nbytes = 1
+        return self.submission.begin(&o, None, &view, None, None, producer, timeout, BARRIER)
+
+cdef class Submission:
+    """What begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""
+
+    cdef Work begin(
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
+    ):
+        cdef Lifecycle group = self.group
+        cdef Request request
+        cdef Connection connection
+        cdef Work work
+        cdef Block block
+        cdef CUstream stream
+        cdef size_t i
+        cdef int peer = -1
+        cdef long long number = group.number  # before the wait for the NaNs of an array that this has room for
+        group.check_usable()
+        if group.nan_check is not None and not (
+            find_producer(view, group.device, producer, &stream) and is_captured(stream, group.device)
+        ):
+            self._refuse_nans(operation, held, output, producer)
+        if self.blocks:
+            block = self.blocks.get(PyThread_get_thread_ident())
+            if block is not None:
+                if timeout is not None:
+                    raise ValueError("timeout: in a coalescing block it is the block's: pass it to coalescing()")
+                block.add(operation, lowered, view, held, output, producer, tag)
+                return block.work
+        ensure_running()
+        request = self.request(operation.kind, timeout)
+        request.epoch = number
+        work = request.work
+        work.held, work.output = held, output
+        work.by_stream = (held is output or output is None) and type(held) is not tuple and goes_by_streams(view)
+        note_operation(work.entry, operation, view.nbytes)
+        work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == BARRIER
+        if lowered is None:
+            request.add(operation)
+        else:
+            request.add_all(lowered)
+        request.point_to_point = is_pair(operation.kind)
+        take_fingerprint(&request.call, operation, view)
+        if request.point_to_point and operation.root != group.rank:
+            peer = operation.root
+        if request.brought is not None:
+            request.brought.add(operation, lowered, view, group.rank, group.size, tag)
+        try:
+            if find_producer(view, work.device, producer, &stream):
+                if is_captured(stream, work.device):
+                    for i in range(request.count):
+                        request.steps[i].stream = stream
+                    self.capture(peer, request)
+                    return work
+                record_behind(work, stream)
+            connection = group.connection_with(peer)
+            if peer >= 0:
+                request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
+            self.submit(connection, request)
+        except BaseException as error:  # the recorder is not to show it as pending
+            work.withdraw(error)
+            raise
         return work
 
-    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
-        """Gather several arrays on all ranks, in one launch.
+    cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1:
+        """Raise if this rank would send a NaN. `held` is what it sends, or that and what it receives."""
+        cdef Lifecycle group = self.group
+        cdef int kind = operation.kind
+        if kind == RECV or ((kind == BROADCAST or kind == SCATTER) and operation.root != group.rank) or held is None:
+            return 0
+        sent = held if kind == SEND or held is output else held[0]
+        group.nan_check.refuse(sent, method_name(kind), producer)
+        return 0
 
-        Parameters
-        ----------
-        sends, recvs : iterable of buffer
-            As many of each; a pair is what `all_gather` takes.
-        producer, timeout
-            As for `all_reduce`.
+    cdef Request request(self, int kind, object timeout):
+        """Return an empty request with its work."""
+        cdef Lifecycle group = self.group
+        cdef Work work = new_work(kind, group.device)
+        cdef Request request
+        cdef double limit = group.timeout
+        if timeout is not None:
+            limit = as_timeout(timeout)
+        elif self.deadlines:
+            limit = self.deadlines.get(PyThread_get_thread_ident(), group.timeout)
+        work.timed = group.timing
+        if group.completions:
+            work.callbacks = list(group.completions)
+        request = new_request(work, limit)
+        request.epoch = group.number
+        if group.agreement is not None:
+            request.brought = new_signature()
+        return request
 
-        Returns
-        -------
-        Work
-            Of all of them; its result is the list of what `recvs` holds.
-        """
-        with self.coalescing(timeout) as work:
-            for send, recv in zip(sends, recvs, strict=True):
-                self.all_gather(send, recv, producer=producer)
-        return work
+    cdef int submit(self, Connection connection, Request request) except -1:
+        """Number a request and give it to its communicator, unless the group has ended."""
+        cdef Lifecycle group = self.group
+        cdef bint taken = False, held = False, pair = request.point_to_point
+        cdef Agreement agreement = group.agreement
+        cdef bint compared = agreement is not None and not pair
+        cdef Work work = request.work
+        cdef Launch lent = None
+        if compared:
+            agree(group, agreement, connection, request)
+        elif agreement is not None and group.holder is None:
+            group.holder = new_holder(group)
+        group.lock.enter()
+        try:
+            if not group.is_ended() and request.epoch == group.number:
+                taken = True
+                if connection.peer < 0 and request.is_alone_with(group.rank):
+                    request = matched(group, request)  # which may refuse it
+                self._number(connection, work, pair)
+                if request is not None:
+                    held = agreement is not None and hold(group, connection, request)
+                    if not held:
+                        lent = connection.take(request)
+        finally:
+            group.lock.leave()
+            if compared:
+                agreement.end()
+            launch_here(lent)
+        if held:
+            look_after(group)
+        if not taken:
+            group.refuse_old()
+        return 0
 
-    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
-        """Reduce several arrays and leave this rank's parts here, in one launch.
+    cdef int capture(self, int peer, Request request) except -1:
+        """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
+        cdef Lifecycle group = self.group
+        cdef Connection connection = group.standing(peer)
+        cdef Agreement agreement = group.agreement
+        if request.epoch != group.number:
+            group.refuse_old()
+        if peer < 0 and request.is_alone_with(group.rank):
+            raise ValueError(
+                f"rank {group.rank} of process group {group.name!r}: what a rank sends to itself is captured together with "
+                "its receive: have both in one coalescing() block"
+            )
+        if peer >= 0:
+            request.steps[0].root = 1 - connection.rank
+        compared = agreement is not None and not request.point_to_point
+        if agreement is not None:
+            wait_until_given(connection, group, deadline_after(request.limit))
+        if compared:
+            agree(group, agreement, connection, request)
+        try:
+            error = capture(connection, request)
+            if error is None:
+                with group.lock:
+                    self._number(connection, request.work, request.point_to_point)
+        finally:
+            if compared:
+                agreement.end()
+        if error is not None:  # nobody knows what NCCL has made of it
+            if group.on_error != "report":
+                group.fail(error, text_of(error), connection.epoch)
+                if group.failure is not error:
+                    group.check_usable()
+            raise error
+        return 0
 
-        Parameters
-        ----------
-        sends, recvs : iterable of buffer
-            As many of each; a pair is what `reduce_scatter` takes.
-        op, producer, timeout
-            As for `all_reduce`.
+    cdef bint captures(self, array, producer) except -1:
+        """Return whether the stream that produces an array is being captured; what is none is for others to say."""
+        cdef Lifecycle group = self.group
+        cdef View view
+        cdef CUstream stream
+        try:
+            read_view(array, &view, "values")
+        except Exception:
+            return False
+        return find_producer(&view, group.device, producer, &stream) and is_captured(stream, group.device)
 
-        Returns
-        -------
-        Work
-            Of all of them; its result is the list of what `recvs` holds.
-        """
-        with self.coalescing(timeout) as work:
-            for send, recv in zip(sends, recvs, strict=True):
-                self.reduce_scatter(send, recv, op, producer=producer)
-        return work
-
-
-cdef class BlockOwner(Operations):
-    """Who has blocks open."""
+    cdef int _number(self, Connection connection, Work work, bint pair) except -1:
+        cdef Lifecycle group = self.group
+        work.entry.group, work.entry.pair = group.number, pair
+        if pair:
+            work.entry.sequence = connection.sequence
+            connection.sequence += 1
+        else:
+            work.entry.sequence = group.collectives
+            group.collectives += 1
+        if work.entry.state != CAPTURED:  # which never ends
+            work.entry.note(group.ledger.ledger)
+        return 0
 
     cdef int open_block(self, Block block) except -1:
-        """Note that this thread is in a block."""
-        raise NotImplementedError
+        ident = PyThread_get_thread_ident()
+        if ident in self.blocks:
+            raise ValueError("coalescing() within coalescing(): its operations are one launch already")
+        self.blocks[ident] = block
+        return 0
 
     cdef int shut_block(self, Block block, bint launches) except -1:
-        """Note that it has left it, and launch what is in it if that is asked for."""
-        raise NotImplementedError
+        """End a block, and launch what is in it."""
+        cdef Lifecycle group = self.group
+        cdef Stream stream
+        self.blocks.pop(PyThread_get_thread_ident(), None)
+        if not launches:
+            return 0
+        group.check_usable()
+        if block.record_captured():
+            return self.capture(-1, block.request)
+        stream = group.pool.of(group.device, 0)
+        block.record(stream.raw)
+        self.submit(group.connection_with(-1), block.request)
+        return 0
+
+    cdef bint in_block(self) except -1:
+        """Return whether this thread is in a coalescing block."""
+        return PyThread_get_thread_ident() in self.blocks
+
+
+cdef Submission new_submission(Lifecycle group):
+    cdef Submission submission = Submission.__new__(Submission)
+    submission.group, submission.blocks, submission.deadlines = group, {}, {}
+    return submission
 
 
 cdef class _Open(Awaited):
@@ -508,8 +703,8 @@ cdef class Block:
 
     cdef object _clash(self):
         """Return the error of two operations of which one writes what the other uses: they run at the same time; or None."""
-        cdef uint64_t number = digest_begun(self.owner.size)
-        cdef size_t i, size = self.owner.size
+        cdef uint64_t number = digest_begun(self.owner.group.size)
+        cdef size_t i, size = self.owner.group.size
         cdef Py_ssize_t call
         cdef Extents extents
         for i in range(self.request.count):
@@ -548,7 +743,7 @@ cdef class Block:
         else:
             self.request.add_all(lowered)
         if self.request.brought is not None:
-            self.request.brought.add(operation, lowered, view, self.owner.rank, self.owner.size, tag)
+            self.request.brought.add(operation, lowered, view, self.owner.group.rank, self.owner.group.size, tag)
         for i in range(before, self.request.count):
             self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
         if not self.held:
@@ -586,7 +781,7 @@ cdef class Block:
         return True
 
 
-cdef Block new_block(BlockOwner owner, Request request):
+cdef Block new_block(Submission owner, Request request):
     cdef Block block = Block.__new__(Block)
     block.owner = owner
     block.request, block.work = request, request.work

@@ -46,7 +46,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
                     f"rank {group.rank} of process group {group.name!r}: communicator {one.label!r} of {one.nranks} "
                     f"ranks is not made after {seconds:.3g} s"
                 )
-                group._explain(late, functools.partial(group.notices.inquire_about, one.label, one.members))
+                group.explain_by(late, functools.partial(group.notices.inquire_about, one.label, one.members))
                 if group.is_ended():  # by another thread, which knows what the ranks do, and fails the connection next
                     one.settled.wait(_FAILS)
                 if not one.settled.is_set():
@@ -76,12 +76,12 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
     notices = group.notices
     try:
-        notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group._wanted())
+        notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise
     except (NcclTimeout, NcclRemoteError) as error:
-        group._explain(error, functools.partial(notices.inquire_at, place))
+        group.explain_by(error, functools.partial(notices.inquire_at, place))
         raise
     if group.rank == pair[1]:  # the first has put there what this one was the last to read
         group.notices.arrivals.forget(place, pair)
@@ -157,7 +157,7 @@ cdef bint can_divide(Lifecycle group) except -1:
 cdef object bring(Lifecycle group, object number, list mine):
     """Return what all ranks bring to the meeting of this number: a color, a key, and what `can_divide` says."""
     try:
-        return group._meet(f"split/{number}", mine, group.timeout, _part_of)
+        return group.meet(f"split/{number}", mine, group.timeout, _part_of)
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise
@@ -223,7 +223,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         failure = error if isinstance(error, Exception) else NcclAborted(
             f"process group {group.name!r} was not divided: {type(error).__name__} in the last call"
         )
-        group._lost(main, failure)
+        group.division_failed(main, failure)
         raise
     comm.children.discard(part)  # it is its own group's: this one's end is not its end
     return part if belongs else None

@@ -16,7 +16,7 @@ import testing
 from ncclpy.bootstrap import LocalStore, arrivals
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.peers import status
-from ncclpy.process_group import membership
+from ncclpy.process_group import lifecycle
 from ncclpy.process_group.notices import Notices
 
 #: A timeout that no test waits for.
@@ -123,7 +123,7 @@ def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_th
         return found[-1]
 
     monkeypatch.setattr(status, "_BEAT", 0.02)
-    monkeypatch.setattr(membership, "_GRACE", 0.0)
+    monkeypatch.setattr(lifecycle, "_GRACE", 0.0)
     monkeypatch.setattr(Notices, "closed_ranks", look)
 
     def body(group):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ncclpy.peers.confirmation import _LOOKS, TELLS, Patience
 
-#: Seconds of `engine.fence` and of `process_group.membership`.
+#: Seconds of `engine.fence` and of `process_group.lifecycle`.
 STILL, GRACE = 0.5, 1.0
 #: A rank that lives hears within so many seconds in which it runs.
 HEARS = 4.5

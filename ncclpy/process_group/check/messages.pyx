@@ -447,7 +447,7 @@ cdef class Holder:
             if group.on_error == "report":
                 _report(group, error)
             else:
-                group._fail(error, text_of(error), connection.epoch)
+                group.fail(error, text_of(error), connection.epoch)
         return True
 
     def _lose(self, Lifecycle group, Connection connection, error):
@@ -456,10 +456,10 @@ cdef class Holder:
             abort_aside(connection.abort(error), text_of(error))
             _report(group, error)
         else:
-            group._inquire(error)  # before who waits sees it
+            group.inquire(error)  # before who waits sees it
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
-            group._fail(error, text_of(error), connection.epoch, asks=True)
+            group.fail(error, text_of(error), connection.epoch, asks=True)
 
 
 def _report(Lifecycle group not None, error):
@@ -547,7 +547,7 @@ cdef int wait_until_given(Connection connection, Lifecycle group, double deadlin
 
 
 cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1:
-    wanted = group._wanted()
+    wanted = group.wanted()
     try:
         agreement.begin(deadline_after(request.limit), wanted)
     except NcclError:
@@ -590,9 +590,9 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     cdef bint told = error is agreement.found
     # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
     if group.on_error != "report" or (told and agreement.ends):
-        group._fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text tells what all bring
+        group.fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text tells what all bring
         return 0
-    group._explain(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
+    group.explain_by(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
     if not told:
         abort_aside(connection.abort(error), text_of(error))
     users.give(functools.partial(  # a logger's handlers are the user's

@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,29 +30,7 @@ from ncclpy.types import UniqueId
 
 __all__ = [
     "Notices",
-    "caller_of",
-    "teller_of",
 ]
-
-
-def caller_of(reference: weakref.ref[Any], method: str) -> Callable[..., Any]:
-    """Return what calls a method of a group, as long as there is one."""
-
-    def call(*arguments: Any) -> Any:
-        group = reference()
-        return None if group is None else getattr(group, method)(*arguments)
-
-    return call
-
-
-def teller_of(reference: weakref.ref[Any]) -> Callable[[], dict[str, Any]]:
-    """Return what tells what a group does, likewise."""
-
-    def tell() -> dict[str, Any]:
-        group = reference()
-        return {} if group is None else group._standing()
-
-    return tell
 
 
 _log = logging.getLogger("ncclpy.process_group")

@@ -32,7 +32,7 @@ def dumps(number=1):
     return [json.load(open(os.path.join(FOLDER, name))) for name in files()]
 
 def the_dump():
-    (name,) = os.listdir(FOLDER)
+    (name,) = files()
     with open(os.path.join(FOLDER, name)) as file:
         return json.load(file)
 

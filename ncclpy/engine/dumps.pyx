@@ -94,7 +94,7 @@ cdef class _Writer(FailureListener):
     cdef str folder
     cdef int nranks  # of the largest communicator or process group so far
     cdef set ranks  # of this process in those of that size
-    cdef object requests  # a deque: when to write, and the class and the text of the error
+    cdef object requests  # a deque: when, whether a group has ended, the class and the text of the error
     cdef int signals  # that were answered
     cdef double written  # when the last dump was
     cdef str path  # of the last dump
@@ -136,14 +136,17 @@ cdef class _Writer(FailureListener):
 
     cpdef int failed(self, object error, bint wait, bint ended=False) except -1:
         cdef double moment = now(), due = moment if wait else moment + <double>_SETTLE
-        if not ended:  # at the end of a group a launcher may kill the process soon
-            due = max(due, self.written + <double>_SPACING)
         self.start()
         if len(self.requests) < _MOST:
             # Not the error itself: frames hang on it, and in these arrays of the user.
-            self.requests.append((due, type(error).__name__, error.args[0] if error.args else ""))
+            self.requests.append((due, ended, type(error).__name__, error.args[0] if error.args else ""))
             _wake_all()
         return self.wait_for(moment) if wait else 0
+
+    cdef double due_of(self, tuple request) except? -1:
+        """Return when to write: at the end of a group without a pause, as a launcher may kill the process soon."""
+        cdef double due = request[0]
+        return due if request[1] else max(due, self.written + <double>_SPACING)
 
     cpdef int finish(self) except -1:
         return self.wait_for(FOREVER)
@@ -154,7 +157,7 @@ cdef class _Writer(FailureListener):
         cdef int seen
         while now() < end and self.thread.is_alive():
             seen = load(&ncclpy_wake_ups)
-            if not self.busy and not [due for due, _, _ in list(self.requests) if due <= latest]:
+            if not self.busy and not [each for each in list(self.requests) if self.due_of(each) <= latest]:
                 break
             with nogil:
                 sleep_on(&ncclpy_wake_ups, seen, 0.05)
@@ -173,7 +176,7 @@ cdef class _Writer(FailureListener):
         cdef int seen
         while True:
             seen = load(&ncclpy_wake_ups)
-            pause = min([due for due, _, _ in list(self.requests)], default=FOREVER) - now()
+            pause = min([self.due_of(each) for each in list(self.requests)], default=FOREVER) - now()
             if load(&ncclpy_signals) != self.signals:
                 self.signals = load(&ncclpy_signals)
                 self.write("SIGUSR2: asked for")
@@ -193,11 +196,11 @@ cdef class _Writer(FailureListener):
         cdef double moment = now()
         cdef str reason = None
         for _ in range(len(self.requests)):
-            due, kind, words = self.requests.popleft()
-            if due > moment and not self.ended:
-                self.requests.append((due, kind, words))
+            request = self.requests.popleft()
+            if self.due_of(request) > moment and not self.ended:
+                self.requests.append(request)
             elif reason is None:
-                reason = f"{kind}: {text_of(words)}"
+                reason = f"{request[2]}: {text_of(request[3])}"
         return reason
 
     cdef int write(self, str reason) except -1:

@@ -123,7 +123,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     def __exit__(self, kind, error, traceback):
         if error is not None:
-            self.lifecycle.abort(error)
+            self.abort(error)
         self.close()
 
     def __repr__(self):

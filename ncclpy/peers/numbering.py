@@ -138,7 +138,9 @@ class Numbering:
             else:
                 continue
             made = _Made(number, self._rank, self._size, self._mine)
-            if self._put(self._rank, packed, made) and self._base() < number and self._fits(made, last):
+            # FIRST before this rank's own key: a second process of this rank that finds the key takes the group for over
+            # where FIRST is not there, and begins another one, while this rank waits here alone.
+            if self._fits(made, last) and self._put(self._rank, packed, made) and self._base() < number:
                 return number
 
     def has_made(self, rank: int, number: int) -> bool:

@@ -806,7 +806,10 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.lifecycle.wait_until_told()
 
     def bring_to_commit(self, value, double seconds):
-        """Return what all ranks bring to a commit of a memory pool, by rank; for `ncclpy.memory`."""
+        """Return what all ranks bring to a commit of a memory pool within some `seconds`, by rank; this one brings `value`.
+
+        For `ncclpy.memory`.
+        """
         return self.lifecycle.commit(value, seconds)
 
 

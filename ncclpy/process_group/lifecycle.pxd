@@ -52,6 +52,8 @@ cdef class Lifecycle:
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread
+    cdef object end_begun  # an event: the threads are there that a failure starts; None before
+    cdef object end_maker  # the thread that starts them
     cdef unsigned long maker  # the thread that has made it
     cdef set enders  # threads that are in abort(), close(), recover() or reconfigure()
     cdef object translate  # an exception as the framework above raises it, or None

@@ -543,6 +543,10 @@ cdef class Lifecycle:
             if (self.failure is not None and self.failure is not self.between) or (self.closed and not self.connections):
                 return
             self.failure = error
+            # Before any request fails: its waiter may close the group at once, and what this rank still tells in the store
+            # has to be there before the last rank clears that away.
+            self.end_begun, self.end_maker = threading.Event(), threading.get_ident()
+            begun = self.end_begun
             connections, notices = list(self.connections.values()), self.notices
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come
@@ -551,36 +555,39 @@ cdef class Lifecycle:
                 if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
                     kind = NcclRemoteError.__name__  # what was never made was not aborted
                 but.state = GONE
-        comms, readers = [] if but is None else list(but.comms), set()
-        for one in connections if but is None or but in connections else [*connections, but]:
-            one.fence()
-            one.note_readers(readers)
-        notices.known.failed(error)
-        exits = exits and self.on_error in ("exit", "exit_now")
-        if exits and self.on_error == "exit_now":
-            self._exit(error, notices)
-        telling = None
-        if text is not None:
-            told = (
-                f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
-            )
-            telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
-            telling.start()
-            self.tell_thread = telling
-        others = error
-        if type(error) is not NcclAborted:
-            others = has_ended(self.name, error, same_class_as(type(error).__name__))
-        for one in connections:
-            if one is not but:
-                comms += one.abort(others)
-        for request in alone:
-            (<Request>request).fail(others)
-        if not exits:
-            readers.discard(threading.get_ident())
-            readers -= self.enders  # they hear of it by what they are in
-            shown = error if self.translate is None else self.translate(error)
-            tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
-            self._abort_later(notices, telling, comms, text_of(error), tell_readers)
+        try:
+            comms, readers = [] if but is None else list(but.comms), set()
+            for one in connections if but is None or but in connections else [*connections, but]:
+                one.fence()
+                one.note_readers(readers)
+            notices.known.failed(error)
+            exits = exits and self.on_error in ("exit", "exit_now")
+            if exits and self.on_error == "exit_now":
+                self._exit(error, notices)
+            telling = None
+            if text is not None:
+                told = (
+                    f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
+                )
+                telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
+                telling.start()
+                self.tell_thread = telling
+            others = error
+            if type(error) is not NcclAborted:
+                others = has_ended(self.name, error, same_class_as(type(error).__name__))
+            for one in connections:
+                if one is not but:
+                    comms += one.abort(others)
+            for request in alone:
+                (<Request>request).fail(others)
+            if not exits:
+                readers.discard(threading.get_ident())
+                readers -= self.enders  # they hear of it by what they are in
+                shown = error if self.translate is None else self.translate(error)
+                tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
+                self._abort_later(notices, telling, comms, text_of(error), tell_readers)
+        finally:
+            begun.set()
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
         if exits:
@@ -705,6 +712,8 @@ cdef class Lifecycle:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
+        if self.end_begun is not None and self.end_maker != threading.get_ident():  # not in a handler of signals there
+            self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             for one in connections:
                 one.fence()

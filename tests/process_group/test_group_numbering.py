@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 
 import numpy as np
@@ -12,6 +14,8 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
+from ncclpy.peers import reports
+from ncclpy.peers.numbering import FIRST, Numbering
 
 #: Starts processes as ranks of a group; each says what has come of it.
 RANKS = """
@@ -377,6 +381,56 @@ def test_a_group_that_has_failed_leaves_nothing_either_once_all_have_closed_it(h
     together, store = threading.Barrier(3), LocalStore()
     run_groups(3, body, store=store)
     assert store.keys() == ["ncclpy/group/default/base"]
+
+
+def test_close_waits_for_what_a_failure_still_tells(host_engine):
+    """The group has its error before it has begun the thread that confirms the end in the store."""
+
+    def body(group):
+        def translate(error):
+            with contextlib.suppress(ncclpy.NcclTimeout):  # not there before this rank has confirmed
+                store.wait(["ncclpy/group/default/1/left/0"], 0.3)
+            return error
+
+        together.wait(DEADLINE)  # no communicator is made: else the other rank waits for the confirmation itself
+        aborts = threading.Thread(target=group.abort, args=("enough",))
+        if group.rank == 0:
+            group.translate = translate
+            aborts.start()
+        testing.wait_for(lambda: group.error, "the end")
+        group.close()
+        if group.rank == 0:
+            aborts.join()
+
+    together, store = threading.Barrier(2), LocalStore()
+    run_groups(2, body, store=store)
+    assert store.keys() == ["ncclpy/group/default/base"]
+
+
+def test_a_second_process_of_a_rank_is_refused_as_soon_as_it_sees_the_first(host_engine):
+    """Also where a group counts as over whose first rank has cleared FIRST away, as for `Communicator.from_env`."""
+
+    def numbering():
+        def is_over(number):
+            return not made.part(number).check([FIRST])
+
+        made = Numbering(store, "a test", "place", 0, 2, lambda number, text: None, is_over)
+        return made
+
+    store = LocalStore()
+    first, second = numbering(), numbering()
+    parent = os.getppid()
+    second._mine = second._mine | {"pid": parent, "start": reports._stat(parent)[1]}
+    put = first._put
+
+    def put_and_meet_the_second(*arguments):
+        done = put(*arguments)
+        with pytest.raises(ValueError, match="rank 0 of a test was made twice"):
+            second.enter()
+        return done
+
+    first._put = put_and_meet_the_second
+    assert first.enter() == 1
 
 
 def test_a_group_that_went_on_with_others_leaves_nothing_at_its_old_place(host_engine):

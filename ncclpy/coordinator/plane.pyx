@@ -32,7 +32,7 @@ from ncclpy.process_group.group cimport ProcessGroup
 
 from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclRemoteError, NcclTimeout
-from ncclpy.types import DataType, ReduceOp
+from ncclpy.types import DataType
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.notices import Notices
 

@@ -138,8 +138,8 @@ class Numbering:
             else:
                 continue
             made = _Made(number, self._rank, self._size, self._mine)
-            # FIRST before this rank's own key: a second process of this rank that finds the key takes the group for over
-            # where FIRST is not there, and begins another one, while this rank waits here alone.
+            # FIRST before this rank's own key: a second process of this rank that finds the key without FIRST takes
+            # the group for over and begins another one, while this rank waits here alone.
             if self._fits(made, last) and self._put(self._rank, packed, made) and self._base() < number:
                 return number
 

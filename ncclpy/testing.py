@@ -31,6 +31,8 @@ _CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
 _GRACE = 5.0
 #: The part of the deadline that a rank's communicator has for one wait: it can name who is missing.
 _SHARE = 0.75
+#: Seconds of one wait for a rank's report, after which Python looks for signals.
+_SLICE = 0.5
 
 
 class _Report(NamedTuple):
@@ -229,9 +231,13 @@ class _Threads:
 
     def next(self, timeout: float) -> _Report | None:
         """Return the next report; None if there is none in time."""
-        with contextlib.suppress(queue.Empty):
-            return self._reports.get(timeout=timeout)
-        return None
+        deadline = time.monotonic() + timeout
+        while True:  # in slices: a signal that the system gives to another thread wakes no wait of this one
+            left = deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return self._reports.get(timeout=max(0.0, min(_SLICE, left)))
+            if left <= 0:
+                return None
 
     def stop(self) -> None:
         """Abort what communicators there are; one that is still being made is aborted by its rank."""

@@ -167,9 +167,9 @@ def test_an_error_names_who_is_held_up_by_its_own_stream(host_engine):
                 group.all_reduce(np.ones(4), producer=stream)
             else:
                 group.all_reduce(np.ones(4), timeout=0.5)
-            # Rank 1 has a stream wait for an operation of the second group, and hears of its end in any place.
-            with contextlib.suppress(ncclpy.NcclAborted):
-                testing.wait_for(lambda: group.error is not None, "the end")
+            if group.rank == 1:  # whose stream waits for an operation of the second group: it hears of that one's end
+                with pytest.raises(ncclpy.NcclAborted, match="process group 'second'"):
+                    testing.wait_for(lambda: False, "the end of the second group")
             testing.wait_for(lambda: group.error is not None, "the end")
             second.abort()
             return group.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 import ncclpy
 import testing
+from ncclpy.core.runtime import stream_readers
 
 DEADLINE = 20.0
 
@@ -135,3 +137,25 @@ def test_launch_of_a_plan_is_read_by_the_thread_that_launches(arrays, comms3, gr
         with pytest.raises(ncclpy.NcclTimeout):
             comms3[1].all_reduce(np.ones(4), timeout=0.5)
     assert type(reader.outcome()) is ncclpy.NcclTimeout
+
+
+def test_error_that_passes_cleanup_code_arrives_as_it_is():
+    """Python 3.10 and 3.11 make an exception anew where it leaves such a block."""
+    error, found, ready = ncclpy.NcclTimeout("late"), [], threading.Event()
+
+    def read():
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(list)
+                ready.set()
+                while True:
+                    time.sleep(0.001)
+        except BaseException as raised:
+            found.append(raised)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert ready.wait(30)
+    stream_readers.raise_in_readers([thread.ident], 0, error)
+    thread.join(30)
+    assert found == [error]

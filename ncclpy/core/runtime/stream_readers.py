@@ -57,7 +57,8 @@ def _raised_as(error: BaseException, ident: int) -> type[BaseException]:
     """Return a class that is this error when it is raised: an asynchronous exception is given by its class."""
     kind = type(error)
 
-    def raised(cls: type[BaseException]) -> BaseException:
+    def raised(cls: type[BaseException], *_: object) -> BaseException:
+        # Up to Python 3.11 it may be called again, with the error: that is not of this class.
         _pending.pop(ident, None)
         return error
 

@@ -27,7 +27,7 @@ from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.protocols cimport Awaited, add_sentence
 from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.check.agreement cimport Agreement
@@ -568,6 +568,7 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
                 if error is not agreement.found:
                     group.check_usable()  # says what has ended it
                 error.ranks = getattr(group.failure, "ranks", None)
+                add_sentence(error, where_called(request.work.entry))
                 raise
             group.collectives += 1  # on all ranks
             error._where_called = where_called(request.work.entry)

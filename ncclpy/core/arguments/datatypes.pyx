@@ -407,7 +407,7 @@ cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
 
 cnp.import_array()
 
-# What both kinds of managed tensor of ours have in common: the tensor, and its one dimension.
+# What both kinds of managed tensor here have in common: the tensor, and its one dimension.
 cdef struct Plain:
     DLManagedTensor managed
     int64_t shape
@@ -516,7 +516,7 @@ cdef void _release_plain(DLManagedTensor* tensor) noexcept with gil:
 
 
 cdef void _drop_versioned(object capsule) noexcept:
-    """Release what nobody has taken: who takes a tensor renames its capsule."""
+    """Release a tensor that no consumer has taken: a consumer renames the capsule."""
     if PyCapsule_IsValid(capsule, b"dltensor_versioned"):
         _release_versioned(<DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, b"dltensor_versioned"))
 

@@ -10,11 +10,11 @@ from ncclpy.core.handles.state cimport Cradle, Mark, Marks
 from ncclpy.core.runtime.wait cimport Waiting
 
 
-# Who is told of the calls that communicators make for users, each alone or at the end of a group.
+# An observer of the calls that communicators make for users, each alone or at the end of a group.
 cdef class Tap:
     # Where this thread's Python is, for `begin`: a group's operations are recorded before they are called.
     cdef object here(self)
-    # Before a call: returns what `end` is given. Both in the calling thread, under no lock of ours.
+    # Before a call: returns what `end` is given. Both in the calling thread, under none of the locks of ncclpy.
     cdef object begin(self, Handle handle, const Operation* operation, object here)
     # When it has come back: `done` where its data have been waited for, else it goes on, on its stream.
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1
@@ -24,7 +24,7 @@ cdef class Tap:
     cdef int explain(self, object noted, object error) except -1
 
 
-# None when nobody is to be told.
+# None while there is no observer.
 cdef Tap tap
 cdef int set_tap(Tap new) except -1
 

@@ -37,7 +37,7 @@ from ncclpy.core.runtime.stream_readers import withdraw
 
 
 cdef class Tap:
-    """Nobody in particular; those who listen build on it."""
+    """The interface of an observer of calls: the flight recorder implements it."""
 
     cdef object here(self):
         raise NotImplementedError
@@ -59,7 +59,7 @@ tap = None
 
 
 cdef int set_tap(Tap new) except -1:
-    """Have another one told from now on; None for nobody."""
+    """Have this observer told of calls from now on; None ends that."""
     global tap
     tap = new
     return 0

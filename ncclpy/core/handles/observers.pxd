@@ -83,7 +83,7 @@ cdef bint settle(Tenant* tenant, CUcontext context) noexcept nogil
 cdef void move_out(Tenant* tenant) noexcept nogil
 
 
-# Who is told of communicators that are ready, and asked why one was aborted by its tenant.
+# The memory registry: it is told of communicators that are ready, and says why its hook has aborted one.
 cdef class Landlord:
     cdef int is_ready(self, object handle) except -1
     cdef int was_ended(self, object handle) except -1

@@ -74,7 +74,7 @@ cdef bint in_whole() noexcept nogil:
 
 
 cdef class Fellows:
-    """Nobody in particular; who can ask builds on it."""
+    """The interface to the other ranks of a communicator: `peers/fellows.py` implements it."""
 
     cpdef Fellows of_part(self, object comm):
         raise NotImplementedError
@@ -160,7 +160,7 @@ cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil:
 
 
 cdef class Landlord:
-    """Nobody in particular; who takes tenants builds on it."""
+    """The interface of the memory registry, which has a hook at each communicator."""
 
     cdef int is_ready(self, object handle) except -1:
         raise NotImplementedError
@@ -178,7 +178,7 @@ cdef list everyone():
 
 
 cdef int set_landlord(Landlord new) except -1:
-    """Have another one told from now on; None for nobody."""
+    """Have this object told from now on; None ends that."""
     global _landlord
     _landlord = new
     return 0

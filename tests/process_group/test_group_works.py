@@ -144,21 +144,24 @@ def time_of(threads):
 
 
 @pytest.mark.parametrize("large", [0, 100_000], ids=["at once", "after a large one"])
-def test_who_waits_does_the_work(host_engine, large):
+def test_wait_for_each_work_at_once_runs_it_in_the_caller(host_engine, large):
     """A caller that comes back for each work at once needs no thread of the stream's."""
 
     def body(group):
         array = np.ones(4, np.float32)
         group.all_reduce(np.ones(large, np.float32)).wait(DEADLINE)
         end = time.monotonic() + DEADLINE / 3
-        alone = 0  # how many times in a row
+        alone = (
+            0  # how many times, of a few works each: on a busy machine the system stops the caller often, and then a
+        )
+        # thread takes over for the next hundreds of works
         while True:
             begun, before = time.monotonic(), time_of("ncclpy-dev")
-            for _ in range(1000):
+            for _ in range(400):
                 group.all_reduce(array).wait(DEADLINE)
             share = (time_of("ncclpy-dev") - before) / (time.monotonic() - begun)
-            alone = alone + 1 if share < 0.005 else 0
-            if alone == 4:
+            alone += share == 0
+            if alone == 10:
                 return
             assert time.monotonic() < end, f"streams' threads have run for {share:.1%} of the time"
 

@@ -21,6 +21,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, Call, as_timeout, deadline_after,
 from ncclpy.core.handles.watch cimport check_alive, check_not_beneath, finish, wait_stream
 
 from ncclpy.core.runtime import device as _device
+from ncclpy.core.runtime.stream_readers import raise_at_end
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout
 
 
@@ -290,12 +291,13 @@ cdef int give_back(Handle handle, object timeout) except -1:
     """Close it: what hangs on it goes first, and what would wait for ranks that may never come is aborted instead."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
     check_not_beneath(handle, b"close")
-    try:
-        return _give_back(handle, limit)
-    finally:
-        if handle.fellows is not None and is_over(handle.state):
-            handle.fellows.leave()
-            handle.fellows.left(LEAVING)
+    with raise_at_end():
+        try:
+            return _give_back(handle, limit)
+        finally:
+            if handle.fellows is not None and is_over(handle.state):
+                handle.fellows.leave()
+                handle.fellows.left(LEAVING)
 
 
 cdef int _give_back(Handle handle, double limit) except -1:

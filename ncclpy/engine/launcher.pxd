@@ -127,6 +127,7 @@ cdef class Clique(LaunchOwner):
     cdef int forget(self, Launch launch) except -1
     cdef int fence(self) except -1
     cdef int note_readers(self, set readers) except -1
+    cdef list unsettled(self)
     cdef int tell_readers(self, set readers, object error) except -1
     cdef int believe(self, int seen) except -1
 

@@ -687,16 +687,24 @@ cdef class Clique(LaunchOwner):
         """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""
         cdef Work work
         waiters = set()
-        for launch in list(self.launches):
-            for work in (<Launch>launch).members():
-                if work.is_settled():
-                    continue
-                if work.reader:
-                    readers.add(work.reader)
-                if work.waiter:
-                    waiters.add(work.waiter)
+        for work in self.unsettled():
+            if work.reader:
+                readers.add(work.reader)
+            if work.waiter:
+                waiters.add(work.waiter)
         readers -= waiters  # their wait raises the error
         return 0
+
+    cdef list unsettled(self):
+        """Return the works of what runs."""
+        cdef Launch launch
+        cdef Work work
+        works = []
+        for launch in list(self.launches):
+            for work in launch.members():
+                if not work.is_settled():
+                    works.append(work)
+        return works
 
     cdef int tell_readers(self, set readers, object error) except -1:
         """Have an error raised in such threads, before the communicators are aborted; not in the one that ends them."""

@@ -134,12 +134,13 @@ cdef class Ensemble(Clique):
             self.fence()
         readers = set()
         self.note_readers(readers)
-        Clique.launch_failed(self, launch, error)
-        if self.aborts:
+        self.owner.clique_lost(self)
+        if self.aborts:  # before its works fail: a close() that waits for these joins the thread that this starts
             # The error's text may name a key, which only its readers have shown.
             kind = type(error).__name__
             self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
-        else:
+        Clique.launch_failed(self, launch, error)
+        if not self.aborts:
             self.tell_readers(readers, error)
             self._leave()
         return 0
@@ -160,7 +161,8 @@ cdef class Ensemble(Clique):
         readers = set()
         self.note_readers(readers)
         self.owner.clique_lost(self)
-        self._end(Clique.abort(self, error), text.lstrip(": "), error, readers)
+        self._end(list(self.comms), text.lstrip(": "), error, readers)  # before its works fail, as above
+        Clique.abort(self, error)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
@@ -234,7 +236,8 @@ cdef class Ensemble(Clique):
                 self._leave()
             return Clique.abort(self, error)
         self.fence()
-        self._end(Clique.abort(self, error), text_of(error), error, readers)
+        self._end(list(self.comms), text_of(error), error, readers)
+        Clique.abort(self, error)
         return []
 
     def close(self):

@@ -12,7 +12,7 @@ from ncclpy.core.runtime.library cimport check_process, driver
 from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport Lock, users
-from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here, record_producer
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Clique, Launch, launch_here, record_producer
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.work cimport Work, new_work, stand_by
@@ -23,6 +23,7 @@ from ncclpy.manager.participants cimport Participants
 from ncclpy.core.runtime import library as _library
 from ncclpy.core.arguments.config import Config
 from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.runtime.stream_readers import raise_at_end
 from ncclpy.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.types import as_integer
 from ncclpy.engine import monitor, recorder
@@ -559,9 +560,17 @@ Gather the participants of collectives by key and launch each collective when al
         ----------
         timeout : float, optional
             Seconds to wait for what was launched; past them it is aborted.
+
+        Raises
+        ------
+        NcclTimeout
+            If something was left then.
+        NcclError
+            If something failed while this waited for it: its error.
         """
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
+        cdef Work work, failed = None
         check_process()
         with self.lock:
             if self.closed:
@@ -569,19 +578,34 @@ Gather the participants of collectives by key and launch each collective when al
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
             cliques = list(self.cliques.values())
+        works = []
+        for clique in cliques:
+            works += (<Clique>clique).unsettled()
         for gathering in gatherings.values():
             gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
             gathering.let_go()
         recorder.remove_gatherer(self.gatherer)
         why = f"and it was not done within {timeout} s"
-        try:
-            while any(not clique.idle for clique in cliques if clique.alive) and now() < deadline:
-                stand_by()
-        except BaseException as error:
-            why = f"and {type(error).__name__} ended the wait for it"
-            raise
-        finally:
-            self._end(cliques, why)
+        left = 0
+        with raise_at_end():
+            try:
+                while now() < deadline and not all(
+                    [clique.idle or not clique.alive for clique in cliques] + [work.is_settled() for work in works]
+                ):
+                    stand_by()
+                for work in works:
+                    left += not work.is_settled()
+                    if failed is None and work.error is not None:
+                        failed = work
+            except BaseException as error:
+                why = f"and {type(error).__name__} ended the wait for it"
+                raise
+            finally:
+                self._end(cliques, why)
+        if failed is not None:  # what this has waited for has no result
+            raise failed.failure().with_traceback(None)
+        if left:
+            raise NcclTimeout(f"{left} works of a Manager were not done {timeout} s after close(); they were aborted")
 
     def _end(self, cliques, why):
         """Close the communicators that are idle and abort the others."""
@@ -595,7 +619,7 @@ Gather the participants of collectives by key and launch each collective when al
             self.cliques = {}
         for clique in busy:
             comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
-        endings = _endings_of(busy)
+        endings = _endings_of(cliques)  # also those that other processes have ended: they tell the threads that read
         thread = abort_aside(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
         for clique in idle:
             clique.close()

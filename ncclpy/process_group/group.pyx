@@ -756,6 +756,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         ------
         NcclTimeout
             If something was left.
+        NcclError
+            If the group has failed while this waited: what was in flight has no result. Everything is given back before.
         """
         self.lifecycle.close(timeout)
 

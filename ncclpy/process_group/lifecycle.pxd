@@ -55,7 +55,7 @@ cdef class Lifecycle:
     cdef object end_begun  # an event: the threads are there that a failure starts; None before
     cdef object end_maker  # the thread that starts them
     cdef unsigned long maker  # the thread that has made it
-    cdef set enders  # threads that are in abort(), close(), recover() or reconfigure()
+    cdef set enders  # threads that are in abort(), recover() or reconfigure()
     cdef object translate  # an exception as the framework above raises it, or None
     cdef object __weakref__
 

@@ -33,7 +33,7 @@ from ncclpy.engine import fence
 from ncclpy.engine.work import add_answer, without_advice
 from ncclpy.engine.launcher import StreamPool, abort_aside
 from ncclpy.engine.monitor import call_at
-from ncclpy.core.runtime.stream_readers import raise_in_readers, withdraw
+from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
@@ -666,27 +666,30 @@ cdef class Lifecycle:
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
+        cdef Py_ssize_t pending, left = 0
         check_process()
+        pending = self.pending() if self.failure is None else 0
         with self.lock:
             if self.closed:
                 return 0
             self.closed = True
-        pending = 0
-        self.enders.add(threading.get_ident())
-        try:
-            drained = self.failure is not None or self.drain(deadline)
-            pending = self.pending()
-            if not drained:
-                text = f"rank {self.rank} of {self.size}: it closed the group before {pending} operations were done"
-                self.notices.tell(text)
-        finally:
+            ended = self.failure
+        with raise_at_end():
             try:
-                self._end(drained)
+                drained = ended is not None or self.drain(deadline)
+                if not drained:
+                    left = self.pending()
+                    self.notices.tell(
+                        f"rank {self.rank} of {self.size}: it closed the group before {left} operations were done"
+                    )
+                failed = pending > 0 and self.failure is not None  # what it waited for has no result
             finally:
-                self.enders.discard(threading.get_ident())
+                self._end(drained)
+        if failed:
+            raise has_ended(self.name, self.failure, same_class_as(type(self.failure).__name__))
         if not drained:
             raise NcclTimeout(
-                f"rank {self.rank} of process group {self.name!r}: {pending} operations were not done {seconds:.3g} s "
+                f"rank {self.rank} of process group {self.name!r}: {left} operations were not done {seconds:.3g} s "
                 "after close(); they were aborted"
             )
         return 0

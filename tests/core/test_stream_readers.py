@@ -159,3 +159,22 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
     stream_readers.raise_in_readers([thread.ident], 0, error)
     thread.join(30)
     assert found == [error]
+
+
+@pytest.mark.parametrize(
+    ("own", "raised"),
+    [(None, ncclpy.NcclAborted), (ValueError, ncclpy.NcclAborted), (KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_error_within_steps_that_must_not_be_left_is_raised_behind_them(own, raised):
+    error, steps = ncclpy.NcclAborted("elsewhere"), []
+    with pytest.raises(raised) as found, stream_readers.raise_at_end():
+        stream_readers.raise_in_readers([threading.get_ident()], 0, error)
+        for step in range(3):
+            with stream_readers.raise_at_end():  # close() of what is given back on the way
+                steps.append(step)
+        if own is not None:
+            raise own
+    assert steps == [0, 1, 2]
+    assert found.value is error or own is KeyboardInterrupt
+    assert own is None or type(found.value if own is raised else found.value.__context__) is own
+    time.sleep(0.01)  # it would be raised here once more

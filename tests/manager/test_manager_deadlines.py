@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import logging
 import os
@@ -310,7 +311,12 @@ def test_close_aborts_what_does_not_end(make_manager, host_engine):
     check()
     with ncclpy.faults(HANG):
         works, _ = sum_works(manager, "k", range(3))
-        _, seconds = timed(lambda: manager.close(timeout=0.3))
+
+        def close():
+            with pytest.raises(ncclpy.NcclTimeout, match=r"3 works of a Manager were not done 0\.3 s after close\(\)"):
+                manager.close(timeout=0.3)
+
+        _, seconds = timed(close)
         error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and "0.3 s" in str(error)
     assert seconds < 5
@@ -322,13 +328,13 @@ def test_abort_ends_a_close_that_waits(make_manager, host_engine):
     check()
     with ncclpy.faults(HANG):
         works, _ = sum_works(manager, "k", range(3))
-        closing = threading.Thread(target=manager.close, daemon=True)
-        closing.start()
-        time.sleep(0.1)
-        assert closing.is_alive()
-        manager.abort("no patience")
-        closing.join(DEADLINE)
-        assert not closing.is_alive()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            closing = pool.submit(manager.close)
+            time.sleep(0.1)
+            assert not closing.done()
+            manager.abort("no patience")
+            with pytest.raises(ncclpy.NcclAborted, match="no patience"):
+                closing.result(DEADLINE)
         error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and "no patience" in str(error)
 

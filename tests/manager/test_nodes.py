@@ -184,6 +184,32 @@ def test_the_ranks_that_have_not_come_to_a_store_are_named():
     assert all(isinstance(work.exception(30), ncclpy.NcclError) for work in works)
 
 
+@pytest.mark.parametrize("waits", ["by a stream", "not yet"])
+def test_close_that_waits_for_a_work_raises_what_another_process_has_ended_it_with(waits):
+    testing.need_devices(2)
+    store, key, closing = LocalStore(), ncclpy.Manager.generate_communicator_key(), []
+
+    def take_part(rank):
+        manager, stream = ncclpy.Manager(timeout=60, store=store), ncclpy.Stream(rank)
+        one_of(manager, rank, 2, key, "first").wait(30)
+        if rank == 1:
+            testing.wait_for(lambda: closing and "closed" in repr(closing[0]), "the other one to be in close()")
+            manager.abort("enough")
+        else:
+            work = one_of(manager, rank, 2, key, "second")
+            if waits == "by a stream":
+                work.synchronize(stream)
+            closing.append(manager)
+            with pytest.raises(ncclpy.NcclAborted, match="was ended by rank 1 of 2: the Manager was aborted: enough"):
+                manager.close()
+            stream.synchronize(30)
+        manager.close()
+        stream.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(take_part, range(2)))
+
+
 def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
     """Rank 1 comes and ends, rank 2 never comes: the store knows who was there."""
     testing.run_python(

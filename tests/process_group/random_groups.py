@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from dataclasses import dataclass, field
@@ -137,10 +136,19 @@ class RandomRank:
         except BaseException as error:
             self.failures.append(repr(error))
         try:
-            with contextlib.suppress(ncclpy.NcclTimeout):
-                group.close(2 * self.timeout + 1)
+            self.close(group)
         except BaseException as error:
             self.failures.append(repr(error))
+
+    def close(self, group):
+        """Close a group, which raises if the group fails, or its deadline passes, while works are in flight."""
+        try:
+            group.close(2 * self.timeout + 1)
+        except ncclpy.NcclTimeout:
+            pass
+        except ncclpy.NcclError as error:
+            if group.error is None:
+                self.failures.append(f"close() of a group that works raised {error!r}")
 
     def be_killed(self):
         raise NotImplementedError("threads cannot be killed")
@@ -206,8 +214,7 @@ class RandomRank:
         except ncclpy.NcclError:
             if part.error is None:
                 self.failures.append("a call was refused by a part that works")
-        with contextlib.suppress(ncclpy.NcclTimeout):
-            part.close(2 * self.timeout + 1)
+        self.close(part)
 
 
 def left_over():

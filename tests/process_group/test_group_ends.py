@@ -319,6 +319,31 @@ def test_close_waits_for_what_was_begun(arrays):
     assert run_groups(2, body) == [2, 2]
 
 
+@pytest.mark.parametrize("waits", ["by a stream", "not yet"])
+def test_close_that_waits_for_an_operation_raises_its_failure(arrays, waits):
+    groups = []
+
+    def body(group):
+        array = arrays.argument(arrays.make(np.ones(2), group.device))
+        group.all_reduce(array).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: groups and "closed" in repr(groups[0]), "rank 0 to be in close()")
+            group.abort("enough")
+            return
+        work, stream = group.all_reduce(array), ncclpy.Stream(group.device)
+        if waits == "by a stream":
+            work.synchronize(stream)
+        groups.append(group)
+        with pytest.raises(ncclpy.NcclAborted, match="was ended by rank 1 of 2: enough"):
+            group.close()
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+        group.close()
+        stream.synchronize(DEADLINE)
+        stream.close()
+
+    run_groups(2, body)
+
+
 def test_close_aborts_what_does_not_end(arrays):
     def body(group):
         array = arrays.argument(arrays.make(np.ones(2), group.device))

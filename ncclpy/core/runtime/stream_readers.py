@@ -7,11 +7,12 @@ exception. CPython raises it when the call returns, before its value is stored o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
-__all__ = ["raise_in_readers", "withdraw"]
+__all__ = ["raise_at_end", "raise_in_readers", "withdraw"]
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -22,6 +23,34 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
 
 #: What was set in a thread and was not raised yet: of what, by the thread's ident. Changed in one step under the GIL.
 _pending: dict[int, Hashable] = {}
+
+#: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
+_collected: dict[int, list[BaseException]] = {}
+_lock = threading.RLock()  # a signal handler may close something while its thread has it
+
+
+@contextlib.contextmanager
+def raise_at_end() -> Iterator[None]:
+    """Raise at the end of a block what `raise_in_readers` would raise within it, and so leave its steps undone.
+
+    An exception of the block's own is its context then; a KeyboardInterrupt or SystemExit is raised alone.
+    """
+    ident = threading.get_ident()
+    if ident in _collected:  # a block within another: the outer one raises
+        yield
+        return
+    errors = _collected[ident] = []
+    raises = True
+    try:
+        yield
+    except BaseException as error:
+        raises = isinstance(error, Exception)
+        raise
+    finally:
+        with _lock:
+            del _collected[ident]
+        if errors and raises:
+            raise errors[0]
 
 
 def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, subject: Hashable = None) -> None:
@@ -40,9 +69,14 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, s
     main = threading.main_thread().ident
     stand_in = maker if maker in known else main
     for ident in {reader if reader in known else stand_in for reader in readers}:
-        if ident is not None:
-            _pending[ident] = subject
-            _set_exception(ident, _raised_as(error, ident))
+        if ident is None:
+            continue
+        with _lock:
+            if ident in _collected:
+                _collected[ident].append(error)
+            else:
+                _pending[ident] = subject
+                _set_exception(ident, _raised_as(error, ident))
 
 
 def withdraw(subject: Hashable) -> None:

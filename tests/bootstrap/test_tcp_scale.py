@@ -62,13 +62,18 @@ def test_4096_clients_meet():
 def test_a_server_without_descriptors_says_so_and_goes_on():
     done = testing.run_python(
         """
-        import logging, resource, subprocess, sys
-        logging.basicConfig(format="%(message)s")
+        import logging, resource, subprocess, sys, threading
+        said = threading.Event()
+        class Handler(logging.StreamHandler):
+            def emit(self, record):
+                super().emit(record)
+                said.set()
+        logging.basicConfig(format="%(message)s", handlers=[Handler()])
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         from ncclpy.bootstrap import TCPStore
         served = TCPStore("127.0.0.1", 0, serve=True)
         clients = f'''if True:
-            import resource
+            import resource, sys
             resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
             from ncclpy.bootstrap import TCPStore
             stores = [TCPStore("127.0.0.1", {served.port}) for _ in range(20)]
@@ -76,14 +81,16 @@ def test_a_server_without_descriptors_says_so_and_goes_on():
             with ThreadPoolExecutor(1) as pool:
                 more = [pool.submit(TCPStore, "127.0.0.1", {served.port}) for _ in range(20)]
                 stores.append(more[0].result())
-                import time
-                time.sleep(0.3)
+                sys.stdin.readline()  # the server has said so
                 for store in stores:
                     store.close()
                 for each in more[1:]:
                     each.result(60).add("n", 1)
         '''
-        subprocess.run([sys.executable, "-c", clients], check=True, timeout=50)
+        with subprocess.Popen([sys.executable, "-c", clients], stdin=subprocess.PIPE, text=True) as started:
+            assert said.wait(50)
+            started.communicate("go on\\n", timeout=50)
+        assert started.returncode == 0
         print(served.get("n"))
         """,
         warm=True,

@@ -114,9 +114,15 @@ def test_what_is_issued_later_does_not_keep_it(registry, comms2):
     gate = threading.Event()
 
     def keep_busy():
-        while not gate.is_set():
-            reduce_all(comms2, stays)
-        synchronize(comms2)
+        """Have twenty to forty operations in flight all the time: more would take too long to end."""
+        with ncclpy.Event(0) as last, ncclpy.Event(0) as before:
+            while not gate.is_set():
+                for _ in range(20):
+                    reduce_all(comms2, stays)
+                last.record()
+                before.synchronize(LONG)
+                last, before = before, last
+            synchronize(comms2)
 
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(keep_busy)

@@ -6,15 +6,24 @@ With --lines before all that, the C says of each line which one of the .pyx it i
 Cython needs 0.7 s before it reads its first line, as long as most modules take: a process for each module, which is
 what meson's own support for Cython starts, doubles the time. Modules whose output is newer than everything it was
 made from are left alone, so that ninja, which looks at the outputs again, compiles only what has changed.
+
+A third of the rest is the .pxd files, which Cython reads again for each module: here the process reads them once, and
+forks for each module, since Cython changes what it has read. This uses functions that Cython does not document. Where
+it fails, in a newer Cython or because the module has an error, Cython's own way follows, and says the error.
 """
 
+import contextlib
 import gc
+import io
+import os
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import Cython
-from Cython.Compiler import Main, Options
+from Cython.Build.Dependencies import create_dependency_tree
+from Cython.Compiler import Errors, Main, Options
 
 #: Before it, what an attribute held went before the attribute had its new value. To let go of a tensor gives the GIL
 #: up: another thread found the dying object there, took a reference to it and had it die twice.
@@ -62,9 +71,9 @@ def is_current(output):
         return False
 
 
-def translate(root, source, output, lines=False):
-    """Write a module's C or C++; return whether that went well."""
-    options = Options.CompilationOptions(
+def options_of(root, source, output, lines):
+    """Return what Cython is told for a module."""
+    return Options.CompilationOptions(
         Options.default_options,
         language_level=3,
         include_path=[root],
@@ -75,9 +84,68 @@ def translate(root, source, output, lines=False):
         depfile=True,
         emit_linenums=lines,
     )
-    well = Main.compile(str(source), options).num_errors == 0
-    if not well:
-        output.unlink(missing_ok=True)
+
+
+def declarations(tree, file, found):
+    """Add to found each .pxd that a file needs, and its module's name, in the order in which Cython ends them."""
+    own = [tree.fully_qualified_name(file)] if file.endswith(".pyx") else []
+    for name in own + [name.split()[0] for name in tree.parse_dependencies(file)[0]]:
+        pxd = None if name.partition(".")[0] == "cython" else tree.find_pxd(name, file)
+        if pxd and pxd not in found:
+            found[pxd] = None
+            declarations(tree, pxd, found)
+            del found[pxd]
+            found[pxd] = tree.fully_qualified_name(pxd) if name.startswith(".") else name
+    return found
+
+
+def read_declarations(root, modules, lines):
+    """Return a context of Cython's that has read each .pxd that the modules need, all of C or all of C++."""
+    context = Main.Context.from_options(options_of(root, *modules[0], lines))
+    tree = create_dependency_tree(context)
+    with Errors.local_errors(ignore=True) as errors:
+        for source, _ in modules:
+            tree.all_dependencies(source)  # for the .dep; it remembers what it has seen
+            for name in declarations(tree, source, {}).values():
+                context.find_module(name)
+    return None if errors else context
+
+
+def translate(root, source, output, lines, context):
+    """Write a module's C or C++, with the .pxd files that a context has read; return whether that went well."""
+    options, said = options_of(root, source, output, lines), io.StringIO()
+    with contextlib.suppress(Exception), contextlib.redirect_stderr(said):
+        context.options = options
+        names = declarations(create_dependency_tree(), source, {}).values()
+        context.pxds = {name: context.pxds[name] for name in names}  # Cython puts each into the C
+        if Main.compile_single(source, options, None, context=context).num_errors == 0:
+            print(said.getvalue(), end="", file=sys.__stderr__)
+            return True
+    if Main.compile_single(source, options, None).num_errors == 0:
+        return True
+    output.unlink(missing_ok=True)
+    return False
+
+
+def translate_all(root, modules, lines):
+    """Write the C or C++ of each module, as many at once as there are processors; return whether all went well."""
+    contexts, well, most = {}, True, len(os.sched_getaffinity(0))
+    for suffix in {output.suffix for _, output in modules}:
+        with contextlib.suppress(Exception):
+            contexts[suffix] = read_declarations(root, [each for each in modules if each[1].suffix == suffix], lines)
+    for number, (source, output) in enumerate(modules):
+        if number >= most:
+            well = os.wait()[1] == 0 and well
+        if not os.fork():
+            status = 1
+            try:
+                status = not translate(root, source, output, lines, contexts.get(output.suffix))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+    for _ in modules[-most:]:
+        well = os.wait()[1] == 0 and well
     return well
 
 
@@ -110,8 +178,8 @@ def main():
     Options.fast_fail = True
     gc.disable()  # a quarter of Cython's time; what it would have freed is 250 MB
     pairs = zip(sources, outputs, strict=True)
-    well = [is_current(output) or translate(root, source, output, lines) for source, output in pairs]
-    if not all(well):
+    modules = [(os.path.abspath(source), output) for source, output in pairs if not is_current(output)]
+    if not translate_all(root, modules, lines):
         return 1
     made_from = sorted({name for output in outputs for name in read_dependencies(output)})
     escaped = " ".join(name.replace(" ", "\\ ") for name in made_from)

@@ -15,8 +15,16 @@ from paths import ROOT
 from ncclpy.core.runtime import search
 
 
-def cythonize(folder):
-    command = [sys.executable, ROOT / "tools/cythonize.py", folder, "made.d", "a.pyx", "b.pyx", "a.c", "b.cpp"]
+def cythonize(folder, names=("a.pyx", "b.pyx", "a.c", "b.cpp"), before=""):
+    """Run tools/cythonize.py in a folder, after some Python of its own."""
+    tool = str(ROOT / "tools/cythonize.py")
+    program = f"""
+import runpy, sys
+{before}
+sys.argv = {[tool, str(folder), "made.d", *names]!r}
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
@@ -45,7 +53,56 @@ def test_cythonize_translates_only_what_changed(sources, tmp_path):
 
     (tmp_path / "b.pyx").write_text("def nothing(:\n")
     done = cythonize(tmp_path)
-    assert done.returncode != 0 and "b.pyx:1:" in done.stderr and not made[1].exists()
+    assert done.returncode != 0 and done.stderr.count("b.pyx:1:") == 1 and not made[1].exists()
+
+
+@pytest.mark.slow
+def test_cythonize_with_declarations_read_once_gives_what_each_module_alone_gives(tmp_path):
+    (tmp_path / "low.pxd").write_text("cdef inline int twice(int a) noexcept:\n    return 2 * a\n")
+    (tmp_path / "high.pxd").write_text("from low cimport twice\ncdef class Held:\n    cdef int number\n")
+    (tmp_path / "high.pyx").write_text(
+        "cdef class Held:\n    def __init__(self, int number):\n        self.number = twice(number)\n"
+    )
+    (tmp_path / "user.pyx").write_text("from high cimport Held\ndef number(Held held):\n    return held.number\n")
+    (tmp_path / "other.pyx").write_text("def early():\n    cdef int late\n    print(late)\n    late = 1\n")
+    stems = ["high", "user", "other"]
+    alone = {}
+    for stem in stems:
+        assert cythonize(tmp_path, [f"{stem}.pyx", f"{stem}.c"]).returncode == 0
+        alone[stem] = [(tmp_path / f"{stem}.c{end}").read_text() for end in ("", ".dep")]
+        (tmp_path / f"{stem}.c").unlink()
+    assert ["twice" in text for text, _ in alone.values()] == [True, True, False]
+
+    names = [f"{stem}.pyx" for stem in stems] + [f"{stem}.c" for stem in stems]
+    before = """
+from Cython.Compiler import Main
+compile_single = Main.compile_single
+def only_with_context(*arguments, context=None):
+    return compile_single(*arguments, context=context) if context else sys.exit('translated without')
+Main.compile_single = only_with_context
+"""
+    done = cythonize(tmp_path, names, before)
+    assert done.returncode == 0 and done.stderr.count("other.pyx:3:") == 1, done.stderr
+    for stem, (text, made_from) in alone.items():
+        assert (tmp_path / f"{stem}.c").read_text() == text
+        assert sorted((tmp_path / f"{stem}.c.dep").read_text().split()) == sorted(made_from.split())
+
+
+@pytest.mark.parametrize("function", ["find_module", "compile_single"])
+def test_cythonize_without_what_it_uses_of_cython_does_it_as_cython_does(sources, tmp_path, function):
+    before = f"""
+from Cython.Compiler import Main
+place = Main.Context if {function!r} == "find_module" else Main
+inner = getattr(place, {function!r})
+def changed(*arguments, context=None, **others):
+    if context or {function!r} == "find_module" and not others:
+        raise TypeError("in this version otherwise")
+    return inner(*arguments, **others)
+setattr(place, {function!r}, changed)
+"""
+    done = cythonize(tmp_path, before=before)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert all(path.exists() for path in sources)
 
 
 def test_cythonize_sets_an_attribute_before_its_old_value_goes(sources, tmp_path):
@@ -59,13 +116,7 @@ def test_cythonize_sets_an_attribute_before_its_old_value_goes(sources, tmp_path
 
 
 def test_cythonize_refuses_cython_that_is_too_old(tmp_path):
-    program = f"""
-import Cython, runpy, sys
-Cython.__version__ = "3.3.0"
-sys.argv = ["cythonize.py", ".", "made.d", "a.pyx", "a.c"]
-runpy.run_path({str(ROOT / "tools/cythonize.py")!r}, run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = cythonize(tmp_path, before="import Cython; Cython.__version__ = '3.3.0'")
     assert done.returncode == 1 and "Cython 3.3.1 or newer, and this is 3.3.0" in done.stderr, done.stderr
 
 

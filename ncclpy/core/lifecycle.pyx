@@ -9,13 +9,12 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
-from ncclpy.core.handles cimport observers as _observers
+from ncclpy.core.handles cimport handle as _observers
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_kin
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, keep_up
-from ncclpy.core.handles.handle cimport WAS_ABORTED
+from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
 from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
-from ncclpy.core.handles.observers cimport tell_failed
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
 from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, Cradle, is_over
 from ncclpy.core.calls.submit cimport give_birth

@@ -16,10 +16,9 @@ from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, Buffer, Vi
 from ncclpy.core.arguments.datatypes cimport BYTES, ITEMSIZE, ElementType, encoded, name_of, of_anything
 from ncclpy.core.ending cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.calls.group cimport current_group
-from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, lock_within
+from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, let_in, lock_within
 from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_let_window_go, nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
-from ncclpy.core.handles.observers cimport let_in
 from ncclpy.core.arguments.operation cimport WINDOW, Operation
 from ncclpy.core.handles.state cimport ABORTED, READY
 from ncclpy.core.calls.submit cimport check_makes, make_alone

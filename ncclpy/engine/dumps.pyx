@@ -17,7 +17,7 @@ import threading
 
 from cpython.exc cimport PyErr_CheckSignals
 
-from ncclpy.core.handles.observers cimport FailureListener, set_listener
+from ncclpy.core.handles.handle cimport FailureListener, set_listener
 from ncclpy.core.runtime.wait cimport FOREVER
 from ncclpy.engine.native cimport add, load, now, sleep_on, wake
 

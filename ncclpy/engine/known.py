@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from ncclpy.core.handles.observers import failure_listener
+from ncclpy.core.handles.handle import failure_listener
 from ncclpy.engine.recorder import add_group_teller, text_of
 
 __all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group"]

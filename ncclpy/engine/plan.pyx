@@ -16,9 +16,9 @@ from ncclpy.core.runtime.library cimport check_driver, driver, driver_error, ncc
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device
 from ncclpy.core.calls.group cimport Group, check_memory, check_together, current_group
 from ncclpy.core.handles.handle cimport (
-    PAST_DEADLINE, Handle, count_waits, in_lock_order, lock_within, note_failure, tell_trouble,
+    PAST_DEADLINE, Handle, begin_whole, count_waits, end_whole, in_lock_order, lock_within, note_failure,
+    tell_trouble,
 )
-from ncclpy.core.handles.observers cimport begin_whole, end_whole
 from ncclpy.core.arguments.operation cimport NOT_THERE, Operation, function_of, raise_issue, reduces
 from ncclpy.core.window cimport CustomOp, HeldRanges, Window, hold_ranges
 from ncclpy.core.handles.state cimport READY, Mark

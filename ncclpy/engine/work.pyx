@@ -23,8 +23,7 @@ from ncclpy.core.runtime.library cimport (
     who_is_missing,
 )
 from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
-from ncclpy.core.handles.observers cimport tell_failed
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
 from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.stream cimport as_stream, is_captured

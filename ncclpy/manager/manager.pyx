@@ -9,7 +9,7 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.runtime.library cimport check_process, driver
-from ncclpy.core.handles.observers cimport tell_failed
+from ncclpy.core.handles.handle cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport Lock, users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Clique, Launch, launch_here, record_producer

@@ -14,9 +14,8 @@ from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t
 from ncclpy.core.runtime.device cimport as_device, lend_device, relax, restore, take_device_back
-from ncclpy.core.handles.handle cimport Handle, lock_within
+from ncclpy.core.handles.handle cimport Handle, Tenant, ends, enter_door, leave_door, lock_within
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, version_code
-from ncclpy.core.handles.observers cimport Tenant, ends, enter_door, leave_door
 from ncclpy.core.handles.ranges cimport Range, deregister_all
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause

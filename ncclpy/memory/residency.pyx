@@ -21,11 +21,12 @@ from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstrea
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
 from ncclpy.core.handles.abort cimport is_freed, let_graphs_go, tell_kin
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
-from ncclpy.core.handles.handle cimport lock_within
+from ncclpy.core.handles.handle cimport (
+    Landlord, Tenant, everyone, free_door, has_ended, lock_within, new_door, set_landlord, settle,
+)
 from ncclpy.core.runtime.library cimport driver, nccl, require
 from ncclpy.core.handles.ranges cimport Ranges
 from ncclpy.core.handles.state cimport ABORTED
-from ncclpy.core.handles.observers cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
 from ncclpy.core.runtime.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,

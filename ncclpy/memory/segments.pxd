@@ -2,7 +2,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
 
-from ncclpy.core.handles.observers cimport Door
+from ncclpy.core.handles.handle cimport Door
 
 cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Segment:

@@ -21,8 +21,7 @@ from ncclpy.core.handles cimport handle as _tap
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
-from ncclpy.core.handles.handle cimport Tap, count_waits, in_lock_order, tell_trouble
-from ncclpy.core.handles.observers cimport begin_whole, end_whole
+from ncclpy.core.handles.handle cimport Tap, begin_whole, count_waits, end_whole, in_lock_order, tell_trouble
 from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
 from ncclpy.core.handles.state cimport ABORTED, ASKED, FINALIZED, INITIALISING, READY

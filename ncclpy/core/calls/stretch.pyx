@@ -8,10 +8,9 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.runtime.library cimport host_engine, keep_words, nccl
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, follow, let_in, lock_within
 from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.handles.state cimport ABORTED
-from ncclpy.core.handles.observers cimport follow, let_in
 from ncclpy.core.runtime.wait cimport FOREVER, now
 
 cdef extern from "sched.h" nogil:

@@ -8,11 +8,12 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.handles cimport handle as _tap
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport open_group
-from ncclpy.core.handles.handle cimport LOCK_BUSY, WAS_ABORTED, Tap, lock_within, tell_trouble
+from ncclpy.core.handles.handle cimport (
+    LOCK_BUSY, WAS_ABORTED, Tap, begin_whole, end_whole, follow, let_in, lock_within, tell_trouble,
+)
 from ncclpy.core.runtime.library cimport host_engine, nccl
 from ncclpy.core.handles.state cimport ABORTED, READY, Mark
 from ncclpy.core.arguments.operation cimport SENDRECV, WINDOW, function_of, issue, raise_issue
-from ncclpy.core.handles.observers cimport begin_whole, end_whole, follow, let_in
 from ncclpy.core.handles.watch cimport (
     Waiting,
     begin_wait,

@@ -29,8 +29,9 @@ from ncclpy.core.handles cimport handle as _tap
 from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
 from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, Tap, note_failure, on_main_thread, tell_trouble
-from ncclpy.core.handles.observers cimport tell_ready
+from ncclpy.core.handles.handle cimport (
+    PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, Tap, note_failure, on_main_thread, tell_ready, tell_trouble,
+)
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
     ABORTED, BY_ITSELF, CLOSED, FAILED, INITIALISING, IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,

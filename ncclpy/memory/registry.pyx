@@ -16,8 +16,7 @@ from ncclpy.abi.nccl cimport ncclComm_t
 from ncclpy.core.runtime.device cimport as_device, lend_device, relax, restore, take_device_back
 from ncclpy.core.handles.handle cimport Handle, Tenant, ends, enter_door, leave_door, lock_within
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, version_code
-from ncclpy.core.handles.ranges cimport Range, deregister_all
-from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.handles.state cimport ABORTED, Range, deregister_all
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
 from ncclpy.memory.residency cimport (
     Tenancy, enlist, has_been_ended, open_registry, segments, taking_part, visit_all, wake_reaper,

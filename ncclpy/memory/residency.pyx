@@ -25,8 +25,7 @@ from ncclpy.core.handles.handle cimport (
     Landlord, Tenant, everyone, free_door, has_ended, lock_within, new_door, set_landlord, settle,
 )
 from ncclpy.core.runtime.library cimport driver, nccl, require
-from ncclpy.core.handles.ranges cimport Ranges
-from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.handles.state cimport ABORTED, Ranges
 from ncclpy.core.runtime.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,

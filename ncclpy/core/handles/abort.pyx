@@ -22,8 +22,7 @@ from ncclpy.core.handles cimport handle as _tap
 from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.handles.handle cimport BELIEVED, Handle, Tap, Tenant, lock_within, note_failure, tell_trouble
-from ncclpy.core.handles.ranges cimport Range, deregister_all
-from ncclpy.core.handles.state cimport ABORTED, UNBORN, is_over
+from ncclpy.core.handles.state cimport ABORTED, UNBORN, Range, deregister_all, is_over
 from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, this_thread
 
 from ncclpy.errors import NcclError, attach, same_class_as

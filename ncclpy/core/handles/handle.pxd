@@ -4,8 +4,7 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.handles.ranges cimport Ranges
-from ncclpy.core.handles.state cimport Cradle, Mark, Marks
+from ncclpy.core.handles.state cimport Cradle, Mark, Marks, Ranges
 from ncclpy.core.runtime.wait cimport Waiting
 
 

@@ -26,10 +26,9 @@ from ncclpy.abi.locks cimport (
     LOCK_COMM, LOCK_GATE, mutex_destroy, mutex_init, mutex_lock, mutex_t, mutex_trylock, mutex_unlock,
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.handles.ranges cimport Ranges
 from ncclpy.core.handles.state cimport (
     ABORTED, ASKED, BY_ITSELF, CLOSED, FAILED, FINALIZED, FROM_GUARD, INITIALISING, IN_PARENT, MADE, READY, SUSPENDED,
-    UNBORN, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
+    UNBORN, Ranges, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (

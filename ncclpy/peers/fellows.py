@@ -15,8 +15,7 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.core.handles.abort import abort_for
-from ncclpy.core.handles.account import GIVEN_UP, account_of, name_of
+from ncclpy.core.handles.abort import GIVEN_UP, abort_for, account_of, name_of
 from ncclpy.core.handles.handle import Fellows
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
 from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans

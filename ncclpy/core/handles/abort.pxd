@@ -29,7 +29,6 @@ cdef int forget_ending(Call call) except -1
 # The kin whose end nobody waits for, as (handle, call).
 cdef list endings_of(Handle handle)
 
-
 # How long an abort may take before it is left behind.
 cdef double ABORT_DEADLINE
 

@@ -1,6 +1,0 @@
-from ncclpy.core.handles.handle import Handle
-
-GIVEN_UP: tuple[str, None, float]
-
-def account_of(handle: Handle) -> tuple[str | None, tuple[int, int, int, int, int, int] | None, float]: ...
-def name_of(handle: Handle) -> str | None: ...

@@ -16,8 +16,9 @@ from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Clique, Launch, launch_h
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.work cimport Work, new_work, stand_by
-from ncclpy.manager.ensemble cimport Ensemble, check_members, ranks_of
-from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_gathering, new_key
+from ncclpy.manager.gathering cimport (
+    Ensemble, Gathering, Key, Participant, Stalled, check_members, new_gathering, new_key, ranks_of,
+)
 from ncclpy.manager.participants cimport Participants
 
 from ncclpy.core.runtime import library as _library

@@ -4,6 +4,8 @@ It sleeps until a lane hands over what it has launched, then asks for the events
 served on each stream, without the GIL. It takes the GIL to complete works, to look after communicators and deadlines
 every now and then, and for timers. With the GIL it is in a quiet stretch: it runs compiled code only, so that no user
 can stop it. Callbacks, errors, timers and what may be the last reference to a buffer are for the crews of `callbacks`.
+
+On GPUs it asks for events. The host engine tells it: a thread that asks there does so on the cores that do the work.
 """
 
 import atexit
@@ -12,40 +14,161 @@ import heapq
 import os
 
 cimport cython
-from cpython.ref cimport Py_DECREF, PyObject
+from cpython.ref cimport PyObject, Py_DECREF
 from cython.operator cimport dereference, preincrement
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
+from libcpp.deque cimport deque
+from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, CUresult
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
-from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.core.runtime.library cimport driver, event_help, event_tell
 from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.runtime.device cimport context_of
+from ncclpy.core.runtime.library cimport driver, event_help, event_tell
 from ncclpy.core.runtime.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (
     attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry, is_expecting,
     listen, look_after_crews, ring, users,
 )
-from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed
 from ncclpy.engine.fence cimport next_turn, note_turn, tell_of_stops
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
-from ncclpy.engine.rows cimport (
-    TOGETHER,
-    Rows,
-    StreamWorks,
-    be_told,
-    ended_of,
-    has_callbacks,
-    is_asked_for,
-    is_told_at_once,
-)
+from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed
+
+
+# How long works that have ended well, and that nobody sleeps on or wants to be called for, may wait for others: each
+# time that the thread takes the GIL costs those who have it.
+cdef double _TOGETHER = 200e-6
+
+# So many works of a stream are looked at for somebody who waits.
+cdef size_t _LOOKED_AT = 256
+
+
+# Works of one stream in their order; they end in it.
+cdef struct StreamWorks:
+    deque[Watched] works
+    double soonest  # no later than the first deadline among them
+    void* told  # one of them at whose end the host engine rings
+
+ctypedef unordered_map[uintptr_t, StreamWorks] Rows
+
+
+cdef bint is_told_at_once(const Watched* one) noexcept nogil:
+    """Return whether it has failed, or somebody waits for it in his sleep."""
+    return (
+        one.result != ncclSuccess or one.driver != CUDA_SUCCESS
+        or load(&(<Work>one.work).sleepers) or has_callbacks(one)
+    )
+
+
+cdef bint is_asked_for(Rows* rows) noexcept nogil:
+    """Return whether somebody waits for what runs."""
+    cdef Rows.iterator it = rows.begin()
+    while it != rows.end():
+        if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
+            return True
+        preincrement(it)
+    return False
+
+
+cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
+    """Return whether somebody waits for the last work of a stream, or for one of so many at its front."""
+    cdef size_t i
+    for i in range(min(most, row.works.size())):
+        if is_told_at_once(&row.works[i]):
+            return True
+    return is_told_at_once(&row.works.back())
+
+
+cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
+    """Return whether not to ask for a row: it would have a thread come, where whoever waits may be about to do the work."""
+    return (
+        moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
+    )
+
+
+cdef void _ring(void* nothing) noexcept nogil:
+    ring()
+
+
+cdef double be_told(Rows* rows, double moment) noexcept nogil:
+    """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
+
+    Of a stream, at the end of the first that is to be told of at once, or of one that was the last: each look takes a core
+    from those who do the work, and all ranks wait for them. Who sleeps in the engine until a work has ended sees to it.
+
+    Return when to look at the latest.
+    """
+    cdef Rows.iterator it = rows.begin()
+    cdef StreamWorks* row
+    cdef Watched* one
+    cdef CUresult result
+    cdef double soonest = FOREVER
+    while it != rows.end():
+        row = &dereference(it).second
+        one = _to_be_told_of(row)
+        if _is_left_alone(row, moment):
+            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _TOGETHER)
+        elif one != NULL and row.told != <void*>one.work:
+            result = event_tell(one.event, _ring, NULL)
+            if result == CUDA_SUCCESS and driver.cuEventQuery(row.works.front().event) != CUDA_ERROR_NOT_READY:
+                return moment
+            if result == CUDA_ERROR_NOT_READY:
+                row.told = <void*>one.work
+            else:  # no memory, say, or several streams under one name
+                soonest = min(soonest, moment + _TOGETHER)
+        preincrement(it)
+    return soonest
+
+
+cdef Watched* _to_be_told_of(StreamWorks* row) noexcept nogil:
+    """Return the first work of a stream that is to be told of at once; else the last, unless one is told of already."""
+    cdef size_t i
+    for i in range(min(_LOOKED_AT, row.works.size())):
+        if is_told_at_once(&row.works[i]) and not load(&(<Work>row.works[i].work).attended):
+            return &row.works[i]
+    if row.told != NULL or load(&(<Work>row.works.back().work).attended):
+        return NULL
+    return &row.works.back()
+
+
+cdef bint has_callbacks(const Watched* one) noexcept nogil:
+    return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # looked at, not touched: no GIL is needed
+
+
+cdef size_t ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
+    """Return how many works at the front of a stream are known to have ended, with the result of the first.
+
+    The driver is asked as seldom as it can be: a thread that launches waits for it meanwhile. What has ended on a stream
+    has ended in its order.
+    """
+    cdef Watched* first = &row.works.front()
+    cdef size_t ended = 0, runs = row.works.size(), middle
+    result[0] = CUDA_SUCCESS
+    if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
+        return 1
+    if event_help != NULL and _is_left_alone(row, now()):
+        return 0
+    result[0] = driver.cuEventQuery(first.event)
+    if result[0] == CUDA_ERROR_NOT_READY:
+        return 0
+    if result[0] != CUDA_SUCCESS or event_help != NULL:
+        return 1
+    middle = runs - 1
+    while runs - ended > 1:
+        if driver.cuEventQuery(row.works[middle].event) == CUDA_SUCCESS:
+            ended = middle
+        else:
+            runs = middle
+        middle = ended + (runs - ended) // 2
+    return ended + 1
+
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -69,13 +192,11 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 # What the thread leaves behind at exit has so long to end.
 _PATIENCE = 2.0
 
-
 # What lanes hand over. Its guard is its mutex.
 cdef struct Inbox:
     mutex_t mutex
     vector[Watched] works
     size_t coming  # how many works lanes are still to hand over, for which there is room
-
 
 # What is watched. Its guard is to be the monitor's thread; once that has ended, whoever stands in for it has the GIL.
 cdef struct Watching:
@@ -86,7 +207,6 @@ cdef struct Watching:
     double heard_at  # when that was
     int nap  # nobody changes or wakes this word
     bint at_home
-
 
 # What the thread reads without the GIL. It is written with the GIL, one word at a time.
 cdef struct Signs:
@@ -289,7 +409,7 @@ cdef void _watch(double next_round) noexcept nogil:
     while True:
         seen = load(&bell)
         note_turn(now())
-        rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else TOGETHER
+        rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else _TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard, _watching.heard_at = seen, now()
             if not is_asked_for(&_watching.streams):

@@ -2,7 +2,7 @@ from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport CUevent, CUfunction, CUresult, CUstream
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.protocols cimport Together
+from ncclpy.engine.callbacks cimport Together
 from ncclpy.engine.work cimport Work
 
 

@@ -1,7 +1,7 @@
 from libc.stdint cimport uintptr_t
 
 from ncclpy.coordinator.brought cimport Brought
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.callbacks cimport Awaited
 
 
 # One operation, or several that are brought together; its works wait for the other ranks.

@@ -7,7 +7,7 @@ from libc.string cimport memmove
 from ncclpy.coordinator.brought cimport Brought, Remembered, new_brought
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.arguments.validation cimport lie_apart
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.callbacks cimport Awaited
 
 from ncclpy.coordinator.names import as_name, key_of
 from ncclpy.coordinator.reductions import pack_reductions

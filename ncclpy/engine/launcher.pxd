@@ -6,7 +6,7 @@ from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.calls.stretch cimport Step, Stretch
 from ncclpy.engine.native cimport ncclpy_job
-from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner, Together
+from ncclpy.engine.callbacks cimport CliqueOwner, LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
 

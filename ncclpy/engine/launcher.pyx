@@ -31,12 +31,11 @@ from ncclpy.core.arguments.operation cimport has_root
 from ncclpy.core.runtime.stream cimport Stream, as_stream
 from ncclpy.core.calls.stretch cimport make_calls, poll_calls
 from ncclpy.core.runtime.wait cimport FOREVER, now
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport around, users, words_of
 from ncclpy.engine.fence cimport believe, fence, give_event, take_event
 from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, pass_on, push_jobs
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
-from ncclpy.engine.protocols cimport around, words_of
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched, Work
 

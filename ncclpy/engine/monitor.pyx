@@ -30,14 +30,13 @@ from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.runtime.library cimport driver, event_help, event_tell
 from ncclpy.core.runtime.wait cimport FOREVER, Call
-from ncclpy.engine cimport protocols
+from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry, is_expecting,
-    listen, look_after_crews, ring, users,
+    Deputy, attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry,
+    is_expecting, listen, look_after_crews, ring, users,
 )
 from ncclpy.engine.fence cimport next_turn, note_turn, tell_of_stops
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
-from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
 from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed
 
@@ -386,7 +385,7 @@ cdef class _Deputy(Deputy):
         return 0
 
 
-protocols.deputy = _Deputy()
+callbacks.deputy = _Deputy()
 
 
 cdef class _Defect:

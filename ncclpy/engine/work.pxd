@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.protocols cimport Awaited, Together
+from ncclpy.engine.callbacks cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
 
 

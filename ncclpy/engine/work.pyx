@@ -28,11 +28,13 @@ from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
-from ncclpy.engine cimport protocols
-from ncclpy.engine.callbacks cimport begin_callback, end_callback, errands, hurry, is_quiet, ring, step_aside, users
+from ncclpy.engine cimport callbacks
+from ncclpy.engine.callbacks cimport (
+    Together, add_sentence, begin_callback, end_callback, ended_by, errands, hurry, is_plain, is_quiet, message, ring,
+    step_aside, users, with_sentence, words_of,
+)
 from ncclpy.engine.fence cimport give_event, is_doubted, take_event
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
-from ncclpy.engine.protocols cimport Together, add_sentence, ended_by, is_plain, message, with_sentence, words_of
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
@@ -198,7 +200,7 @@ cdef void _call_monitor() noexcept nogil:
 
 cdef int attend() except -1:
     """Do the monitor's part, but for callbacks, once it has ended; return whether it has."""
-    return protocols.deputy.stand_in()
+    return callbacks.deputy.stand_in()
 
 
 cdef inline CUstream _one_name(CUstream stream) noexcept:
@@ -371,7 +373,7 @@ What an asynchronous operation returns.
             launch.loosen(self)
             if self.launch is not launch:  # it came to its end meanwhile
                 launch.forget(self)
-        protocols.deputy.loosen(self)
+        callbacks.deputy.loosen(self)
         if not self.over:  # else the monitor has given its reference back just now
             self.lent = True
             Py_DECREF(self)

@@ -2,7 +2,7 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Fingerprint
 from ncclpy.engine.launcher cimport Clique, Launch
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.work cimport Work
 
 

@@ -26,7 +26,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.fence cimport stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.native cimport load
-from ncclpy.engine.protocols cimport Awaited, Together, is_plain, message
+from ncclpy.engine.callbacks cimport Awaited, Together, is_plain, message
 from ncclpy.engine.recorder cimport Ledger, began_of
 from ncclpy.engine.work cimport Work
 

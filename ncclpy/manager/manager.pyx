@@ -11,10 +11,9 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.runtime.library cimport check_process, driver
 from ncclpy.core.handles.handle cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
-from ncclpy.engine.callbacks cimport Lock, users
+from ncclpy.engine.callbacks cimport CliqueOwner, LaunchOwner, Lock, users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Clique, Launch, launch_here, record_producer
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.work cimport Work, new_work, stand_by
 from ncclpy.manager.gathering cimport (
     Ensemble, Gathering, Key, Participant, Stalled, check_members, new_gathering, new_key, ranks_of,

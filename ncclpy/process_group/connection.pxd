@@ -4,7 +4,7 @@ from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Fingerprint, Lowered
 from ncclpy.engine.launcher cimport Clique, Launch
-from ncclpy.engine.protocols cimport Awaited, CliqueOwner
+from ncclpy.engine.callbacks cimport Awaited, CliqueOwner
 from ncclpy.engine.work cimport Work
 
 

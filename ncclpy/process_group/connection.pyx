@@ -37,7 +37,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.fence cimport believe, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
 from ncclpy.engine.native cimport load, store
-from ncclpy.engine.protocols cimport LaunchOwner, Together
+from ncclpy.engine.callbacks cimport LaunchOwner, Together
 from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
 from ncclpy.engine.work cimport Work
 

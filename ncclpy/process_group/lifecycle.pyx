@@ -14,10 +14,9 @@ from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.device cimport as_device
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
-from ncclpy.engine.callbacks cimport errands, users
+from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, errands, users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING
 from ncclpy.engine.fence cimport is_doubted, stops
-from ncclpy.engine.protocols cimport LaunchOwner, add_sentence
 from ncclpy.engine.native cimport load
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.engine.work cimport stand_by

@@ -16,7 +16,7 @@ from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.start cimport fill_barrier, own_op_code, root_rank
 from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind, wait_behind
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.protocols cimport Awaited
+from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.work cimport goes_by_streams, new_work
 from ncclpy.process_group.check.agreement cimport Agreement

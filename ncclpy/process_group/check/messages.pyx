@@ -25,9 +25,8 @@ from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.arguments.datatypes cimport NAME
 from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport Awaited, add_sentence, users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
-from ncclpy.engine.protocols cimport Awaited, add_sentence
 from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.check.agreement cimport Agreement

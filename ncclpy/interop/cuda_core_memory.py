@@ -8,7 +8,7 @@ from typing import Any
 
 from ncclpy.core.runtime import device as device_module
 from ncclpy.errors import NcclUnsupported
-from ncclpy.memory.allocation import adopt, disown, give, open_allocator, take
+from ncclpy.memory.registry import adopt, disown, give, open_allocator, take
 
 
 def source(device: int | None) -> CudaCoreSource:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclpy.errors import NcclError, NcclUnsupported
-from ncclpy.memory.allocation import give, open_allocator, take
+from ncclpy.memory.registry import give, open_allocator, take
 
 #: cudaErrorMemoryAllocation, on which CuPy's pool gives back what it has free and asks again.
 _NO_MEMORY = 2

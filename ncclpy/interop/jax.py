@@ -18,7 +18,7 @@ from ncclpy.core.communicator import Communicator
 from ncclpy.core.runtime.library import library
 from ncclpy.core.runtime.stream import Stream
 from ncclpy.errors import NcclError
-from ncclpy.memory.allocation import alloc
+from ncclpy.memory.registry import alloc
 from ncclpy.types import SUM, OpLike, Result
 
 __all__ = [

@@ -18,7 +18,7 @@ from ncclpy.core.calls.group import Group as group  # noqa: N813 - nccl4py's nam
 from ncclpy.core.communicator import Communicator as _Communicator
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.interop import open_groups
-from ncclpy.memory.allocation import alloc
+from ncclpy.memory.registry import alloc
 from ncclpy.types import BufferLike, DataTypeLike, OpLike, Result, StreamLike, UniqueId
 from ncclpy.types import DataType as NcclDataType
 from ncclpy.types import ReduceOp as NcclRedOp
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ncclpy.core.window import CustomOp, Registration, Window
-    from ncclpy.memory.allocation import Allocation
+    from ncclpy.memory.registry import Allocation
 
 __all__ = [
     "CommShrinkFlag",

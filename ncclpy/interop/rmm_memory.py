@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from ncclpy.core.runtime import device as device_module
-from ncclpy.memory.allocation import give, open_allocator, take
+from ncclpy.memory.registry import give, open_allocator, take
 
 
 def source(device: int | None) -> RmmSource:

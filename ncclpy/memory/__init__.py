@@ -3,9 +3,8 @@
 See docs/memory.md.
 """
 
-from ncclpy.memory.allocation import Allocation, alloc, empty
 from ncclpy.memory.attachment import Attachment, attach
 from ncclpy.memory.pool import Pool, pool
-from ncclpy.memory.registry import SegmentRegistry
+from ncclpy.memory.registry import Allocation, SegmentRegistry, alloc, empty
 
 __all__ = ["Allocation", "Attachment", "Pool", "SegmentRegistry", "alloc", "attach", "empty", "pool"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ncclpy.core.runtime.library import library
 from ncclpy.errors import NcclUnsupported
-from ncclpy.memory.allocation import empty
+from ncclpy.memory.registry import empty
 from ncclpy.types import Need
 
 __all__ = ["Source", "source_of"]

@@ -21,8 +21,8 @@ from ncclpy.core.runtime.library import library
 from ncclpy.core.runtime.stream import Stream
 from ncclpy.core.window import Window
 from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, attach
-from ncclpy.memory.allocation import Hold, alloc, check_endable, enter_pool, new_pool, segments_of
 from ncclpy.memory.frameworks import Source, source_of
+from ncclpy.memory.registry import Hold, alloc, check_endable, enter_pool, new_pool, segments_of
 from ncclpy.types import DataTypeLike
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import ncclpy
 import testing
 from ncclpy import memory
 from ncclpy.interop.torch import hooks as torch_hooks
-from ncclpy.memory import allocation
+from ncclpy.memory import registry as allocator
 
 COUNT = 64
 STEPS = 60
@@ -308,10 +308,10 @@ class Program:
 
         def churn(device):
             while not enough.is_set():
-                kept = [allocation.take(ODD, device) for _ in range(3)]
+                kept = [allocator.take(ODD, device) for _ in range(3)]
                 mine = memory.alloc(ODD, device)
                 for pointer in kept:
-                    allocation.give(pointer, device)
+                    allocator.give(pointer, device)
                 del mine
                 enough.wait(0.0002)
 

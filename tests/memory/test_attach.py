@@ -15,21 +15,21 @@ from leftovers import is_allocated
 import ncclpy
 import testing
 from ncclpy import memory
-from ncclpy.memory import allocation
+from ncclpy.memory import registry as allocator
 
 
 @pytest.fixture
 def functions():
     """Return the two functions as a framework finds them: by name, in the library's file."""
-    library = ctypes.CDLL(allocation.open_allocator())
-    alloc, free = getattr(library, allocation.ALLOC), getattr(library, allocation.FREE)
+    library = ctypes.CDLL(allocator.open_allocator())
+    alloc, free = getattr(library, allocator.ALLOC), getattr(library, allocator.FREE)
     alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return alloc, free
 
 
 def test_the_functions_are_found_by_name(functions):
-    assert tuple(ctypes.cast(each, ctypes.c_void_p).value for each in functions) == allocation.addresses()
+    assert tuple(ctypes.cast(each, ctypes.c_void_p).value for each in functions) == allocator.addresses()
 
 
 def test_what_they_allocate_is_in_the_registry(comm1, functions, registry, host_engine):
@@ -89,13 +89,13 @@ def test_no_python_runs_there(host_engine):
         """
         import ctypes
         from ncclpy import memory
-        from ncclpy.memory import allocation
-        _, free = allocation.addresses()
+        from ncclpy.memory import registry as allocator
+        _, free = allocator.addresses()
         libc = ctypes.PyDLL(None)  # calls keep the GIL
         libc.pthread_create.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
         libc.pthread_join.argtypes = [ctypes.c_ulong, ctypes.c_void_p]
         for _ in range(20):
-            pointer, thread = allocation.take(64, 0), ctypes.c_ulong()
+            pointer, thread = allocator.take(64, 0), ctypes.c_ulong()
             assert libc.pthread_create(ctypes.byref(thread), None, free, pointer) == 0
             assert libc.pthread_join(thread, None) == 0
         registry = memory.SegmentRegistry.default()
@@ -151,9 +151,9 @@ def test_no_wait_for_a_communicator(functions, registry, host_engine):
 
 
 def test_the_pythonic_pair(registry, host_engine):
-    pointer = allocation.take(100, 1)
+    pointer = allocator.take(100, 1)
     assert registry.segments(1) == [(pointer, 100, 1)]
-    allocation.give(pointer, 1)
+    allocator.give(pointer, 1)
     assert registry.drain() and registry.segments(1) == []
 
 
@@ -162,8 +162,8 @@ def test_a_forked_child_allocates_nothing(host_engine):
         """
         import ctypes, os
         from ncclpy import memory
-        from ncclpy.memory import allocation
-        library = ctypes.CDLL(allocation.open_allocator())
+        from ncclpy.memory import registry as allocator
+        library = ctypes.CDLL(allocator.open_allocator())
         alloc, free = library.ncclpy_segment_alloc, library.ncclpy_segment_free
         alloc.restype = ctypes.c_void_p
         alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]

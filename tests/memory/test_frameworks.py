@@ -12,7 +12,7 @@ from group_worlds import launched
 import ncclpy
 import testing
 from ncclpy import memory
-from ncclpy.memory import allocation
+from ncclpy.memory import registry as allocator
 
 pytestmark = pytest.mark.gpu
 
@@ -207,10 +207,10 @@ def test_torch_attached(torch, comm1, registry):
 def test_memory_goes_behind_its_stream(torch, registry):
     """As a caching allocator gives it back, while a kernel still writes there."""
     stream = torch.cuda.Stream()
-    pointer = allocation.take(1 << 20, 0)
+    pointer = allocator.take(1 << 20, 0)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(2_000_000_000)
-    allocation.give(pointer, 0, stream.cuda_stream)
+    allocator.give(pointer, 0, stream.cuda_stream)
     assert not registry.drain(0.1) and registry.counters()["leaving"] == 1
     stream.synchronize()
     assert registry.drain()
@@ -218,12 +218,12 @@ def test_memory_goes_behind_its_stream(torch, registry):
 
 def test_torch_frees_while_its_stream_is_captured(torch, registry):
     """No event becomes part of a capture, and none invalidates it."""
-    pointer = allocation.take(1 << 20, 0)
+    pointer = allocator.take(1 << 20, 0)
     tensor = torch.ones(8, device="cuda:0")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.add_(1)
-        allocation.give(pointer, 0, torch.cuda.current_stream().cuda_stream)
+        allocator.give(pointer, 0, torch.cuda.current_stream().cuda_stream)
     graph.replay()
     torch.cuda.synchronize()
     assert tensor.tolist() == [2.0] * 8

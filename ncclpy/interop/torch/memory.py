@@ -7,8 +7,7 @@ import ctypes
 from typing import Any
 
 from ncclpy.errors import NcclUnsupported
-from ncclpy.memory.allocation import ALLOC, FREE, open_allocator
-from ncclpy.memory.registry import SegmentRegistry
+from ncclpy.memory.registry import ALLOC, FREE, SegmentRegistry, open_allocator
 
 #: Torch's object for our two functions.
 _allocators: list[Any] = []

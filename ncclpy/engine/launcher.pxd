@@ -2,12 +2,30 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult, CUstream
 from ncclpy.core.arguments.buffers cimport View
-from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.calls.stretch cimport Step, Stretch
-from ncclpy.engine.native cimport ncclpy_job
+from ncclpy.core.handles.handle cimport Handle
 from ncclpy.engine.callbacks cimport CliqueOwner, LaunchOwner, Together
+from ncclpy.engine.native cimport ncclpy_job
 from ncclpy.engine.work cimport Work
+
+
+# Lanes are named by numbers. The lane of a device, with its thread started.
+cdef int lane_of(int device) except -1
+
+# The lanes in a list, each once; return how many.
+cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogil
+
+# Put jobs on their lanes, in one order for all launches of the process.
+cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept
+
+# Take the place of lanes, each named once, to make their calls in this thread; False if that is not the quickest way,
+# or one of them has something to do.
+cdef bint borrow_lanes(const int* numbers, size_t count) noexcept
+cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil
+
+# Have the first of the borrowed lanes do it after all; the job gives the others back.
+cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 
 
 cdef class StreamPool:
@@ -21,7 +39,6 @@ cdef bint find_producer(const View* view, int device, producer, CUstream* stream
 cdef int record_producer(Work work, const View* view, producer) except -1
 cdef int record_behind(Work work, CUstream stream) except -1
 cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1
-
 
 # One participant's part of a launch.
 cdef struct Part:
@@ -88,7 +105,6 @@ cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1
 # Make the calls of a batch; False, with none made, if other threads are inside its communicators until a moment.
 # `current` is the thread's context.
 cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogil
-
 
 cdef enum:
     MAKING = 0

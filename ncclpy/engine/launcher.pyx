@@ -1,5 +1,8 @@
 """Launches: operations that belong together go to their devices at once, in one order on all of them.
 
+Each device belongs to a lane, a native thread with a first-in-first-out queue that never takes the GIL (lanes.hpp);
+where there are fewer cores than devices, several devices share one.
+
 Sharing keeps the collectives of different communicators in the order of their launches on the device too. One
 communicator that has several ranks on a device would get a stream for each.
 
@@ -8,7 +11,9 @@ share, and cannot wait for each other. Or it borrows the lanes, under the same l
 the calls are then made by the thread that asked for the launch, once that holds no lock any more.
 """
 
+import atexit
 import logging
+import os
 import threading
 
 from cpython.ref cimport PyObject, Py_INCREF
@@ -20,30 +25,124 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CUcontext, CUevent, CUresult, CUstream, CUstreamCaptureMode,
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, current_stream
-from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.arguments.datatypes cimport ITEMSIZE
-from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, relax, restore
-from ncclpy.core.handles.handle cimport WAS_ABORTED
-from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
 from ncclpy.core.arguments.operation cimport has_root
-from ncclpy.core.runtime.stream cimport Stream, as_stream
 from ncclpy.core.calls.stretch cimport make_calls, poll_calls
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles
+from ncclpy.core.handles.handle cimport WAS_ABORTED
+from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, relax, restore
+from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
+from ncclpy.core.runtime.stream cimport Stream, as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.callbacks cimport around, users, words_of
 from ncclpy.engine.fence cimport believe, fence, give_event, take_event
-from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, pass_on, push_jobs
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched, Work
 
-from ncclpy.errors import NcclAborted
 from ncclpy.core.calls.group import Group
 from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.runtime import device as _device
 from ncclpy.core.runtime.stream_readers import raise_in_readers
+from ncclpy.errors import NcclAborted
 from ncclpy.types import UniqueId
+
+
+cdef extern from "ncclpy/engine/lanes.hpp" namespace "ncclpy" nogil:
+    cdef cppclass Lanes:
+        Lanes(int count, double spin, void (*begin)() noexcept nogil)
+        int count()
+        bint need(int number)
+        void push(ncclpy_job** jobs, const int* numbers, size_t count)
+        bint borrow(const int* numbers, size_t count)
+        void give_back(const int* numbers, size_t count)
+        void pass_on(ncclpy_job* job, const int* numbers)
+        bint is_idle(int number)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+# How long a lane spins for the next launch before it sleeps, in seconds; longer where cores are plenty, since waking
+# an idle core can take 200 us.
+cdef double _SPIN = 50e-6
+cdef double _LONG_SPIN = 500e-6
+cdef int _MANY = 4  # cores for each lane
+cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; they live as long as the process
+
+
+cdef void _settle_in() noexcept nogil:
+    """Begin a lane: what it calls disturbs nobody's capture."""
+    relax()
+
+
+cdef int lane_of(int device) except -1:
+    """Return the lane of a device. There is one a device, but one core is left to Python."""
+    global _lanes
+    cdef int number
+    if _lanes == NULL:
+        cores = len(os.sched_getaffinity(0))
+        wanted = max(1, min(_device.device_count(), cores - 1))
+        if _lanes == NULL:
+            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _MANY * wanted else _SPIN, _settle_in)
+    number = device % _lanes.count()
+    if not _lanes.need(number):
+        raise RuntimeError("no thread can be started for launching: the process or the system has too many")
+    return number
+
+
+cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogil:
+    cdef size_t i, k, n = 0
+    for i in range(count):
+        k = 0
+        while k < n and found[k] != numbers[i]:
+            k += 1
+        found[k] = numbers[i]
+        n += k == n
+    return n
+
+
+# These two with the GIL: nobody can hold the lock of the order for longer than it takes to push, and giving the GIL up
+# here could mean to get it back only after the interpreter's switch interval, 5 ms, with the Manager's lock held
+# meanwhile.
+cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept:
+    _lanes.push(jobs, numbers, count)
+
+
+cdef bint borrow_lanes(const int* numbers, size_t count) noexcept:
+    return _lanes.borrow(numbers, count)
+
+
+cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil:
+    _lanes.give_back(numbers, count)
+
+
+cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil:
+    _lanes.pass_on(job, numbers)
+
+
+@atexit.register
+def _end_of_process():
+    """Give what is being launched a moment: a process should not end inside a call of NCCL."""
+    cdef double end = now() + 1.0
+    cdef int i
+    if _lanes == NULL:
+        return
+    for i in range(_lanes.count()):
+        while not _lanes.is_idle(i) and now() < end:
+            with nogil:
+                sched_yield()
+
+
+def _forked():
+    """In the child the lanes' threads do not exist."""
+    global _lanes
+    _lanes = NULL
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 cdef class StreamPool:

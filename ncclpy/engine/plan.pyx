@@ -26,8 +26,9 @@ from ncclpy.core.runtime.stream cimport Stream, owner_of
 from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause, this_thread
 from ncclpy.core.handles.watch cimport be_watched, check_alive, wait_stream
-from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, push_jobs
-from ncclpy.engine.launcher cimport Batch, divide, make_whole, run_batch, sort_parts
+from ncclpy.engine.launcher cimport (
+    Batch, borrow_lanes, distinct, divide, give_lanes_back, lane_of, make_whole, push_jobs, run_batch, sort_parts,
+)
 from ncclpy.engine.native cimport add, load, ncclpy_job, sleep_on, wake
 
 from ncclpy.errors import NcclError, NcclTimeout, attach, not_copied, seconds

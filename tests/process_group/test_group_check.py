@@ -21,7 +21,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
-from ncclpy.process_group.check import mailbox, shared_board
+from ncclpy.process_group.check import shared_memory
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -37,7 +37,7 @@ def board(request, monkeypatch):
 
 
 def refuse_memory(monkeypatch):
-    attach, attach_mailbox = shared_board.attach, mailbox.attach
+    attach, attach_mailbox = shared_memory.attach_board, shared_memory.attach_mailbox
 
     def refused(pid, fd, token, rank, size):
         if rank == size - 1:
@@ -49,8 +49,8 @@ def refuse_memory(monkeypatch):
             raise OSError("another machine")
         return attach_mailbox(mine, rank, peer, *offered)
 
-    monkeypatch.setattr(shared_board, "attach", refused)
-    monkeypatch.setattr(mailbox, "attach", refused_mailbox)
+    monkeypatch.setattr(shared_memory, "attach_board", refused)
+    monkeypatch.setattr(shared_memory, "attach_mailbox", refused_mailbox)
 
 
 def errors_of(size, body, *, store=None, **options):

@@ -11,7 +11,7 @@ from group_ranks import DEADLINE
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore, StoreDamaged, StoreError
-from ncclpy.process_group.check import mailbox, shared_board
+from ncclpy.process_group.check import shared_memory
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -147,8 +147,8 @@ def test_a_damaged_note_in_the_store_is_one_error_on_all_ranks(monkeypatch, kind
     def refused(*_):
         raise OSError("another machine")
 
-    monkeypatch.setattr(shared_board, "attach", refused)
-    monkeypatch.setattr(mailbox, "attach", refused)
+    monkeypatch.setattr(shared_memory, "attach_board", refused)
+    monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
     check_errors(STORED[kind])
 
 

@@ -17,7 +17,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore
-from ncclpy.process_group.check import mailbox
+from ncclpy.process_group.check import shared_memory
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -55,14 +55,14 @@ for each in ("_set", "_get", "_compare_set", "_wait", "_check", "_delete", "_mul
 @pytest.fixture
 def apart(monkeypatch):
     """Keep two ranks from sharing memory: the higher one cannot open the other's."""
-    attach = mailbox.attach
+    attach = shared_memory.attach_mailbox
 
     def refused(mine, rank, peer, *offered):
         if rank > peer:
             raise OSError("another machine")
         return attach(mine, rank, peer, *offered)
 
-    monkeypatch.setattr(mailbox, "attach", refused)
+    monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
 
 
 def exchange(group, number, tag=0):

@@ -21,9 +21,9 @@ from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
 from ncclpy.bootstrap.asked import StoreDamaged, decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
-from ncclpy.process_group.check import shared_board
+from ncclpy.process_group.check import shared_memory
 from ncclpy.process_group.check.disagreement import disagreement, unpack
-from ncclpy.process_group.check.mailbox import read_offer
+from ncclpy.process_group.check.shared_memory import read_offer
 from ncclpy.process_group.check.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"
@@ -157,7 +157,7 @@ cdef class Agreement:
             if note is None or type(note) is int:  # one that has waited for nobody
                 ends[0] = True
                 if before is None:
-                    before = {shared_board.digest(calls): known for calls, known in self.known.items()}
+                    before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
                 note = before.get(note)
             elif not note:
                 note = self.notices.store.get(self._long_key(number, rank), _LONG)
@@ -192,7 +192,7 @@ cdef class Agreement:
         try:
             if self.rank == 0 and mine["machine"]:
                 try:
-                    fd, token = shared_board.create(self.size)
+                    fd, token = shared_memory.create_board(self.size)
                     mine.update(fd=fd, token=token.hex())
                 except OSError:
                     pass  # then it is the store
@@ -206,7 +206,7 @@ cdef class Agreement:
             if "fd" not in first or any(each["machine"] != first["machine"] for each in all_of_them):
                 return StoredBoard(self.notices.store, self.rank, self.size, self.first)
             try:
-                board = shared_board.attach(first["pid"], first["fd"], first["token"], self.rank, self.size)
+                board = shared_memory.attach_board(first["pid"], first["fd"], first["token"], self.rank, self.size)
             except (OSError, TypeError, ValueError, OverflowError):
                 pass  # all hear of it
             packed = arrivals.meet(

@@ -1,7 +1,7 @@
 from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.check.mailbox cimport Mailbox, Post
+from ncclpy.process_group.check.shared_memory cimport Mailbox, Post
 
 
 cdef enum:

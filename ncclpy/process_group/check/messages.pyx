@@ -30,16 +30,16 @@ from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
 from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.check.agreement cimport Agreement
-from ncclpy.process_group.check.mailbox cimport Mailbox, Note
+from ncclpy.process_group.check.shared_memory cimport Mailbox, Note
 
 from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.check import mailbox
+from ncclpy.process_group.check import shared_memory
 from ncclpy.process_group.check.disagreement import beside, message_text, pack_message, unpack_message
-from ncclpy.process_group.check.mailbox import read_offer
+from ncclpy.process_group.check.shared_memory import read_offer
 
 
 cdef class Route:
@@ -109,7 +109,7 @@ cdef class Route:
             if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
                 return STORED
             try:
-                self.opened = mailbox.attach(
+                self.opened = shared_memory.attach_mailbox(
                     mine, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
                 )
             except (OSError, TypeError, ValueError, OverflowError):

@@ -1,4 +1,3 @@
-# Memory that the processes of a machine share, and words in it that they sleep on; messages of two ranks there.
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 
@@ -43,7 +42,6 @@ cdef extern from * nogil:
 # What the memory begins with: the word that it is known by.
 cdef enum:
     TOKEN = 16
-
 
 # What one rank brings to a message, as it lies in shared memory.
 cdef struct Note:

@@ -20,11 +20,10 @@ from ncclpy.core.runtime.device cimport enter_device, leave_device
 from ncclpy.core.runtime.stream cimport Stream
 from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, wait_for_event
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.fence cimport give_event, take_event
+from ncclpy.engine.work cimport Watched, Work, give_event, take_event
 from ncclpy.engine.monitor cimport hand_over, make_room
 from ncclpy.engine.native cimport change, load, now, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING
-from ncclpy.engine.work cimport Watched, Work
 
 from ncclpy.coordinator import copy_kernel as _kernel
 from ncclpy.core.runtime import device as _device

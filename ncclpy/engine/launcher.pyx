@@ -37,11 +37,10 @@ from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, re
 from ncclpy.core.runtime.stream cimport Stream, as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.callbacks cimport around, users, words_of
-from ncclpy.engine.fence cimport believe, fence, give_event, take_event
+from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
-from ncclpy.engine.work cimport Watched, Work
 
 from ncclpy.core.calls.group import Group
 from ncclpy.core.lifecycle import get_unique_id

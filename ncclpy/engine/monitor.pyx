@@ -35,10 +35,9 @@ from ncclpy.engine.callbacks cimport (
     Deputy, attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry,
     is_expecting, listen, look_after_crews, ring, users,
 )
-from ncclpy.engine.fence cimport next_turn, note_turn, tell_of_stops
+from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed, next_turn, note_turn, tell_of_stops
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
-from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed
 
 
 # How long works that have ended well, and that nobody sleeps on or wants to be called for, may wait for others: each

@@ -1,10 +1,15 @@
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from typing_extensions import disjoint_base
 
 from ncclpy.types import StreamLike
+
+class _Listener(Protocol):
+    def ask_after_stop(self) -> object: ...
+
+def listen(listener: _Listener) -> None: ...
 
 @disjoint_base
 class Work:

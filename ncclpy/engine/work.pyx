@@ -1,31 +1,42 @@
-"""Works: handles of operations that run, and how they fail.
+"""Works: handles of operations that run, the events and fences of their streams, and how they fail.
+
+A kernel of NCCL that sees its communicator's abort flag leaves its wait, and passes on to the next rank what it has. So
+a rank whose neighbour aborts sees its own operation end like any other, with wrong data. Where ranks have a channel
+beside NCCL they therefore abort in two steps: first all hear that the communicator ends, and each stops to believe ends
+that it sees from then on; only then does a rank abort (docs/guides/failures.md). A communicator
+without such a channel is always believed.
+
+A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
+When it goes on it believes nothing before it has asked.
 
 The monitor and its quiet stretches see that something is wrong; an exception takes Python, so an errand makes it.
 """
 
 import concurrent.futures
 import time
+import weakref
 from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.stdlib cimport free
+from libcpp.vector cimport vector
 
 from ncclpy.abi.driver cimport (
-    CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, CUcontext,
-    CUresult, CUstreamCaptureMode,
+    CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CU_EVENT_DISABLE_TIMING, CU_EVENT_WAIT_DEFAULT, CU_STREAM_LEGACY,
+    CU_STREAM_PER_THREAD, CUcontext, CUresult, CUstreamCaptureMode,
 )
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport View, read_view
+from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
+from ncclpy.core.handles.handle cimport BELIEVED, FENCED, PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
+from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport (
     check_driver, driver, driver_error, event_await, event_help, event_tell, nccl_error, require_driver,
     who_is_missing,
 )
-from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
-from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
-from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport callbacks
@@ -33,11 +44,110 @@ from ncclpy.engine.callbacks cimport (
     Together, add_sentence, begin_callback, end_callback, ended_by, errands, hurry, is_plain, is_quiet, message, ring,
     step_aside, users, with_sentence, words_of,
 )
-from ncclpy.engine.fence cimport give_event, is_doubted, take_event
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
+
+
+# By twice the device's ordinal, plus one for those that measure time. The GIL guards them.
+cdef vector[vector[CUevent]] _free
+
+
+cdef CUevent take_event(int device, bint timing) except NULL:
+    """Return an event that nobody uses; it may still carry what it was recorded for last."""
+    cdef size_t index = 2 * device + timing
+    cdef CUevent event = NULL
+    cdef CUresult result
+    cdef CUcontext saved
+    if index < _free.size() and _free[index].size():
+        event = _free[index].back()
+        _free[index].pop_back()
+        return event
+    require_driver()
+    saved = enter_device(device)
+    with nogil:
+        result = driver.cuEventCreate(&event, 0 if timing else CU_EVENT_DISABLE_TIMING)
+    leave_device(saved)
+    check_driver(result, b"cuEventCreate")
+    return event
+
+
+cdef int give_event(int device, bint timing, CUevent event) except -1:
+    """Put an event back. The pool never shrinks: its size is the most that was in flight."""
+    cdef size_t index = 2 * device + timing
+    if event == NULL:
+        return 0
+    if index >= _free.size():
+        _free.resize(index + 1)
+    _free[index].push_back(event)
+    return 0
+
+
+# Other ranks wait for a silent rank for a second at least. A process that was stopped for half of that asks the store.
+cdef double _STILL = 0.5
+
+# How often the monitor has a turn, also where nothing is in flight: what is launched after a stop may have ended during it.
+cdef double _TURNS = 0.2
+cdef int stops = 0
+cdef double _turn = 0  # when the monitor has run last; 0 while no communicator needs that
+cdef int _told = 0
+cdef object _listeners = weakref.WeakSet()
+
+
+cdef bint is_doubted(Handle handle) noexcept nogil:
+    if handle.fenced:  # another rank of this process was aborted: between those no store is needed
+        return True
+    if handle.contact == BELIEVED:
+        return False
+    if handle.contact == FENCED:
+        return True
+    note_turn(now())
+    return handle.contact != load(&stops)
+
+
+cdef void note_turn(double moment) noexcept nogil:
+    global _turn
+    if _turn == 0:  # no communicator needs it
+        return
+    if moment - _turn > _STILL:
+        add(&stops, 1)
+        ring()
+    _turn = moment
+
+
+cdef double next_turn() noexcept nogil:
+    return _turn + _TURNS if _turn != 0 else FOREVER
+
+
+cdef int tell_of_stops() except -1:
+    global _told
+    if load(&stops) == _told:
+        return 0
+    _told = load(&stops)
+    for listener in list(_listeners):  # each by itself: a store may not answer
+        errands.give(listener.ask_after_stop)
+    return 0
+
+
+cdef int fence(Handle handle) except -1:
+    handle.contact = FENCED
+    return 0
+
+
+cdef int believe(Handle handle, int seen) except -1:
+    if handle.contact != FENCED:
+        handle.contact = seen
+    return 0
+
+
+def listen(listener):
+    """Have ``listener.ask_after_stop()`` called, in a thread for errands, when the process has stood still."""
+    global _turn
+    if _turn == 0:
+        _turn = now()
+        ring()
+    _listeners.add(listener)
 
 
 _ADVICE = (
@@ -205,7 +315,7 @@ cdef int attend() except -1:
 
 cdef inline CUstream _one_name(CUstream stream) noexcept:
     """Return a stream's handle; the legacy default one has two."""
-    return NULL if stream == CU_STREAM_LEGACY else stream
+    return <CUstream>NULL if stream == CU_STREAM_LEGACY else stream
 
 
 cdef int stand_by() except -1:
@@ -635,7 +745,7 @@ What an asynchronous operation returns.
             engine), whose readers have no stream, use `wait`. For an operation that was captured, within the capture: a
             stream that is part of it from then on.
         """
-        cdef CUstream raw = NULL if stream is None else as_stream(stream)
+        cdef CUstream raw = <CUstream>NULL if stream is None else as_stream(stream)
         cdef CUresult result
         cdef CUcontext saved
         self._wait_for(LAUNCHED, FOREVER)

@@ -23,15 +23,14 @@ from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.runtime.device cimport relax
 from ncclpy.core.runtime.stream cimport Stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
-from ncclpy.engine.fence cimport stops
+from ncclpy.engine.work cimport Work, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.native cimport load
 from ncclpy.engine.callbacks cimport Awaited, Together, is_plain, message
 from ncclpy.engine.recorder cimport Ledger, began_of
-from ncclpy.engine.work cimport Work
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
-from ncclpy.engine import fence
+from ncclpy.engine import work
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import method_name, show, text_of
@@ -454,7 +453,7 @@ cdef class Ensemble(Clique):
             Ensemble.ended,
         )
         self.aborts = True
-        fence.listen(self)
+        work.listen(self)
         return 0
 
     def _make(self, unique_id, config):

@@ -34,12 +34,11 @@ from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls
 from ncclpy.core.arguments.validation cimport Fingerprint, take_fingerprint, type_of
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
-from ncclpy.engine.fence cimport believe, stops
+from ncclpy.engine.work cimport Work, believe, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
 from ncclpy.engine.native cimport load, store
 from ncclpy.engine.callbacks cimport LaunchOwner, Together
 from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
-from ncclpy.engine.work cimport Work
 
 from ncclpy.core.runtime import device as _device
 from ncclpy.core.handles.abort import await_birth

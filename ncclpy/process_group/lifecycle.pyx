@@ -16,10 +16,9 @@ from ncclpy.core.runtime.library cimport check_process
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, errands, users
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING
-from ncclpy.engine.fence cimport is_doubted, stops
+from ncclpy.engine.work cimport is_doubted, stand_by, stops
 from ncclpy.engine.native cimport load
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
-from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
@@ -28,7 +27,7 @@ from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.types import as_integer
-from ncclpy.engine import fence
+from ncclpy.engine import work
 from ncclpy.engine.work import add_answer, without_advice
 from ncclpy.engine.launcher import StreamPool, abort_aside
 from ncclpy.engine.monitor import call_at
@@ -144,7 +143,7 @@ cdef class Lifecycle:
             self.leavers = frozenset()
         del before
         if size > 1:
-            fence.listen(self)
+            work.listen(self)
         notices.listen(news.ended, news.gone, news.silent, news.is_wanted, news.look_for_closed, ledger)
         return 0
 

@@ -1,4 +1,4 @@
-"""A model of how ranks end a group together (ncclpy.peers.confirmation, ncclpy.engine.fence), run with random timing.
+"""A model of how ranks end a group together (ncclpy.peers.confirmation, ncclpy.engine.work), run with random timing.
 
 A run is one collective of two to five ranks in a ring. A rank may launch late or never, be stopped, or be killed; the
 store is slow, and what it tells is late. Devices go on while processes stand still. An abort completes the next rank's

@@ -1,6 +1,0 @@
-from typing import Protocol
-
-class _Listener(Protocol):
-    def ask_after_stop(self) -> object: ...
-
-def listen(listener: _Listener) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.coordinator.brought import Brought
+from ncclpy.coordinator.buffers import Brought
 from ncclpy.coordinator.names import as_name
 from ncclpy.coordinator.plan import Call
 from ncclpy.coordinator.reductions import op_of, reduction, signature_of
@@ -16,8 +16,8 @@ from ncclpy.process_group.sparse import SparseSum, maker_of
 from ncclpy.types import as_integer
 
 if TYPE_CHECKING:
+    from ncclpy.coordinator.buffers import Carried
     from ncclpy.coordinator.carriers import Plane
-    from ncclpy.coordinator.fusion_buffers import Carried
 
 __all__ = ["AllGather", "AllReduceSparse", "AllToAll", "Barrier", "Broadcast", "ReduceScatter"]
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ncclpy.coordinator import plane as _of_groups
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator.brought import Brought
-    from ncclpy.coordinator.fusion_buffers import Carried
+    from ncclpy.coordinator.buffers import Brought, Carried
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["Both", "Carrier", "OfGroup", "Plane"]

@@ -1,5 +1,4 @@
-from ncclpy.coordinator.brought cimport Brought
-from ncclpy.coordinator.fusion_buffers cimport Carried
+from ncclpy.coordinator.buffers cimport Brought, Carried
 from ncclpy.coordinator.plan cimport Call, Memory, Pending, Ready, Step
 from ncclpy.coordinator.plane cimport Turns
 from ncclpy.process_group.group cimport ProcessGroup

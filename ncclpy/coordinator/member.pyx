@@ -2,8 +2,7 @@
 
 import os
 
-from ncclpy.coordinator.brought cimport Brought
-from ncclpy.coordinator.fusion_buffers cimport Carried
+from ncclpy.coordinator.buffers cimport Brought, Carried
 from ncclpy.coordinator.plan cimport AllReduce, Call, Memory, Pending, Ready, Step, new_all_reduce, plan
 from ncclpy.coordinator.plane cimport Turn, Turns
 from ncclpy.process_group.group cimport ProcessGroup

@@ -1,6 +1,6 @@
 from libc.stdint cimport uintptr_t
 
-from ncclpy.coordinator.brought cimport Brought
+from ncclpy.coordinator.buffers cimport Brought
 from ncclpy.engine.callbacks cimport Awaited
 
 

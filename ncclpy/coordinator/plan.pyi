@@ -3,9 +3,8 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.coordinator.brought import Brought
+from ncclpy.coordinator.buffers import Brought, Carried
 from ncclpy.coordinator.carriers import Plane
-from ncclpy.coordinator.fusion_buffers import Carried
 from ncclpy.coordinator.signature import Signature
 from ncclpy.engine.work import Work
 from ncclpy.types import OpLike

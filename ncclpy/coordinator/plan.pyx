@@ -4,7 +4,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memmove
 
-from ncclpy.coordinator.brought cimport Brought, Remembered, new_brought
+from ncclpy.coordinator.buffers cimport Brought, Remembered, new_brought
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.arguments.validation cimport lie_apart
 from ncclpy.engine.callbacks cimport Awaited

@@ -4,8 +4,7 @@ from typing import Any
 from typing_extensions import disjoint_base
 
 from ncclpy.bootstrap.store import Store
-from ncclpy.coordinator.brought import Brought
-from ncclpy.coordinator.fusion_buffers import Carried
+from ncclpy.coordinator.buffers import Brought, Carried
 from ncclpy.core.arguments.config import Config
 from ncclpy.errors import NcclError
 from ncclpy.process_group.group import ProcessGroup

@@ -10,8 +10,9 @@ import numpy as np
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
-from ncclpy.coordinator.brought cimport Brought, copies_apart
-from ncclpy.coordinator.fusion_buffers cimport MOMENT, Carried, Copier, Ending, Slot, copier_of, new_carried
+from ncclpy.coordinator.buffers cimport (
+    MOMENT, Brought, Carried, Copier, Ending, Slot, copier_of, copies_apart, new_carried,
+)
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.arguments.datatypes cimport ITEMSIZE, encoded

@@ -11,7 +11,7 @@ from ncclpy.coordinator.signature import Kind, Signature, pack_all
 from ncclpy.types import AVG, DataType, ReduceOp, as_op
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator.brought import Brought
+    from ncclpy.coordinator.buffers import Brought
 
 __all__ = ["op_of", "pack_reductions", "reduction", "signature_of"]
 

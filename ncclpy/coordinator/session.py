@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ncclpy.bootstrap.place import machine
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, ends
-from ncclpy.coordinator.brought import is_as_on_gpus
+from ncclpy.coordinator.buffers import is_as_on_gpus
 from ncclpy.coordinator.carriers import Carrier
 from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
 from ncclpy.coordinator.member import Counts, Entrance, Gate, Member

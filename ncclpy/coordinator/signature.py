@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ncclpy.coordinator.brought import KINDS
+from ncclpy.coordinator.buffers import KINDS
 from ncclpy.errors import NcclError, listed, spans
 from ncclpy.types import ReduceOp, Result
 

@@ -17,14 +17,14 @@ from test_random_programs import run
 
 import ncclpy
 import testing
-from ncclpy.coordinator import brought
+from ncclpy.coordinator import buffers
 
 
 @pytest.fixture(autouse=True)
 def as_on_gpus(host_engine):
-    brought.work_as_on_gpus()
+    buffers.work_as_on_gpus()
     yield
-    brought.work_as_on_gpus(False)
+    buffers.work_as_on_gpus(False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ncclpy.coordinator.brought import Brought, memory_of
+from ncclpy.coordinator.buffers import Brought, memory_of
 from ncclpy.coordinator.plane import identity
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
 from ncclpy.interop.mpi.thread import Launch, MpiThread

@@ -140,6 +140,8 @@ def translate_all(root, modules, lines):
             status = 1
             try:
                 status = not translate(root, source, output, lines, contexts.get(output.suffix))
+                if lines and not status:
+                    mark_lines(root, output)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -147,6 +149,24 @@ def translate_all(root, modules, lines):
     for _ in modules[-most:]:
         well = os.wait()[1] == 0 and well
     return well
+
+
+def mark_lines(root, output):
+    """Have every line of the C say which line of a .pyx it is, by a path from the root on.
+
+    Cython says so at the first of several, and gcc counts on: a docstring, or the statement six lines below a `def`,
+    would be code that runs with each call. And gcov looks for what a relative path names where the C is.
+    """
+    marked, mark = [], None
+    for line in output.read_text().split("\n"):
+        if found := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            mark = f'#line {found[1]} "{Path(root, found[2])}"' if found[2].endswith((".pyx", ".pxd")) else None
+            marked.append(mark or line)
+            continue
+        if mark and marked[-1] != mark and not marked[-1].endswith("\\"):
+            marked.append(mark)
+        marked.append(line)
+    output.write_text("\n".join(marked))
 
 
 def write_shared(output):

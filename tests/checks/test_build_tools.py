@@ -15,13 +15,13 @@ from paths import ROOT
 from ncclpy.core.runtime import search
 
 
-def cythonize(folder, names=("a.pyx", "b.pyx", "a.c", "b.cpp"), before=""):
+def cythonize(folder, *options, names=("a.pyx", "b.pyx", "a.c", "b.cpp"), before=""):
     """Run tools/cythonize.py in a folder, after some Python of its own."""
     tool = str(ROOT / "tools/cythonize.py")
     program = f"""
 import runpy, sys
 {before}
-sys.argv = {[tool, str(folder), "made.d", *names]!r}
+sys.argv = {[tool, *options, str(folder), "made.d", *names]!r}
 runpy.run_path({tool!r}, run_name="__main__")
 """
     command = [sys.executable, "-c", program]
@@ -68,7 +68,7 @@ def test_cythonize_with_declarations_read_once_gives_what_each_module_alone_give
     stems = ["high", "user", "other"]
     alone = {}
     for stem in stems:
-        assert cythonize(tmp_path, [f"{stem}.pyx", f"{stem}.c"]).returncode == 0
+        assert cythonize(tmp_path, names=[f"{stem}.pyx", f"{stem}.c"]).returncode == 0
         alone[stem] = [(tmp_path / f"{stem}.c{end}").read_text() for end in ("", ".dep")]
         (tmp_path / f"{stem}.c").unlink()
     assert ["twice" in text for text, _ in alone.values()] == [True, True, False]
@@ -81,7 +81,7 @@ def only_with_context(*arguments, context=None):
     return compile_single(*arguments, context=context) if context else sys.exit('translated without')
 Main.compile_single = only_with_context
 """
-    done = cythonize(tmp_path, names, before)
+    done = cythonize(tmp_path, names=names, before=before)
     assert done.returncode == 0 and done.stderr.count("other.pyx:3:") == 1, done.stderr
     for stem, (text, made_from) in alone.items():
         assert (tmp_path / f"{stem}.c").read_text() == text
@@ -113,6 +113,28 @@ def test_cythonize_sets_an_attribute_before_its_old_value_goes(sources, tmp_path
     assert "__Pyx_DECREF_SET(__pyx_v_self->held, Py_None)" in text
     macro = re.search(r"#define __Pyx_DECREF_SET\(r, v\)(.*?)\} while", text, re.DOTALL)[1]
     assert macro.index("r = v") < macro.index("DECREF(tmp)")
+
+
+def test_cythonize_for_coverage_marks_statements_and_nothing_else(sources, tmp_path):
+    """gcc gives each line of C the number after that of the line before, unless a mark says another one."""
+    (tmp_path / "a.pyx").write_text(
+        "cdef int add(int a, int b):\n    return a + b\n\n"
+        'def difference(int a, int b=0):\n    """Subtract.\n\n    Return an int."""\n    return a - b\n'
+        "\n# Nothing\n# that\n# runs.\n"
+    )
+    assert cythonize(tmp_path, "--lines").returncode == 0
+    no_code = r"/\*.*?\*/|^ *#(?!line)(?:[^\n]*\\\n)*[^\n]*"  # comments and what the preprocessor takes
+    text = re.sub(no_code, lambda found: "\n" * found[0].count("\n"), sources[0].read_text(), flags=re.S | re.M)
+    name, number, numbers = "", 0, set()
+    for line in text.split("\n"):
+        if mark := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            number, name = int(mark[1]), mark[2]
+            continue
+        if line.strip() and name.endswith(".pyx"):
+            assert name == str(tmp_path / "a.pyx")
+            numbers.add(number)
+        number += 1
+    assert numbers == {1, 2, 4, 8}
 
 
 def test_cythonize_refuses_cython_that_is_too_old(tmp_path):

@@ -129,9 +129,8 @@ template <class Op, class T>
   combine<Op>(first + done, second + done, out + done, count - done);
 }
 
-// Two inputs and one output in one go. Otherwise block by block: of more inputs all but the last
-// meet in an accumulator, and more outputs are copies of the first. Other outputs past the caches are copies of a block that stays
-// there.
+// Two inputs and one output in one go. Otherwise block by block: of more inputs all but the last meet in an accumulator, and
+// more outputs are copies of the first. Past the caches each output is a copy of a block that stays in them.
 template <class T, class Op>
 void fold(const Reduction& r) {
   using Acc = typename Element<T>::Acc;
@@ -147,9 +146,9 @@ void fold(const Reduction& r) {
   T* result;
   if constexpr (same) result = acc;
   else result = rounded;
-  const size_t block = r.outputs > 1 || (r.inputs > 2 && at_output) ? block_of<Acc>(r.count)
-                       : at_output                                   ? r.count
-                                                                     : block_past_caches / sizeof(Acc);
+  size_t block = block_of<Acc>(r.count);
+  if (r.outputs == 1 && r.past_caches) block = block_past_caches / sizeof(Acc);
+  else if (r.outputs == 1 && r.inputs == 2) block = r.count;
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     const auto input = [&](int k) { return static_cast<const T*>(r.input[k]) + begin; };

@@ -671,10 +671,9 @@ cdef class Lifecycle:
             if self.closed:
                 return 0
             self.closed = True
-            ended = self.failure
         with raise_at_end():
             try:
-                drained = ended is not None or self.drain(deadline)
+                drained = self.failure is not None or self.drain(deadline)
                 if not drained:
                     left = self.pending()
                     self.notices.tell(

@@ -61,7 +61,7 @@ cdef class LaunchOwner:
     cdef int launch_failed(self, Together launch, object error) except -1
 
 
-# Who keeps sets of communicators.
+# The owner of sets of communicators.
 cdef class CliqueOwner:
     cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1
     cdef int clique_lost(self, LaunchOwner clique) except -1
@@ -73,7 +73,7 @@ cdef class Awaited:
     cdef int may_wait(self) except -1
 
 
-# Who does the monitor's part in any thread, once the monitor's own has ended.
+# What does the monitor's part in any thread, once the monitor thread has ended.
 cdef class Deputy:
     cdef int stand_in(self) except -1
     cdef int loosen(self, object work) except -1

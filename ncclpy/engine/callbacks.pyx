@@ -120,7 +120,7 @@ cdef object with_sentence(object error, str sentence):
     cdef dict copies
     if not _takes(error, sentence):
         return error
-    error.__traceback__ = None  # which has frames, in which arrays hang, and is seen by nobody: the copy is raised
+    error.__traceback__ = None  # its frames hold arrays, and it is of no use: the copy is raised
     copies = error.__dict__.setdefault("_copies", {})
     made = copies.get(sentence)
     if made is None:
@@ -218,7 +218,7 @@ cdef class Together:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return what is behind an error: who sees that a communicator is gone may not know why. In any thread."""
+        """Return what has caused an error: the thread that finds a communicator gone may not know why. In any thread."""
         return error
 
     cdef bint is_spared(self) noexcept:
@@ -237,7 +237,7 @@ cdef class LaunchOwner:
         raise NotImplementedError
 
     cdef int launch_failed(self, Together launch, object error) except -1:
-        """See to it that nobody takes the communicators of a failed launch for idle ones; they are aborted next.
+        """Have no later launch take the communicators of a failed launch for idle ones; they are aborted next.
 
         An owner that `spares` them aborts none, and what else runs on them goes on; one that `aborts` does so itself, later.
         Return whether all works of the launch were done in the meantime: then nothing is aborted.
@@ -272,7 +272,7 @@ cdef class Awaited:
     """
 
     cdef str missing(self):
-        """Return who has not come. In a thread that waits for the work, under no lock; it may show keys."""
+        """Return which participants have not come. In a thread that waits for the work, under no lock; it may show keys."""
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:

@@ -73,7 +73,7 @@ cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; they live as l
 
 
 cdef void _settle_in() noexcept nogil:
-    """Begin a lane: what it calls disturbs nobody's capture."""
+    """Begin a lane: what it calls disturbs no capture of another thread."""
     relax()
 
 
@@ -103,7 +103,7 @@ cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogi
     return n
 
 
-# These two with the GIL: nobody can hold the lock of the order for longer than it takes to push, and giving the GIL up
+# These two with the GIL: no thread holds the lock of the order for longer than it takes to push, and giving the GIL up
 # here could mean to get it back only after the interpreter's switch interval, 5 ms, with the Manager's lock held
 # meanwhile.
 cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept:

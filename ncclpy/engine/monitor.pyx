@@ -40,11 +40,11 @@ from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
 
 
-# How long works that have ended well, and that nobody sleeps on or wants to be called for, may wait for others: each
-# time that the thread takes the GIL costs those who have it.
+# How long works that have ended well, and that have neither a sleeping thread nor a callback, may wait for others: each
+# time that the monitor thread takes the GIL costs the threads that have it.
 cdef double _TOGETHER = 200e-6
 
-# So many works of a stream are looked at for somebody who waits.
+# So many works of a stream are looked at for a thread that waits.
 cdef size_t _LOOKED_AT = 256
 
 
@@ -58,7 +58,7 @@ ctypedef unordered_map[uintptr_t, StreamWorks] Rows
 
 
 cdef bint is_told_at_once(const Watched* one) noexcept nogil:
-    """Return whether it has failed, or somebody waits for it in his sleep."""
+    """Return whether it has failed, has callbacks, or has a thread that sleeps until its end."""
     return (
         one.result != ncclSuccess or one.driver != CUDA_SUCCESS
         or load(&(<Work>one.work).sleepers) or has_callbacks(one)
@@ -66,7 +66,7 @@ cdef bint is_told_at_once(const Watched* one) noexcept nogil:
 
 
 cdef bint is_asked_for(Rows* rows) noexcept nogil:
-    """Return whether somebody waits for what runs."""
+    """Return whether a thread or a callback waits for what runs."""
     cdef Rows.iterator it = rows.begin()
     while it != rows.end():
         if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
@@ -76,7 +76,7 @@ cdef bint is_asked_for(Rows* rows) noexcept nogil:
 
 
 cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
-    """Return whether somebody waits for the last work of a stream, or for one of so many at its front."""
+    """Return whether a thread or a callback waits for the last work of a stream, or for one of so many at its front."""
     cdef size_t i
     for i in range(min(most, row.works.size())):
         if is_told_at_once(&row.works[i]):
@@ -85,7 +85,7 @@ cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
 
 
 cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether not to ask for a row: it would have a thread come, where whoever waits may be about to do the work."""
+    """Return whether not to ask for a row: it would start a thread, where the caller that waits may be about to run the work."""
     return (
         moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
     )
@@ -99,7 +99,8 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
     """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
 
     Of a stream, at the end of the first that is to be told of at once, or of one that was the last: each look takes a core
-    from those who do the work, and all ranks wait for them. Who sleeps in the engine until a work has ended sees to it.
+    from the threads that run the work, and all ranks wait for these. A thread that sleeps in the engine until a work has
+    ended does the rest itself.
 
     Return when to look at the latest.
     """

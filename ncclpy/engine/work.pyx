@@ -55,7 +55,7 @@ cdef vector[vector[CUevent]] _free
 
 
 cdef CUevent take_event(int device, bint timing) except NULL:
-    """Return an event that nobody uses; it may still carry what it was recorded for last."""
+    """Return an event that is not in use; it may still carry what it was recorded for last."""
     cdef size_t index = 2 * device + timing
     cdef CUevent event = NULL
     cdef CUresult result

@@ -422,10 +422,10 @@ def _rank_and_device(Participant participant not None):
     return participant.global_rank, participant.device
 
 
-# Seconds in which who waits in a store tells who is absent, before the deadline's own error says less.
+# Seconds in which a process that waits in a store tells which ranks are absent, before the deadline's own error says less.
 cdef double _TELLS = 2.0
 
-# Seconds for the others to hear that communicators were closed; a store that is stuck holds up nobody for longer.
+# Seconds for the others to hear that communicators were closed; a store that is stuck holds up close() no longer than that.
 cdef double _LEAVES = 1.0
 
 # How often a process that has stood still asks a store that does not answer.
@@ -462,7 +462,7 @@ cdef class Ensemble(Clique):
             relax()
             try:
                 self.circle = circle = self.meets()
-            except BaseException as error:  # told to all who wait for it
+            except BaseException as error:  # raised in all waits for it
                 self.owner.clique_made(self, [], error)
                 return
             finally:

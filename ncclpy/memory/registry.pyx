@@ -523,7 +523,7 @@ cdef tuple _FRAMEWORKS = ("torch", "cupy", "numpy")
 
 
 cdef class _Block:
-    """Memory that is freed when nobody has it any more: out of each communicator first that may use it."""
+    """Memory that is freed with its last reference: first it is taken out of each communicator that may use it."""
 
     cdef uintptr_t pointer
 
@@ -548,7 +548,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     """
 
     cdef bint lent  # its address was read from this object
-    cdef bint closing  # closed, or to be when whoever has read its address has let it go
+    cdef bint closing  # closed, or to be closed when what has read its address has let it go
     cdef object __weakref__
 
     def __init__(self):
@@ -615,7 +615,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     def __cuda_array_interface__(self):
         """What CuPy, numba and others read of memory of a GPU; CPU memory has none."""
         described = self.buffer().__cuda_array_interface__
-        self.lent = True  # who reads this keeps the object that it was read from
+        self.lent = True  # the reader keeps the object that it was read from
         return described
 
     def __dlpack__(self, **options):
@@ -779,8 +779,8 @@ cdef void* _take(size_t nbytes, int device) noexcept nogil:
 
 
 cdef void _give(void* pointer, int device, void* stream) noexcept nogil:
-    """Hand a segment over to the reaper, behind what its allocator's stream has queued: who frees memory trusts that the
-    device is waited for, as cudaFree does, and ncclMemFree need not."""
+    """Hand a segment over to the reaper, behind what its allocator's stream has queued: the program trusts that
+    freeing waits for the device, as cudaFree does, and ncclMemFree need not."""
     cdef CUcontext saved = NULL
     cdef CUevent event = NULL
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE

@@ -489,7 +489,7 @@ def late(devices, timeout_of_comms=1.0, **options):
     ids=str,
 )
 def test_all_communicators_that_are_late_are_aborted(host_engine, devices):
-    """The error says who was late first, its notes who besides; those in time are not named."""
+    """The error names the communicator that was late first, its notes the others that were late; no other is named."""
     assert "not done after 1 s" in late(devices)
 
 

@@ -25,17 +25,17 @@ cdef int set_listener(FailureListener new) except -1
 # Tell of an error of an operation, if it is NcclTimeout or NcclRemoteError.
 cdef int tell_failed(object error, bint wait=*) except -1
 
-# Between these, in one thread, nothing is told: whoever calls them tells of the outcome.
+# Between these, in one thread, nothing is told: the caller of these two tells of the outcome.
 cdef void begin_whole() noexcept nogil
 cdef void end_whole() noexcept nogil
 cdef bint in_whole() noexcept nogil
 
 
-# The other ranks of a communicator, whom somebody above can ask what they do.
+# The other ranks of a communicator: an interface by which core asks a layer above what they do.
 cdef class Fellows:
     # Those of a communicator that was made of some of these ranks; None if they cannot be asked.
     cpdef Fellows of_part(self, object comm)
-    # Have an error of an operation say what the ranks do; in the thread that raises it, under no lock of ours. It takes
+    # Have an error of an operation say what the ranks do; in the thread that raises it, which holds no lock. It takes
     # some seconds at most, and raises what a signal handler does, nothing else.
     cpdef int explain(self, object error) except -1
     # Three steps of the thread that aborts the communicator. Tell them why it is; confirm that this rank takes no end of an
@@ -65,7 +65,7 @@ cdef extern from "ncclpy/core/handles/tenant.h" nogil:
     bint wants "ncclpy_tenant_wants"(const Tenant* tenant)
     bint has_ended "ncclpy_tenant_ended"(const Tenant* tenant)
     void ends "ncclpy_tenant_ends"(Tenant* tenant)
-    # The way to a communicator for who has neither a reference nor the GIL.
+    # A way to a communicator for a thread that has neither a reference to it nor the GIL.
     ctypedef struct Door "ncclpy_door":
         void* behind
     Door* new_door "ncclpy_door_new"(void* behind)
@@ -95,7 +95,7 @@ cdef class Landlord:
     cdef int was_ended(self, object handle) except -1
 
 
-# The communicators of this process that are ready, for who becomes the landlord later.
+# The communicators of this process that are ready, for a landlord that is set later.
 cdef list everyone()
 cdef int set_landlord(Landlord new) except -1
 cdef int tell_ready(object handle) except -1

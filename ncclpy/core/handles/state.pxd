@@ -132,5 +132,5 @@ cdef class Ranges:
 
 
 # Deregister what was taken away of a communicator that is about to be destroyed or aborted, and free the list; whether its
-# guard was aborted. Nobody else calls it any more.
+# guard was aborted. No other thread is in a call of the communicator by then.
 cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagged) noexcept nogil

@@ -410,7 +410,7 @@ cdef class Ranges:
         self.known[i].users -= 1
         if self.known[i].users > 0:
             return ncclSuccess
-        # Also if NCCL fails below: nobody can say what it has of this range then, so nobody new is to use it.
+        # Also if NCCL fails below: what it has of this range is unknown then, so no later operation may use it.
         gone[0] = True
         raw = self.known[i].raw
         self.count -= 1
@@ -441,14 +441,14 @@ cdef class Ranges:
 
 
 cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagged) noexcept nogil:
-    """Deregister what NCCL itself would deregister too late, and free the list; what goes wrong is nobody's concern.
+    """Deregister what NCCL itself would deregister too late, and free the list; errors are dropped.
 
     Where the memory was used between processes, to deregister asks a proxy of the peer's. The end of a communicator frees
     what it reaches proxies by, and then deregisters what is left (NCCL 2.28 to 2.32; SIGSEGV).
 
     Nor may a peer be asked any more. With the abort flag up NCCL sends the first word of each request, and the peer's
     proxy takes the words of ten for a request that it then carries out. So the connections are closed first, and NCCL
-    drops its side alone: finalizing does that, which meets nobody once the flag is up (`flagged`), and so does revoking,
+    drops its side alone: finalizing does that, which waits for no peer once the flag is up (`flagged`), and so does revoking,
     which raises it. What NCCL has finalized or revoked before refuses, and has none. NCCL before 2.28.7 has no such
     call for a communicator without a guard: there the peers are asked.
     """

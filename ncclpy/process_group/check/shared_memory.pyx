@@ -11,8 +11,8 @@ A note is there when its number is, which is written last: a process that is kil
 of one that has gone stays for who has mapped it. Nobody waits in it but the thread that holds messages back, which has
 a reference for so long.
 
-Each rank has a ring of short notes by number, a digest each, which it writes for every collective; who is ahead of the
-others overwrites its oldest. And it has two places for whole notes, of the comparisons that it waits in: it comes to the
+Each rank has a ring of short notes by number, a digest each, which it writes for every collective; a rank that is ahead of
+the others overwrites its oldest. And it has two places for whole notes, of the comparisons that it waits in: it comes to the
 next but one when all others are at the next, and so through with this one.
 """
 
@@ -276,7 +276,7 @@ cdef class Post:
 cdef enum:
     _RING = 1024
     _HEAD = 4096
-    #: What `look` says: not all are there; all bring the same; somebody brings something else, or messages.
+    #: What `look` says: not all are there; all bring the same; a rank brings something else, or messages.
     _WAITS = 0
     _ALIKE = 1
     _TO_COMPARE = 2
@@ -479,7 +479,7 @@ cdef class SharedBoard:
         return found
 
     def absent(self, uint64_t number):
-        """Return who is not there."""
+        """Return the ranks that are not there."""
         return [rank for rank in range(self.size) if load_shared(&self.short_of(rank, number).number) < number + 1]
 
     def too_long(self, bytes note not None):
@@ -487,7 +487,7 @@ cdef class SharedBoard:
         return <size_t>len(note) > _room(self.size)
 
     def close(self):
-        """Do nothing: the memory goes when nobody refers to it."""
+        """Do nothing: the memory goes with its last reference."""
 
 
 def digest(bytes calls not None):

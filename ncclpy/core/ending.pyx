@@ -343,6 +343,7 @@ cdef list _end(Handle handle, double limit):
             PyErr_CheckSignals()
             with nogil:
                 pause(now() - started)
+        _wait_for_marked(handle, deadline, started)
         if handle.tenancy is not None:
             handle.tenancy.wait(handle, deadline)
         # An aborted rank does not come to where NCCL's end of this one waits for it. An abort waits for nobody, nor for
@@ -401,6 +402,24 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
     except NcclError:  # it has failed, or was revoked: what it has is given back all the same
         if handle.state != FINALIZED:
             raise
+    return 0
+
+
+cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
+    """Wait for operations that have a deadline, which the watcher keeps: it cannot while NCCL ends the communicator."""
+    cdef bint some = handle.marks != NULL
+    while some:
+        with nogil:
+            handle.look_at_marks()
+        if handle.state == ABORTED:
+            raise handle.aborted_error(f"close of {handle!r}: what was issued did not end")
+        some = handle.unfinished_since != 0
+        if some:
+            if now() >= deadline:
+                raise handle.timeout_error("close", now() - started)
+            PyErr_CheckSignals()
+            with nogil:
+                pause(now() - started)
     return 0
 
 

@@ -101,6 +101,23 @@ def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
     testing.close_all(comms)
 
 
+def test_deadline_of_an_operation_ends_a_close_that_waits_for_it(arrays):
+    testing.need_devices(2)
+    comms = ncclpy.Communicator.init_all(range(2), timeout=60)
+    testing.all_ones(arrays, comms)
+    stream = ncclpy.Stream(comms[0].device)
+    array = arrays.make(np.ones(4, np.float32), comms[0].device)
+
+    def close():
+        comms[0].all_reduce(arrays.argument(array), stream=stream, timeout=0.5)
+        with pytest.raises(ncclpy.NcclTimeout, match=r"ncclAllReduce .* was not done after (0\.5 s|500 ms)"):
+            comms[0].close()
+
+    testing.run_with_deadline(close, 30)
+    testing.abort_all(comms)
+    stream.close()
+
+
 def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
     testing.need_devices(3)
     uid = ncclpy.get_unique_id()

@@ -514,6 +514,7 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     if is_over(handle.state):
         return
     handle.verdict = error
+    handle.idle_at_end = not handle.waiters and handle.inside == 0
     text = str(error)
     if made:  # else it has had no operation
         note_failure([handle], error)
@@ -740,13 +741,14 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
                 break
         since[0] = handle.began
         return NOTHING if handle.began == 0 else DONE if arrived == what.sequence else WITHIN
-    if handle.marks != NULL and not broken:
+    if handle.marks != NULL:
         marked = first_marked(handle.marks)
     if marked != NULL:
         what[0], since[0] = marked.what, marked.made
     else:
         what[0], since[0] = handle.latest, handle.began
-    within = handle.waiters or handle.inside != 0 or handle.failing or handle.state == ABORTED
+    within = handle.waiters or handle.inside != 0
+    within = within or ((handle.failing or handle.state == ABORTED) and not handle.idle_at_end)
     # A call that an abort has brought back has passed its mark and has not run.
     within = marked != NULL or (within and (broken or not handle.marked or handle.unissued))
     handle.unlock()

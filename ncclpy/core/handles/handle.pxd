@@ -217,6 +217,7 @@ cdef class Handle:
     cdef double unfinished_since
     cdef str failed_as  # the name of the class of what has failed, or None
     cdef int failing  # an error is being raised, see below: what was begun was not finished
+    cdef bint idle_at_end  # this rank was in no call when another one ended it
     cdef int descendants  # communicators that were made from it, to name the next one
     cdef object __weakref__
 

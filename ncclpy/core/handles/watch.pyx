@@ -20,21 +20,22 @@ import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
-from libc.string cimport strcmp
+from libc.stdlib cimport free
+from libc.string cimport strcmp, strdup
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
-from ncclpy.abi.locks cimport mutex_trylock
+from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _tap
 from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
-from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl_error, raise_nccl, require_driver
+from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
     PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, Tap, note_failure, on_main_thread, tell_ready, tell_trouble,
 )
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
-    ABORTED, BY_ITSELF, CLOSED, FAILED, INITIALISING, IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
+    ABORTED, BY_ITSELF, CLOSED, FAILED, FINALIZED, INITIALISING, IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
 )
 from ncclpy.core.runtime.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause, this_thread
 
@@ -237,6 +238,20 @@ cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
     return moment - waiting.broken > BROKEN_PATIENCE
 
 
+cdef object _failure_of(Handle handle, const char* what):
+    """Return the exception for what NCCL says of a communicator, with its last words on it."""
+    cdef ncclResult_t result = handle.peek()
+    cdef char* words = NULL
+    mutex_lock(&handle.gate)
+    if handle.raw != NULL and nccl.ncclGetLastError != NULL:
+        words = strdup(nccl.ncclGetLastError(handle.raw))
+    mutex_unlock(&handle.gate)
+    try:
+        return nccl_error(result, what, words)
+    finally:
+        free(words)
+
+
 cdef int _look(Waiting* waiting) noexcept with gil:
     """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
     cdef Handle handle = <Handle>waiting.handle
@@ -245,7 +260,7 @@ cdef int _look(Waiting* waiting) noexcept with gil:
         run_handlers()
         what = waiting.what.decode()
         if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
-            failure = nccl_error(handle.peek(), waiting.what, NULL)
+            failure = _failure_of(handle, waiting.what)
             note_failure([handle], failure)
             threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
         elif now() < waiting.deadline:
@@ -489,7 +504,7 @@ cdef double _round() except? -1:
             _watched.remove(reference)
             continue
         shortest = min(shortest, handle.limit, handle.shortest)
-        if handle.state == READY:
+        if handle.state in (READY, FINALIZED):  # what was begun before a close has its deadline still
             try:
                 _look_at(handle, asked_to_stop)
             except Exception as error:  # the others are watched all the same
@@ -502,7 +517,7 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
     cdef double moment = now(), inside = handle.inside
     cdef Mark late
     cdef bint overdue = False
-    if inside != 0 and moment - inside > handle.inside_limit:
+    if inside != 0 and moment - inside > handle.inside_limit and handle.state == READY:
         return _end(handle, "a call of NCCL", moment - inside)
     if inside != 0 and asked_to_stop and handle.inside_main and inside < ncclpy_sigint_at:
         begin_abort(handle.tied(), "KeyboardInterrupt came while a call of NCCL was stuck")

@@ -2,6 +2,7 @@
 #include "broken_off.hpp"
 
 #include "corruption.hpp"
+#include "wait.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -11,6 +12,12 @@ bool breaks_off(const Comm& comm) {
 }
 
 }  // namespace
+
+bool stand_still(Comm& comm) {
+  if (!comm.health.stands_still()) return true;
+  wait_until(comm.queue.bell, [&] { return !comm.health.stands_still() || Interruption::wants_out(); });
+  return !comm.health.stands_still();
+}
 
 void break_off(Comm& comm, const Operation* operations, size_t count) {
   if (!breaks_off(comm)) return;

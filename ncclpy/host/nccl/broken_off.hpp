@@ -7,6 +7,9 @@
 
 namespace ncclpy::host {
 
+// Waits until the communicator has an end: a stream does not go on behind an operation that waits for a rank that has
+// died, before an abort. False if the thread has left that.
+bool stand_still(Comm& comm);
 void break_off(Comm& comm, const Operation* operations, size_t count);
 void break_off_messages(Comm& comm, int peer, bool sends, size_t count);
 

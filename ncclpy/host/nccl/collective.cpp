@@ -224,7 +224,10 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course) {
   if (passage == Passage::open) passage = move_data(comm, small, course);
   switch (passage) {
     case Passage::open: comm.rendezvous.pass(); break;
-    case Passage::ended: break_off(comm, &operation, 1); break;
+    case Passage::ended:
+      if (!stand_still(comm)) return false;
+      break_off(comm, &operation, 1);
+      break;
     case Passage::corrupted: complete_corrupted(comm, operation); break;
     case Passage::left: return false;
   }

@@ -89,6 +89,10 @@ class Health {
   }
   // Whether its operations are to stop.
   bool stopped() const { return revoked() || is_told() || ended(); }
+  // Whether a rank is dead and nothing else has ended it: what waits for that rank waits on, as a kernel of NCCL does.
+  bool stands_still() const {
+    return lost_.load(std::memory_order_acquire) && !aborted() && !revoked() && !is_told();
+  }
   // Whether its end is its parent's.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);

@@ -64,6 +64,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   for (size_t& i = progress.collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
     if (comm.health.stopped()) {  // perhaps in the middle of the one before: others may still wait for its gates
+      if (!stand_still(comm)) return false;
       break_off(comm, &operations[i], 1);
       continue;
     }
@@ -102,7 +103,13 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count,
     comm.queue.end_run();
     return false;
   }
-  if (turn == Turn::stopped) break_off(comm, operations, count);
+  if (turn == Turn::stopped) {
+    if (!stand_still(comm)) {
+      comm.queue.end_run();
+      return false;
+    }
+    break_off(comm, operations, count);
+  }
   comm.queue.leave(ticket);
   return true;
 }
@@ -210,7 +217,7 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
           Comm& one = *launch->comm;
           launch->streams_missing.fetch_sub(1);
           one.queue.bell.ring();
-          wait_until(one.queue.bell, [&] { return launch->done.load() || one.health.stopped(); });
+          wait_until(one.queue.bell, [&] { return launch->done.load() || (one.health.stopped() && !one.health.stands_still()); });
         });
       }
       streams[0]->enqueue(task_of(is_brief, [launch, ticket] {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "broken_off.hpp"
 #include "collective.hpp"
 #include "missing.hpp"
 #include "wait.hpp"
@@ -79,7 +80,10 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
     return false;
   };
   if (!segment.spin().until(there)) wait_until(segment.slot(comm.rank).bell, over);
-  if (there()) taken = target;
+  if (there())
+    taken = target;
+  else
+    (void)stand_still(comm);
 }
 
 }  // namespace ncclpy::host

@@ -59,8 +59,9 @@ bool Messages::finish() {
     const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
     if (finished() || !(stopped || Interruption::wants_out())) continue;
     retract();
-    if (stopped) break_off();
-    return stopped;
+    if (!stopped || !stand_still(comm_)) return false;
+    break_off();
+    return true;
   }
   return true;
 }

@@ -337,9 +337,9 @@ def test_a_process_kills_itself_and_its_peer_notices(nccl):
         nccl.ncclAllReduce(x.ctypes.data, x.ctypes.data, 4, FLOAT32, SUM, comm, stream)
     other.communicate(timeout=10)
     assert other.returncode == -9
-    nccl.driver.cuStreamSynchronize(stream)
-    assert nccl.async_error(comm) == REMOTE
+    wait_for(lambda: nccl.async_error(comm) == REMOTE)
     nccl.ncclCommAbort(comm)
+    nccl.driver.cuStreamSynchronize(stream)
 
 
 @pytest.mark.parametrize("function", ["CommInitRank", "CommInitRankConfig", "CommInitAll", "CommInitRankScalable"])

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from driver_calls import Gate
-from host_checks import blocked, in_thread, join, refused, start, wait_ready
+from host_checks import blocked, in_thread, join, refused, start, wait_for, wait_ready
 from host_ranks import as_threads
 from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, REMOTE, SUCCESS, SUM, Config, NcclError
 
@@ -184,7 +184,7 @@ def test_an_abort_ends_a_wait(nccl, streams):
     nccl.ncclCommAbort(comms[1])
 
 
-def test_the_death_of_a_peer_ends_a_wait(nccl):
+def test_wait_for_a_dead_peer_ends_with_the_abort(nccl):
     uid = nccl.unique_id()
     other = start("comm = init(2, 1, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
     comm = nccl.init(2, uid, 0)
@@ -194,10 +194,11 @@ def test_the_death_of_a_peer_ends_a_wait(nccl):
     waiting = in_thread(nccl.driver.cuStreamSynchronize, stream)
     assert blocked(waiting)
     other.kill()
-    join(waiting)
-    assert nccl.async_error(comm) == REMOTE
+    wait_for(lambda: nccl.async_error(comm) == REMOTE)
     refused(REMOTE, "rank 1 of 2 is dead", nccl.ncclSignal, 1, 0, 0, 0, comm, stream)
+    assert blocked(waiting)  # as behind a kernel of NCCL
     nccl.ncclCommAbort(comm)
+    join(waiting)
     other.communicate()
 
 

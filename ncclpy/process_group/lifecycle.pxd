@@ -65,6 +65,7 @@ cdef class Lifecycle:
         bint timing,
     ) except -1
     cdef bint is_ended(self) noexcept
+    cdef bint is_over(self) noexcept
     # Raise if it was not initialised, or is of another process.
     cdef int check_initialised(self) except -1
     # Raise if it cannot be used here and now, with the reason.

@@ -152,6 +152,10 @@ cdef class Lifecycle:
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
+    cdef bint is_over(self) noexcept:
+        """Return whether it has failed, or is closed, which waits for what was begun, and has no communicators any more."""
+        return self.failure is not None or (self.closed and not self.connections)
+
     cdef Communicator communicator(self):
         """Return the communicator with all ranks, None until it stands."""
         cdef Connection main = self.connections.get(_MAIN)
@@ -488,11 +492,11 @@ cdef class Lifecycle:
         if self.on_error != "report":
             self.fail(error, text_of(error), connection.epoch, connection, asks=True)
             return 0
-        if not self.is_ended():
+        if not self.is_over():
             self.inquire(error)
         self._say_where_called(error)
         with self.lock:
-            told = not self.is_ended() and connection.epoch == self.number
+            told = not self.is_over() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
                 connection.state, connection.failure = GONE, error
         if told:
@@ -524,7 +528,7 @@ cdef class Lifecycle:
         """
         said = states = None
         try:
-            wanted = self.failure is None and (not self.closed or self.connections)  # else nobody sees the error
+            wanted = not self.is_over()  # else nobody sees the error
             if asks and wanted and self.size > 1 and self.on_error != "exit_now":
                 said, states = self.inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
@@ -636,7 +640,7 @@ cdef class Lifecycle:
         cdef int seen = load(&stops)
         cdef long long number = self.number
         notices = self.notices
-        if notices is None or self.size == 1 or self.is_ended():
+        if notices is None or self.size == 1 or self.is_over():
             return
         told = None
         try:
@@ -786,7 +790,7 @@ cdef class News:
     cdef Lifecycle _concerned(self):
         """Return the group, None if that is not there, has ended or goes on under another number."""
         cdef Lifecycle group = self.group()
-        return None if group is None or group.number != self.number or group.is_ended() else group
+        return None if group is None or group.number != self.number or group.is_over() else group
 
     def ended(self, told):
         """Take the news that another rank has ended the group, and what all did then."""

@@ -115,6 +115,22 @@ def test_an_operation_that_a_closed_rank_has_not_begun_is_not_waited_for(host_en
     assert "rank 1 of process group 'default' is gone: it has closed the group" in str(error)
 
 
+def test_close_ends_where_a_closed_rank_has_not_begun_what_it_waits_for(host_engine, monkeypatch):
+    monkeypatch.setattr(status, "_BEAT", 0.05)
+    array = np.ones(2)
+
+    def body(group):
+        group.connect()
+        if group.rank == 1:
+            group.close()
+            return
+        group.all_reduce(array)
+        with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of process group 'default' is gone"):
+            group.close(LONG)
+
+    run_groups(2, body, timeout=LONG)
+
+
 def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_the_group(host_engine, monkeypatch):
     found, closed_ranks = [], Notices.closed_ranks
 

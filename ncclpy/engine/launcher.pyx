@@ -46,7 +46,7 @@ from ncclpy.core.calls.group import Group
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.runtime import device as _device
 from ncclpy.core.runtime.stream_readers import raise_in_readers
-from ncclpy.errors import NcclAborted
+from ncclpy.errors import NcclAborted, same_class_as
 from ncclpy.types import UniqueId
 
 
@@ -825,7 +825,7 @@ cdef class Clique(LaunchOwner):
     cdef int launch_failed(self, Together launch, object error) except -1:
         """Leave the owner's cache: these communicators are aborted, the next use makes new ones."""
         self.owner.clique_lost(self)
-        failure = NcclAborted(
+        failure = same_class_as(type(error).__name__)(
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
         failure.ranks = getattr(error, "ranks", None)

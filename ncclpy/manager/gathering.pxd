@@ -91,6 +91,7 @@ cdef class Ensemble(Clique):
     cdef bint meeting  # they have yet to meet there
     cdef bint making  # they have yet to be made, of ranks that are on several processes
     cdef dict gathered  # the Manager's gatherings
+    cdef bint over  # their end has begun, and is told to the other processes
     cdef readonly object ending  # the thread that aborts the communicators once all have heard, if it does
     cdef object __weakref__
 

@@ -515,7 +515,7 @@ cdef class Ensemble(Clique):
         It may be done before they have answered: then nothing has failed but the clock.
         """
         self.inquire(error)
-        if (<Launch>launch).unsettled == 0:
+        if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile: what ends the communicators fails its works
             return 1
         if self.aborts:
             self.fence()
@@ -574,8 +574,12 @@ cdef class Ensemble(Clique):
     def _end(self, comms, text, error, readers):
         """Abort communicators once all processes have heard that they end, in a thread of its own.
 
-        The threads that read by a stream raise the error before.
+        The threads that read by a stream raise the error before. Once: a second end, of another launch or another
+        process, would find no circle, and abort before the others have heard.
         """
+        if self.over:
+            return
+        self.over = True
         circle, self.circle = self.circle, None
         readers.discard(threading.get_ident())
         thread = threading.Thread(

@@ -16,7 +16,8 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, StoreError
-from ncclpy.peers import inquiry
+from ncclpy.manager import gathering
+from ncclpy.peers import circle, inquiry
 
 #: Three processes, each with a rank; the last one does something else in place of the second collective.
 PROGRAM = (
@@ -318,6 +319,29 @@ def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
     close(managers)
 
 
+def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
+    """While rank 0 asks what the ranks do, as its deadline has passed, rank 1 ends the communicator."""
+    circles, asked, asks, abort = [], [], circle.Circle.ask, gathering._abort_when_heard
+
+    def ask(self):
+        asked.append(self.rank)
+        if asked.count(0) == 1 and self.rank == 0:
+            time.sleep(1.5)
+        return asks(self)
+
+    def note(circle, *arguments):
+        circles.append(circle)
+        abort(circle, *arguments)
+
+    managers, key = some_managers(LocalStore(), 3)
+    monkeypatch.setattr(circle.Circle, "ask", ask)
+    monkeypatch.setattr(gathering, "_abort_when_heard", note)
+    works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 0.3 * rank) for rank in range(2)]
+    assert [type(work.exception(30)) for work in works] == [ncclpy.NcclTimeout] * 2
+    close(managers)
+    assert None not in circles
+
+
 class Shy:
     """A key that is shown by nobody but who reads the error."""
 
@@ -334,7 +358,7 @@ def test_others_in_flight_fail_with_the_same_data_and_keys_are_not_shown_before(
     works = [one_of(managers[0], 0, key, shy, timeout=0.3), one_of(managers[0], 0, key, "third")]
     errors = [work.exception(30) for work in works]
     assert Shy.shown == 0
-    assert [type(error) for error in errors] == [ncclpy.NcclTimeout, ncclpy.NcclAborted]
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2
     assert errors[0].ranks is errors[1].ranks and [each.state for each in errors[0].ranks] == ["waits", "idle"]
     said = "key a shy key, was not done within its timeout; its communicator is aborted. all_reduce #1 ("
     assert said in str(errors[0])

@@ -16,6 +16,7 @@ from typing import Any
 from ncclpy.bootstrap.adapters import as_store
 from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.carriers import Both, Carrier, OfGroup
+from ncclpy.coordinator.ends import did_not_run
 from ncclpy.coordinator.member import Counts, Entrance, Member
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.plane import (
@@ -316,6 +317,9 @@ class Coordinator(Operations):
         ------
         NcclTimeout
             If it has not ended in time.
+        NcclError
+            If it drains, and something that this rank had brought did not run: what has ended the coordinator, such as
+            `NcclRemoteError` where a rank is gone, `NcclAborted` where other ranks had not brought it.
         """
         if self._shut or os.getpid() != self._process:
             return
@@ -324,6 +328,7 @@ class Coordinator(Operations):
             limit = timeout
         end = time.monotonic() + limit
         session = self._session
+        waits = drain and session.error is None  # else what was pending has failed before, or is not to run
         session.shut_down(drain, reason)
         over = session.wait_until_over(limit)
         if not over:
@@ -337,6 +342,8 @@ class Coordinator(Operations):
         self._end()
         if session.left is not None:
             raise session.left
+        if waits and session.error is not None and session.unfinished:
+            raise did_not_run(session.error, session.unfinished)
 
     def _leave(self) -> str:
         """Wait until all ranks leave their blocks: a part of them may be in the middle of something.

@@ -9,11 +9,13 @@ from ncclpy.coordinator.names import names_of, shown
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 from ncclpy.types import Result
 
-__all__ = ["after_join", "ended", "has_ended", "overdue", "stall"]
+__all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"]
 
 
 #: So many names are shown beside one, of this likeness at least, as `difflib` has it.
 _ALIKE, _LIKENESS = 6, 0.75
+#: So many operations that did not run are named.
+_TOLD = 4
 
 
 def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
@@ -52,6 +54,15 @@ def has_ended(name: str, error: BaseException) -> NcclAborted:
     """Return the error of a call of a coordinator that an error has ended."""
     made = NcclAborted(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
+    made.__cause__ = error
+    return made
+
+
+def did_not_run(error: NcclError, unfinished: Sequence[str]) -> NcclError:
+    """Return the error of a shutdown that has left operations of this rank without a result."""
+    more = f" and {len(unfinished) - _TOLD} more" if len(unfinished) > _TOLD else ""
+    made = type(error)(f"{error}. Not all ranks had brought {', '.join(unfinished[:_TOLD])}{more}: these did not run")
+    made.ranks = error.ranks
     made.__cause__ = error
     return made
 

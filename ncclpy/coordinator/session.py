@@ -18,7 +18,7 @@ from ncclpy.coordinator.buffers import is_as_on_gpus
 from ncclpy.coordinator.carriers import Carrier
 from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
 from ncclpy.coordinator.member import Counts, Entrance, Gate, Member
-from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of
+from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of, shown
 from ncclpy.coordinator.plan import Pending, Ready
 from ncclpy.coordinator.plane import aside
 from ncclpy.coordinator.signature import as_error, unpack_all
@@ -151,6 +151,7 @@ class Session:
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
         self._orderly = False  # all ranks have ended it
+        self.unfinished: list[str] = []  # the operations that were pending when it ended
         self._cause: BaseException | None = None  # what has ended the carrier before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = Gate()
@@ -558,6 +559,7 @@ class Session:
             self._set_gate()
         self._ending.set()
         for member in list(self._members.values()):
+            self.unfinished += [shown(names_of(key)) for key in member.pending.keys()]
             for call in member.pending.take_all():
                 call.fail(error)
 

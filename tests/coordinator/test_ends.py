@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -112,7 +113,8 @@ def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
             work.add_done_callback(note)
         together.wait(DEADLINE)
         if coordinator.rank < 2:
-            coordinator.shutdown(DEADLINE, reason=f"rank {coordinator.rank} says so")
+            with contextlib.suppress(ncclpy.NcclAborted):  # unless the other one was first
+                coordinator.shutdown(DEADLINE, reason=f"rank {coordinator.rank} says so")
         texts = {str(work.exception(DEADLINE)) for work in works}
         assert told.wait(DEADLINE) and {id(work) for work in called} == {id(work) for work in works}
         coordinator.shutdown(DEADLINE)
@@ -121,6 +123,36 @@ def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
     first, *others = run_coordinators(3, body, shut=False)
     assert others == [first] * 2 and len(first) == 1
     assert any(f"shut down by rank {rank}: rank {rank} says so" in text for rank in (0, 1) for text in first)
+
+
+def test_shutdown_raises_where_what_was_brought_did_not_run():
+    brought = threading.Barrier(2)
+
+    def body(coordinator):
+        array = np.ones(2)
+        if coordinator.rank == 0:
+            work = coordinator.all_reduce("alone", array)
+            brought.wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclAborted, match="Not all ranks had brought 'alone': these did not run"):
+                coordinator.shutdown(DEADLINE)
+            assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+        else:
+            brought.wait(DEADLINE)
+        coordinator.shutdown(DEADLINE)  # this rank had brought nothing, or knows of it
+
+    run_coordinators(2, body, shut=False)
+
+
+def test_shutdown_without_draining_raises_nothing():
+    brought = threading.Barrier(2)
+
+    def body(coordinator):
+        work = coordinator.all_reduce(f"of rank {coordinator.rank}", np.ones(2))
+        brought.wait(DEADLINE)
+        coordinator.shutdown(DEADLINE, drain=False)
+        return type(work.exception(DEADLINE))
+
+    assert run_coordinators(2, body, shut=False) == [ncclpy.NcclAborted] * 2
 
 
 def test_what_all_have_brought_runs_before_a_shutdown_that_drains():

@@ -1,8 +1,8 @@
 """A torch program of which one rank fails; run as `torch_failures.py CASE FOLDER`, with torchrun's variables.
 
-A case is ``what-where-behind``: what rank 2 does (kill, raise, absent, stop), where (loop: in a training loop; log: in
-one that reads its loss; last: before the last collective), and what the others do behind it (nothing, barrier, sync,
-destroy). Each other rank prints "RESULT" and a number if it gets that far.
+A case is ``what-where-behind``: what one rank does (kill, raise, absent, stop), where (loop: in a training loop;
+log: in one that reads its loss; last: before the last collective), and what the others do behind it (nothing, barrier,
+sync, destroy). Each other rank prints "RESULT" and a number if it gets that far, and "ENDED" behind destroy.
 """
 
 from __future__ import annotations
@@ -10,40 +10,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import signal
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from failure_matrix import fail, failing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ncclpy.interop.torch import recover
 
 AT, STEPS = 3, 8
-#: The rank that fails: neither the first, which serves the store, nor one beside it where there are several.
-WHO = min(2, int(os.environ.get("WORLD_SIZE", "4")) - 1)
-
-
-def fail(what, folder):
-    with open(f"{folder}/stamp", "w") as file:
-        file.write(str(time.time()))
-    if what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if what == "raise":
-        raise RuntimeError("boom")
-    time.sleep(100)
-    os._exit(0)
 
 
 def run(case, folder):
     what, where, behind = case.split("-")
     rank = int(os.environ["RANK"])
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     option = os.environ.get("ON_ERROR")
@@ -57,11 +41,11 @@ def run(case, folder):
     dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=float(os.environ["LIMIT"])))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
-    model = DistributedDataParallel(module, device_ids=[rank] if on_gpu else None)
+    model = DistributedDataParallel(module, device_ids=[device] if on_gpu else None)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     batch = torch.randn(16, 64, device=device)
     for step in range(STEPS):
-        if rank == WHO and where != "last" and step == AT:
+        if rank == failing(dist.get_world_size()) and where != "last" and step == AT:
             fail(what, folder)
         loss = model(batch).square().mean()
         loss.backward()
@@ -69,7 +53,7 @@ def run(case, folder):
         optimizer.zero_grad()
         if where == "log":
             loss.item()
-    if rank == WHO and where == "last":
+    if rank == failing(dist.get_world_size()) and where == "last":
         if on_gpu:
             torch.cuda.synchronize()
         fail(what, folder)
@@ -82,7 +66,7 @@ def run(case, folder):
     print("RESULT", tensor.item(), flush=True)
     if behind == "destroy":
         dist.destroy_process_group()
-        print("DESTROYED", flush=True)
+        print("ENDED", flush=True)
 
 
 def run_and_recover(case, folder):

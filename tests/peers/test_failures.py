@@ -1,0 +1,40 @@
+"""No number leaves a failed collective: what ranks of several processes do when one of them fails, on each road.
+
+`failure_matrix.py road_failures` runs all cases.
+"""
+
+from __future__ import annotations
+
+import pytest
+from failure_matrix import problems_of, run_case
+
+CASES = (
+    "kill-group-loop-stream",
+    "raise-group-log-wait",
+    "absent-group-loop-close",
+    "stop-group-log-stream",
+    "kill-manager-loop-wait",
+    "raise-manager-loop-stream",
+    "absent-manager-log-stream",
+    "stop-manager-loop-close",
+    "kill-coordinator-loop-close",
+    "raise-coordinator-loop-stream",
+    "absent-coordinator-loop-wait",
+    "stop-coordinator-log-stream",
+    "kill-communicator-log-stream",
+    "raise-communicator-loop-close",
+    "absent-communicator-loop-stream",
+    "stop-communicator-loop-wait",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_failed_rank_ends_others_without_a_number(case):
+    survivors = run_case("road_failures", case, limit=2)
+    assert problems_of(case, False, survivors) == [], [each.said[-2000:] for each in survivors]
+
+
+@pytest.mark.parametrize("case", CASES[:4])
+def test_failed_rank_ends_processes_of_a_group_that_exits(case):
+    survivors = run_case("road_failures", case, "exit", limit=2)
+    assert problems_of(case, False, survivors) == [], [each.said[-2000:] for each in survivors]

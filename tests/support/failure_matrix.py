@@ -1,0 +1,279 @@
+"""Run cases of programs of which one rank fails, and check what the other ranks do.
+
+The programs are `torch_failures.py` and `road_failures.py`. This file is a program too: it runs the cases that are
+named, or all, prints a line for each that broke the rule, and a summary, and exits with 1 if one did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib
+import itertools
+import json
+import os
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+WHATS = ("kill", "raise", "absent", "stop")
+CASES = {
+    "torch_failures": (WHATS, ("loop", "log", "last"), ("nothing", "barrier", "sync", "destroy")),
+    "road_failures": (
+        WHATS,
+        ("group", "manager", "coordinator", "communicator"),
+        ("loop", "log"),
+        ("wait", "stream", "close"),
+    ),
+}
+#: Below the ports that the system gives to others; each run has one of its own, as several may run at once.
+PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
+#: The status with which `on_error="exit"` ends a process.
+EXIT = 70
+
+
+def failing(size: int) -> int:
+    """Return the rank that fails: not the first, which serves torch's store, nor the last where there are four."""
+    return min(2, size - 1)
+
+
+def fail(what: str, folder: str) -> None:
+    """Do what a case wants of the rank that fails; write down when."""
+    with open(f"{folder}/stamp", "w") as file:
+        file.write(str(time.time()))
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raise":
+        raise RuntimeError("boom")
+    time.sleep(100)
+    os._exit(0)
+
+
+@dataclass
+class Survivor:
+    """One of the other ranks: how its process ended, how long after the failure, and what it said."""
+
+    rank: int
+    size: int
+    code: int | None
+    seconds: float
+    printed: str
+    said: str
+
+    def problems(self, case: str, recovers: bool) -> list[str]:
+        """Return what is wrong: a number, a success, another class of error, or a text that does not name the rank."""
+        found, failed = [], failing(self.size)
+        recovered = f"RECOVERED {self.size * (self.size - 1) / 2} ({failed},)"  # the sum of those that are left
+        if "RESULT" in self.printed or "ENDED" in self.printed:
+            found.append(f"printed {self.printed!r}")
+        if self.code is None:
+            found.append("still there")
+        elif recovers and recovered not in self.printed:
+            found.append(f"did not recover: code {self.code}, printed {self.printed!r}")
+        elif not recovers and self.code == 0:
+            found.append("exited with 0")
+        elif self.code < 0:
+            found.append(f"was ended by signal {-self.code}")
+        if re.search("coordinator-.*-close", case):  # the first rank that shuts it down ends it, not the failed one
+            return [f"rank {self.rank}: {each}" for each in found]
+        wanted = "NcclRemoteError" if case.startswith(("kill", "raise")) else "NcclTimeout"
+        if not recovers and self.code != EXIT and wanted not in self.said:
+            found.append(f"raised no {wanted}")
+        if not re.search(rf"ranks? [\d, -]*{failed}\b", self.said):
+            found.append("does not name the rank")
+        return [f"rank {self.rank}: {each}" for each in found]
+
+
+class Starter:
+    """A process that has imported what a program imports, and forks the ranks of a case: they begin at once."""
+
+    def __init__(self, program: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, program, "--start"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        atexit.register(self._end)
+
+    def run(self, *order: object) -> list[tuple[int | None, float]]:
+        """Run the ranks of a case; return each one's exit code, None if it was killed here, and when it ended."""
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def _end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+_idle: dict[str, queue.LifoQueue[Starter]] = {program: queue.LifoQueue() for program in CASES}
+
+
+def run_case(
+    program: str,
+    case: str,
+    on_error: str = "",
+    limit: float = 4,
+    machines: bool = False,
+    patience: float = 100,
+) -> list[Survivor]:
+    """Return what became of the other ranks, each of which takes itself for the only one of a machine if so wanted."""
+    import ncclpy
+    from ncclpy.bootstrap import TCPStore
+
+    size = 4 if machines else min(4, ncclpy.device_count())
+    try:
+        starter = _idle[program].get_nowait()
+    except queue.Empty:
+        starter = Starter(program)
+    token, name = secrets.token_hex(8), secrets.token_hex(4)
+    with (
+        tempfile.TemporaryDirectory(prefix="failure-") as folder,
+        TCPStore("127.0.0.1", 0, serve=True, token=token, linger=0) as store,
+    ):
+        variables = {
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+            "ON_ERROR": on_error,
+            "LIMIT": str(limit),
+        }
+        if program == "torch_failures":  # rank 0 serves torch's store
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
+        else:
+            variables |= {"NCCLPY_STORE": f"127.0.0.1:{store.port}", "NCCLPY_STORE_TOKEN": token}
+            variables |= {"NCCLPY_RUN_ID": name, "TORCHELASTIC_RUN_ID": name}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
+        if machines:  # NCCL lets them share a GPU then, and connects them by sockets
+            variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+            own = [
+                {"RANK": str(r), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"machine-{r}"}
+                for r in range(size)
+            ]
+        begun = time.time()
+        ends = starter.run(case, folder, [variables | each for each in own], patience)
+        _idle[program].put(starter)
+        stamp = Path(folder, "stamp")
+        at = float(stamp.read_text()) if stamp.exists() else begun
+        return [
+            Survivor(
+                rank,
+                size,
+                code,
+                end - at,
+                Path(folder, f"{rank}.out").read_text().strip(),
+                Path(folder, f"{rank}.err").read_text(errors="replace"),
+            )
+            for rank, (code, end) in enumerate(ends)
+            if rank != failing(size)
+        ]
+
+
+def problems_of(case: str, recovers: bool, survivors: list[Survivor]) -> list[str]:
+    """Return what broke the rule in a case."""
+    return [each for survivor in survivors for each in survivor.problems(case, recovers)]
+
+
+# What follows runs in a starter.
+
+
+def start(imports: list[str]) -> tuple[str, str] | None:
+    """Read orders and fork; return in a fork the case that it is to run and its folder, None at the end."""
+    for each in imports:
+        importlib.import_module(each)
+    while line := sys.stdin.readline():
+        case, folder, environments, patience = json.loads(line)
+        pids = []
+        for rank, environment in enumerate(environments):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(environment)
+                for descriptor, path in enumerate((os.devnull, f"{folder}/{rank}.out", f"{folder}/{rank}.err")):
+                    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+                    os.dup2(opened, descriptor)
+                    os.close(opened)
+                return case, folder
+            pids.append(pid)
+        sys.stdout.write(json.dumps(_ends_of(pids, patience)) + "\n")
+        sys.stdout.flush()
+    return None
+
+
+def _ends_of(pids: list[int], patience: float) -> list[tuple[int | None, float]]:
+    ends: dict[int, float] = {}
+    begun = time.time()
+    others = set(range(len(pids))) - {failing(len(pids))}
+    while len(ends) < len(others) and time.time() - begun < patience:
+        for rank in others:  # seen, and reaped below: until then the process id is no other process's
+            if rank not in ends and os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                ends[rank] = time.time()
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return [(code if rank in ends else None, ends.get(rank, float("inf"))) for rank, code in enumerate(codes)]
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", choices=CASES)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--on-error", default="")
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--machines", action="store_true", help="have each rank take itself for a machine of its own")
+    parser.add_argument("--limit", type=float, default=6.0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    given = parser.parse_intermixed_args()
+    os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")  # as conftest.py
+    cases = given.cases or ["-".join(each) for each in itertools.product(*CASES[given.program])]
+    recovers = given.program == "torch_failures" and given.on_error == "abort"
+    end = time.monotonic() + given.seconds
+    done, failed, times = 0, 0, []
+
+    def run(case):
+        if time.monotonic() < end:
+            return case, run_case(given.program, case, given.on_error, given.limit, given.machines)
+        return case, None
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for case, survivors in pool.map(run, cases * given.times):
+            if survivors is None:
+                continue
+            done += 1
+            problems = problems_of(case, recovers, survivors)
+            failed += bool(problems)
+            if case.startswith(("kill", "raise")):
+                times += [each.seconds for each in survivors]
+            if problems:
+                print(case, problems, flush=True)
+                for each in survivors:
+                    print(f"    [{each.rank}]", each.said[-700:].replace("\n", "\n    "), flush=True)
+    times.sort()
+    deaths = f"; after deaths: median {times[len(times) // 2]:.2f} s, at most {times[-1]:.2f} s" if times else ""
+    what = f"{given.program} {given.on_error or 'default'}: {done} runs of {len(cases)} cases"
+    print(f"{what}, {failed} broke the rule{deaths}")
+    return 1 if failed or not done else 0
+
+
+if __name__ == "__main__" and sys.argv[-1:] == ["--start"]:
+    name = sys.argv[1]
+    path = Path(__file__).with_name(f"{name}.py")
+    imports = {"torch_failures": ["torch", "torch.nn.parallel", "ncclpy.interop.torch"], "road_failures": ["testing"]}
+    if (found := start(imports[name])) is not None:
+        sys.argv = [str(path), *found]
+        exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
+elif __name__ == "__main__":
+    sys.exit(main())

@@ -165,6 +165,15 @@ def same_class_as(kind: str) -> type[NcclError]:
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
+def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
+    """Return the first of errors that operations failed with together; None if the program was given one of them.
+
+    What gives one to the program sets `_delivered` on it. `close()` of a group or a Manager raises what nothing has
+    given: else the program would take what its arrays hold for results.
+    """
+    return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
+
+
 class NcclUnsupported(NcclError):
     """Report something that the loaded NCCL does not have; the message names the version that does."""
 

@@ -34,7 +34,7 @@ from ncclpy.coordinator.plane import (
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
+from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds, undelivered
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.types import DeviceLike, Need, as_integer
 
@@ -328,7 +328,7 @@ class Coordinator(Operations):
             limit = timeout
         end = time.monotonic() + limit
         session = self._session
-        waits = drain and session.error is None  # else what was pending has failed before, or is not to run
+        ends_here = session.error is None
         session.shut_down(drain, reason)
         over = session.wait_until_over(limit)
         if not over:
@@ -342,8 +342,9 @@ class Coordinator(Operations):
         self._end()
         if session.left is not None:
             raise session.left
-        if waits and session.error is not None and session.unfinished:
-            raise did_not_run(session.error, session.unfinished)
+        error = session.error
+        if drain and error is not None and session.unfinished and (ends_here or undelivered([error])):
+            raise did_not_run(error, session.unfinished)
 
     def _leave(self) -> str:
         """Wait until all ranks leave their blocks: a part of them may be in the middle of something.

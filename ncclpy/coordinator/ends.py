@@ -55,6 +55,7 @@ def has_ended(name: str, error: BaseException) -> NcclAborted:
     made = NcclAborted(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
     made.__cause__ = error
+    error._delivered = True  # type: ignore[attr-defined]
     return made
 
 

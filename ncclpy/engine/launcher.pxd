@@ -124,6 +124,7 @@ cdef class Clique(LaunchOwner):
     cdef list streams
     cdef tuple kept  # both, for launches to hold; None once they are gone
     cdef set launches  # on their way
+    cdef list failures  # what they have failed with, see `errors.undelivered`
     cdef long long sequence
     cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
     cdef size_t capacity

@@ -653,6 +653,7 @@ cdef class Clique(LaunchOwner):
         self.begun = []
         self.streams = []
         self.launches = set()
+        self.failures = []
 
     def __dealloc__(self):
         free(self.familiar)
@@ -829,6 +830,7 @@ cdef class Clique(LaunchOwner):
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
         failure.ranks = getattr(error, "ranks", None)
+        self.failures += [error, failure]
         for other in list(self.launches):
             if other is not launch:
                 (<Launch>other).end(failure)

@@ -35,7 +35,9 @@ from ncclpy.engine.callbacks cimport (
     Deputy, attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry,
     is_expecting, listen, look_after_crews, ring, users,
 )
-from ncclpy.engine.work cimport TO_FAIL, Watched, Work, have_failed, next_turn, note_turn, tell_of_stops
+from ncclpy.engine.work cimport (
+    TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_turn, note_turn, tell_of_stops,
+)
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
 
@@ -177,6 +179,9 @@ cdef extern from "Python.h":
 
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
+
+# How long a work that was not launched, as a call before it has failed, waits for that one's error to end it.
+cdef double _CAUSE_FIRST = 4.0
 
 # How long what nobody waits for is left alone while launches come faster than that, on GPUs: there each look and each time
 # that the GIL is taken cost who launches more than the monitor, 20 us and more.
@@ -546,7 +551,12 @@ cdef int _end(Watched* watched) except -1:
         Py_DECREF(work)  # `work` holds it for as long as is needed
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
-            have_failed(work, watched, ncclSuccess)
+            if follows_a_failure(work, watched):
+                errand = failing_of(work, watched, ncclSuccess)
+                if errand is not None:
+                    call_at(now() + _CAUSE_FIRST, errand)
+            else:
+                have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
             if work.is_doubted():
                 _agenda.doubted.append(work)

@@ -35,6 +35,8 @@ cdef int believe(Handle handle, int seen) except -1
 # Have a work fail: for its launch, or with NULL for its communicator's result or, if that is fine, its deadline. It
 # runs compiled code only.
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1
+cdef object failing_of(Work work, const Watched* watched, ncclResult_t result)
+cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
 
 cdef enum:
     NOT_FAILING = 0

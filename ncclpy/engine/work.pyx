@@ -161,11 +161,27 @@ cdef extern from "string.h" nogil:
     char* strdup(const char*)
 
 
+cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
+    """Return whether it was not launched since a call before it has failed: that says why, and ends this one as well."""
+    cdef Together launch = work.launch
+    if <int>watched.result != WAS_ABORTED or work.handle is None or work.handle.state == ABORTED:
+        return False
+    return launch is not None and not launch.is_spared()
+
+
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
     """Have a work fail for its launch; with NULL for its communicator's result or, if that is fine, its deadline."""
+    errand = failing_of(work, watched, result)
+    if errand is not None:
+        errands.give(errand)
+    return 0
+
+
+cdef object failing_of(Work work, const Watched* watched, ncclResult_t result):
+    """Return the errand that does so; None if there is one, or the work has come to its end."""
     cdef _Failing errand
     if work.failing != NOT_FAILING or work.is_settled():
-        return 0
+        return None
     work.failing = TO_FAIL
     errand = _Failing.__new__(_Failing)
     errand.work = work
@@ -175,8 +191,7 @@ cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) exc
         errand.of_launch = True
         if watched.text != NULL:
             errand.watched.text = strdup(watched.text)
-    errands.give(errand)
-    return 0
+    return errand
 
 
 cdef class _Failing:
@@ -442,6 +457,7 @@ What an asynchronous operation returns.
         error = self.error
         if error is None:
             return None
+        error._delivered = True  # see `errors.undelivered`
         told = with_sentence(error, where_called(self.entry))
         if self.error is error:  # else another thread was here meanwhile: all are given the same
             self.error = told

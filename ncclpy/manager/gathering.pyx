@@ -548,6 +548,8 @@ cdef class Ensemble(Clique):
         readers = set()
         self.note_readers(readers)
         self.owner.clique_lost(self)
+        if self.launches:
+            self.failures.append(error)
         self._end(list(self.comms), text.lstrip(": "), error, readers)  # before its works fail, as above
         Clique.abort(self, error)
 
@@ -582,6 +584,8 @@ cdef class Ensemble(Clique):
         self.over = True
         circle, self.circle = self.circle, None
         readers.discard(threading.get_ident())
+        if readers:
+            error._delivered = True
         thread = threading.Thread(
             target=_abort_when_heard, args=(circle, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )

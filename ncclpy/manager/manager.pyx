@@ -24,7 +24,7 @@ from ncclpy.core.runtime import library as _library
 from ncclpy.core.arguments.config import Config
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.runtime.stream_readers import raise_at_end
-from ncclpy.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.errors import NcclAborted, NcclTimeout, not_copied, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import StreamPool, abort_aside
@@ -86,6 +86,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     cdef Lock lock  # of all below
     cdef dict gatherings  # by key
+    cdef list failures  # of communicators that are gone: for each set, what its works have failed with
     cdef dict cliques  # by communicator key, or devices on one node; if any may be closed, the least recently used first
     cdef dict signalled  # keys, by themselves, whose signal came before the first participant
     cdef double timeout
@@ -138,7 +139,7 @@ Gather the participants of collectives by key and launch each collective when al
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
-        self.cliques = {}
+        self.cliques, self.failures = {}, []
         self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
@@ -362,6 +363,8 @@ Gather the participants of collectives by key and launch each collective when al
         """Take a set of communicators that is no good any more out of the cache."""
         with self.lock:
             clique.state = GONE
+            self.failures = [each for each in self.failures if undelivered(each) is not None]
+            self.failures.append(clique.failures)
             if self.cliques.get(clique.key) is clique:
                 del self.cliques[clique.key]
 
@@ -509,7 +512,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             if self.reason is not None or (self.closed and not self.cliques):
                 return
-            self.reason = text
+            self.reason, self.failures = text, []  # the caller wants no results
             self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
             cliques, self.cliques = self.cliques, {}
@@ -566,7 +569,7 @@ Gather the participants of collectives by key and launch each collective when al
         NcclTimeout
             If something was left then.
         NcclError
-            If something failed while this waited for it: its error.
+            If something has failed, and the program has not been given that error.
         """
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
@@ -604,6 +607,11 @@ Gather the participants of collectives by key and launch each collective when al
                 self._end(cliques, why)
         if failed is not None:  # what this has waited for has no result
             raise failed.failure().with_traceback(None)
+        for errors in self.failures:
+            error = undelivered(errors)
+            if error is not None:
+                error._delivered = True
+                raise error.with_traceback(None)
         if left:
             raise NcclTimeout(f"{left} works of a Manager were not done {timeout} s after close(); they were aborted")
 

@@ -435,6 +435,10 @@ cdef class Connection(Clique):
                 self.overdue.discard(reference)
         return len(self.overdue)
 
+    cdef bint waits_here(self) except -1:
+        """Return whether a work has yet to come to its end."""
+        return bool(self.waiting or self.held or self.unsettled())
+
     cdef Py_ssize_t pending(self) except -1:
         return len(self.waiting) + len(self.held) + len(self.launches) + self.late()
 

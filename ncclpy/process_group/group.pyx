@@ -162,7 +162,10 @@ Work with other ranks from one thread or several: collectives and point-to-point
     @property
     def error(self):
         """The exception that has ended the group, None while it works."""
-        return self.lifecycle.failure
+        failure = self.lifecycle.failure
+        if failure is not None:
+            failure._delivered = True
+        return failure
 
     @property
     def communicator(self):
@@ -757,7 +760,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         NcclTimeout
             If something was left.
         NcclError
-            If the group has failed while this waited: what was in flight has no result. Everything is given back before.
+            If operations have failed, and the program has not been given that error: they have no result. Everything is
+            given back before.
         """
         self.lifecycle.close(timeout)
 

@@ -39,6 +39,7 @@ cdef class Lifecycle:
     cdef bint high_priority
     cdef double timeout
     cdef object failure  # what has ended it
+    cdef list failures  # what operations have failed with then, see `errors.undelivered`
     cdef object inquiries  # what the others do, when it is in trouble
     cdef bint moves  # it is being reconfigured, which abort() and close() end
     cdef object between  # the error that it has between what it was and what it will be

@@ -25,7 +25,7 @@ from ncclpy.process_group.connection cimport ConnectionOwner, Request
 from ncclpy.bootstrap.adapters import as_store
 from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime import device as _device
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import work
 from ncclpy.engine.work import add_answer, without_advice
@@ -92,7 +92,7 @@ cdef class Lifecycle:
         self.maker = threading.get_ident()
         self.pool = StreamPool(high_priority)
         self.enders = set()
-        self.completions, self.aborts = [], []
+        self.completions, self.aborts, self.failures = [], [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.places = []
@@ -208,6 +208,7 @@ cdef class Lifecycle:
             self.check_initialised()
         if self.failure is not None:
             withdraw(self.name)
+            self.failure._delivered = True
             raise has_ended(self.name, self.failure, self._class_of_later())
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
@@ -245,7 +246,7 @@ cdef class Lifecycle:
         with self.lock:
             ended = None if self.failure is self.between else self.failure
             if not self.closed:
-                self.failure, self.between = ended, None
+                self.failure, self.between, self.failures = ended, None, []
         del between  # not under the lock: a user's exception may hang on it
         return ended
 
@@ -443,6 +444,7 @@ cdef class Lifecycle:
             self.fail(error, text, None, exits=False, asks=True)
             self.wait_until_told()
         finally:  # who leaves a meeting before the others have heard is only one rank less
+            self.failures = []  # the caller wants no results
             self.moves = False
             self.enders.discard(threading.get_ident())
         return 0
@@ -550,6 +552,7 @@ cdef class Lifecycle:
             self.end_begun, self.end_maker = threading.Event(), threading.get_ident()
             begun = self.end_begun
             connections, notices = list(self.connections.values()), self.notices
+            in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come
             kind = type(error).__name__
@@ -577,6 +580,10 @@ cdef class Lifecycle:
             others = error
             if type(error) is not NcclAborted:
                 others = has_ended(self.name, error, same_class_as(type(error).__name__))
+            if in_flight:
+                self.failures = [error, others]
+            if hooks and calls or readers:
+                error._delivered = True
             for one in connections:
                 if one is not but:
                     comms += one.abort(others)
@@ -686,7 +693,7 @@ cdef class Lifecycle:
                 failed = pending > 0 and self.failure is not None  # what it waited for has no result
             finally:
                 self._end(drained)
-        if failed:
+        if failed or undelivered(self.failures) is not None:
             raise has_ended(self.name, self.failure, same_class_as(type(self.failure).__name__))
         if not drained:
             raise NcclTimeout(

@@ -178,6 +178,9 @@ def test_an_end_in_the_middle(controls):
         errors = [work.exception(DEADLINE) for work in works if coordinator.rank == 0]
         assert {testing.without_line(str(each)) for each in errors} <= {str(coordinator.error)}
         assert not errors or (isinstance(errors[0], ncclpy.NcclRemoteError) and errors[0].ranks == (1,))
+        if coordinator.rank == 1:
+            with pytest.raises(ncclpy.NcclAborted, match="Not all ranks had brought"):  # its works were not asked
+                coordinator.shutdown(DEADLINE)
         coordinator.shutdown(DEADLINE)
         return True
 

@@ -276,6 +276,20 @@ def test_high_priority_and_timing(make_manager):
 # The end.
 
 
+@pytest.mark.parametrize("asks", [False, True], ids=["unasked", "asked"])
+def test_close_raises_a_failure_that_the_program_was_not_given(make_manager, host_engine, asks):
+    manager = make_manager()
+    with ncclpy.faults(HANG):
+        works, _ = sum_works(manager, "k", range(3), timeout=0.3)
+        testing.wait_for(lambda: all(work.is_completed() for work in works), "their failure")
+    if asks:
+        assert isinstance(works[1].exception(), ncclpy.NcclTimeout)
+    else:
+        with pytest.raises(ncclpy.NcclTimeout, match="key 'k', was not done within its timeout"):
+            manager.close()
+    manager.close()
+
+
 def test_close_drains_what_was_launched_and_fails_what_was_not(make_manager, host_engine):
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(2))

@@ -330,6 +330,7 @@ def test_the_last_process_that_lives_leaves_nothing_in_the_store(host_engine):
                 return work.exception(60)
 
             assert reduce("first") is None
+            store.barrier("all have seen it", rank, 3)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             assert isinstance(reduce("second"), ncclpy.NcclRemoteError)

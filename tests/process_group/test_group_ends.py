@@ -344,6 +344,32 @@ def test_close_that_waits_for_an_operation_raises_its_failure(arrays, waits):
     run_groups(2, body)
 
 
+@pytest.mark.parametrize("asks", ["nothing", "wait", "error", "a call"])
+def test_close_raises_a_failure_that_the_program_was_not_given(host_engine, asks):
+    failed = threading.Barrier(2)
+
+    def body(group):
+        group.connect()
+        if group.rank == 0:
+            work = group.all_reduce(np.ones(2), timeout=0.3)
+            testing.wait_for(work.is_completed, "its failure")
+            if asks == "wait":
+                with pytest.raises(ncclpy.NcclTimeout):
+                    work.wait()
+            elif asks == "error":
+                assert isinstance(group.error, ncclpy.NcclTimeout)
+            elif asks == "a call":
+                with pytest.raises(ncclpy.NcclAborted):
+                    group.all_reduce(np.ones(2))
+        failed.wait(DEADLINE)
+        if group.rank == 0 and asks == "nothing":
+            with pytest.raises(ncclpy.NcclTimeout, match="has ended: all_reduce on device 0 was not done within"):
+                group.close()
+        group.close()  # rank 1 had nothing in flight
+
+    run_groups(2, body)
+
+
 def test_close_aborts_what_does_not_end(arrays):
     def body(group):
         array = arrays.argument(arrays.make(np.ones(2), group.device))

@@ -492,6 +492,10 @@ cdef class Lifecycle:
         if connection.epoch != self.number:
             return 0
         if self.on_error != "report":
+            ended = self.failure
+            if ended is not None and ended is not error:  # NCCL says less: what has ended the group names ranks
+                add_sentence(error, text_of(ended))
+                error.ranks = getattr(ended, "ranks", None)
             self.fail(error, text_of(error), connection.epoch, connection, asks=True)
             return 0
         if not self.is_over():

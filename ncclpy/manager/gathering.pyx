@@ -521,6 +521,7 @@ cdef class Ensemble(Clique):
             self.fence()
         readers = set()
         self.note_readers(readers)
+        self.failures.append(error)
         self.owner.clique_lost(self)
         if self.aborts:  # before its works fail: a close() that waits for these joins the thread that this starts
             # The error's text may name a key, which only its readers have shown.
@@ -547,9 +548,9 @@ cdef class Ensemble(Clique):
         self.fence()
         readers = set()
         self.note_readers(readers)
-        self.owner.clique_lost(self)
         if self.launches:
             self.failures.append(error)
+        self.owner.clique_lost(self)
         self._end(list(self.comms), text.lstrip(": "), error, readers)  # before its works fail, as above
         Clique.abort(self, error)
 

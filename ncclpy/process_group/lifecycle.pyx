@@ -534,8 +534,7 @@ cdef class Lifecycle:
         """
         said = states = None
         try:
-            wanted = not self.is_over()  # else nobody sees the error
-            if asks and wanted and self.size > 1 and self.on_error != "exit_now":
+            if asks and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
                 said, states = self.inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
             self._end_by(error, text, number, but, exits, calls, said, states, asked)
@@ -581,11 +580,9 @@ cdef class Lifecycle:
                 telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
                 telling.start()
                 self.tell_thread = telling
-            others = error
-            if type(error) is not NcclAborted:
-                others = has_ended(self.name, error, same_class_as(type(error).__name__))
-            if in_flight:
-                self.failures = [error, others]
+            is_abort = type(error) is NcclAborted
+            others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
+            self.failures = [error, others] if in_flight else []
             if hooks and calls or readers:
                 error._delivered = True
             for one in connections:

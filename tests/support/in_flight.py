@@ -226,7 +226,7 @@ comm = ncclpy.Communicator.init(2, 1, bytes.fromhex('{bytes(uid).hex()}'), devic
 time.sleep(100)
 \"\"\"])
 A = ncclpy.Communicator.init(2, 0, uid, device=0, abortable=True)
-B = ncclpy.Communicator.init_all([0, 2], timeout=1)
+B = ncclpy.Communicator.init_all([0, 2], timeout=3)
 threading.Timer(0.3, peer.kill).start()
 try:
     with ncclpy.group():

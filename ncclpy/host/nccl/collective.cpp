@@ -222,6 +222,8 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course) {
   const bool small = is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
   Passage passage = course.met ? Passage::open : meet(comm, operation, small, course);
   if (passage == Passage::open) passage = move_data(comm, small, course);
+  // The gate may open though a read of the dead rank's memory has failed.
+  if (passage == Passage::open && comm.health.stands_still()) passage = Passage::ended;
   switch (passage) {
     case Passage::open: comm.rendezvous.pass(); break;
     case Passage::ended:

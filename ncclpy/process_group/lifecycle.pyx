@@ -691,10 +691,10 @@ cdef class Lifecycle:
                     self.notices.tell(
                         f"rank {self.rank} of {self.size}: it closed the group before {left} operations were done"
                     )
-                failed = pending > 0 and self.failure is not None  # what it waited for has no result
+                failed = drained and pending > 0 and self.failure is not None  # what it waited for has no result
             finally:
                 self._end(drained)
-        if failed or undelivered(self.failures) is not None:
+        if failed or (drained and undelivered(self.failures) is not None):
             raise has_ended(self.name, self.failure, same_class_as(type(self.failure).__name__))
         if not drained:
             raise NcclTimeout(

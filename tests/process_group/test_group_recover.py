@@ -265,14 +265,17 @@ def test_an_abort_ends_it_for_good(ranks, monkeypatch, meets):
     three = ranks(3)
     three.sums()
     some = [0, 1, 2] if meets else [0, 1]  # rank 2 is waited for
-    gather, aborted = Notices.gather, threading.Event()
+    gather, aborted, come = Notices.gather, threading.Event(), threading.Event()
 
     def late(self, *arguments):
+        if self.rank == 1:
+            come.set()
         if self.rank == 0:
             assert aborted.wait(DEADLINE)
         return gather(self, *arguments)
 
     def abort():
+        assert not meets or come.wait(DEADLINE)  # before that it is what rank 1 goes on from
         three.groups[1].abort("enough")
         aborted.set()
 

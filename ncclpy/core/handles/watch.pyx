@@ -242,6 +242,8 @@ cdef object _failure_of(Handle handle, const char* what):
     """Return the exception for what NCCL says of a communicator, with its last words on it."""
     cdef ncclResult_t result = handle.peek()
     cdef char* words = NULL
+    if result == ncclSuccess:  # another thread has begun its end meanwhile
+        return handle.aborted_error(f"{what.decode()} on {handle!r} did not complete: the communicator was aborted")
     mutex_lock(&handle.gate)
     if handle.raw != NULL and nccl.ncclGetLastError != NULL:
         words = strdup(nccl.ncclGetLastError(handle.raw))

@@ -95,7 +95,7 @@ cdef class Landlord:
     cdef int was_ended(self, object handle) except -1
 
 
-# The communicators of this process that are ready, for a landlord that is set later.
+# The communicators of this process that are ready: what registers memory (`Landlord`) begins with these when it is set.
 cdef list everyone()
 cdef int set_landlord(Landlord new) except -1
 cdef int tell_ready(object handle) except -1

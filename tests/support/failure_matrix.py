@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_ranks import become
+
 WHATS = ("kill", "raise", "absent", "stop")
 CASES = {
     "torch_failures": (WHATS, ("loop", "log", "last"), ("nothing", "barrier", "sync", "destroy")),
@@ -198,11 +200,7 @@ def start(imports: list[str]) -> tuple[str, str] | None:
         for rank, environment in enumerate(environments):
             pid = os.fork()
             if pid == 0:
-                os.environ.update(environment)
-                for descriptor, path in enumerate((os.devnull, f"{folder}/{rank}.out", f"{folder}/{rank}.err")):
-                    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-                    os.dup2(opened, descriptor)
-                    os.close(opened)
+                become({**os.environ, **environment}, f"{folder}/{rank}.out", f"{folder}/{rank}.err")
                 return case, folder
             pids.append(pid)
         sys.stdout.write(json.dumps(_ends_of(pids, patience)) + "\n")

@@ -133,7 +133,7 @@ def _serve():
         for environment, output, errors in ranks:
             pid = os.fork()
             if pid == 0:
-                _become(environment, output, errors)
+                become(environment, output, errors)
                 if how == "strict":
                     os.chdir(Path(path).parent)
                     warnings.simplefilter("error")
@@ -166,7 +166,8 @@ def _end_of(pids, only):
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def _become(environment, output, errors):
+def become(environment, output, errors):
+    """Have this environment, and write to these files from now on."""
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, name in enumerate((os.devnull, output, errors or output)):

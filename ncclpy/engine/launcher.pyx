@@ -830,7 +830,7 @@ cdef class Clique(LaunchOwner):
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
         failure.ranks = getattr(error, "ranks", None)
-        self.failures += [error, failure]
+        self.failures.append(failure)
         for other in list(self.launches):
             if other is not launch:
                 (<Launch>other).end(failure)

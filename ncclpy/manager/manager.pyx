@@ -610,7 +610,6 @@ Gather the participants of collectives by key and launch each collective when al
         for errors in self.failures:
             error = undelivered(errors)
             if error is not None:
-                error._delivered = True
                 raise error.with_traceback(None)
         if left:
             raise NcclTimeout(f"{left} works of a Manager were not done {timeout} s after close(); they were aborted")

@@ -82,8 +82,9 @@ cdef class Connection(Clique):
 
     # How many of those there are.
     cdef Py_ssize_t late(self) except -1
-    # How many operations wait for it or are under way on it.
+    # Whether a work on it has yet to come to its end.
     cdef bint waits_here(self) except -1
+    # How many operations wait for it or are under way on it.
     cdef Py_ssize_t pending(self) except -1
     # Whether it can be closed: nothing went wrong on it that its peers would have to know of.
     cdef bint is_well(self) except -1

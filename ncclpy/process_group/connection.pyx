@@ -436,7 +436,6 @@ cdef class Connection(Clique):
         return len(self.overdue)
 
     cdef bint waits_here(self) except -1:
-        """Return whether a work has yet to come to its end."""
         return bool(self.waiting or self.held or self.unsettled())
 
     cdef Py_ssize_t pending(self) except -1:

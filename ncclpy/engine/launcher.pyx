@@ -539,10 +539,13 @@ cdef class Launch(Together):
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].step.handle] = <Handle>self.parts[i].step.handle
         self.failing = True
-        if owner.launch_failed(self, error):  # first: nobody is to take the communicators for idle ones
-            self.failing = False  # all works were done in the meantime, which can be seconds
-            return 0
-        self.end(error)
+        try:
+            if owner.launch_failed(self, error):  # first: no thread is to take the communicators for idle ones
+                self.failing = False  # all works were done in the meantime, which can be seconds
+                return 0
+        finally:
+            if self.failing:  # whatever goes wrong there: its works are waited for
+                self.end(error)
         if owner.spares or owner.aborts:
             return 0
         words = words_of(error)  # the abort is not to wait for a key to show itself

@@ -36,7 +36,7 @@ from ncclpy.engine.callbacks cimport (
     is_expecting, listen, look_after_crews, ring, users,
 )
 from ncclpy.engine.work cimport (
-    TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_turn, note_turn, tell_of_stops,
+    NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_turn, note_turn, tell_of_stops,
 )
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
@@ -228,7 +228,7 @@ cdef class _Agenda:
     cdef list timers
     cdef long long timers_made
     cdef list last  # works that may have the last references to objects of users
-    cdef list doubted  # works whose ends were seen and are not believed yet
+    cdef list unsettled  # works whose ends were seen and are not believed yet, or that another thread is about to fail
     cdef Call thread  # the monitor's
     cdef bint gone  # it has ended, at exit
 
@@ -237,7 +237,7 @@ cdef class _Agenda:
         self.soonest = FOREVER
         self.timers = []
         self.last = []
-        self.doubted = []
+        self.unsettled = []
 
 
 cdef Inbox _inbox
@@ -349,7 +349,7 @@ cdef int _attend() except -1:
     try:
         tell_of_stops()
         _complete()
-        _look_at_doubted()
+        _look_at_unsettled()
         if _watching.streams.size() and now() >= _signs.next_round:
             _signs.next_round = now() + _ROUND
             _look_after()
@@ -359,7 +359,7 @@ cdef int _attend() except -1:
             errands.give(heapq.heappop(_agenda.timers)[2])
         look_after_crews()
         _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
-        if _agenda.doubted:
+        if _agenda.unsettled:
             _signs.next_timer = min(_signs.next_timer, now() + _ROUND)
     except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
         errands.give(_Defect(error))
@@ -559,7 +559,7 @@ cdef int _end(Watched* watched) except -1:
                 have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
             if work.is_doubted():
-                _agenda.doubted.append(work)
+                _agenda.unsettled.append(work)
                 return 0
             work.settle(None)
             work.entry.completed = watched.seen
@@ -567,9 +567,13 @@ cdef int _end(Watched* watched) except -1:
 
 
 cdef int _is_over(Work work) except -1:
-    """Let go of a work that lane and device are done with."""
+    """Let go of a work that lane and device are done with, once it is settled.
+
+    Without its communicator a work that is not would take the end that it sees for a success.
+    """
     work.over = True
-    if work.failing == TO_FAIL:  # whoever fails it lets go of it then
+    if work.failing == TO_FAIL or not work.is_settled():
+        _agenda.unsettled.append(work)
         return 0
     if work.is_shared():
         work.let_go()
@@ -578,18 +582,20 @@ cdef int _is_over(Work work) except -1:
     return 0
 
 
-cdef int _look_at_doubted() except -1:
-    """Look again at works whose ends were not believed: they have failed by now, or are done."""
+cdef int _look_at_unsettled() except -1:
+    """Look again at works whose ends were not believed or that were about to fail: they have failed by now, or are done."""
     cdef Work work
-    if not _agenda.doubted:
+    if not _agenda.unsettled:
         return 0
-    doubted, _agenda.doubted = _agenda.doubted, []
-    for work in doubted:
-        if not work.is_settled() and not _check_health(work):
-            if work.is_doubted():
-                _agenda.doubted.append(work)
+    unsettled, _agenda.unsettled = _agenda.unsettled, []
+    for work in unsettled:
+        if not work.is_settled():
+            # One whose launch has failed would look like a success here.
+            if work.failing != NOT_FAILING or (not _check_health(work) and work.is_doubted()):
+                _agenda.unsettled.append(work)
                 continue
-            work.settle(None)
+            if work.failing == NOT_FAILING:
+                work.settle(None)
         _is_over(work)
     return 0
 
@@ -735,7 +741,7 @@ def _forked():
     _watching.heard = -1
     _agenda.timers.clear()
     _agenda.unlaunched.clear()
-    _agenda.doubted.clear()
+    _agenda.unsettled.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -219,9 +219,7 @@ cdef class _Failing:
                     launch.fail(error)
                 tell_failed(error, False)
         finally:
-            work.failing = HAS_FAILED
-            if work.over:
-                work.let_go()
+            work.failing = HAS_FAILED  # the monitor lets go of it, once it is settled and the device is done with it
 
 
 cdef object _trouble(Work work, ncclResult_t result):

@@ -319,6 +319,23 @@ def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
     close(managers)
 
 
+def test_an_end_behind_an_abort_whose_thread_is_slow_is_no_success(monkeypatch):
+    """Ranks 1 and 2 begin their aborts and stall before they fail their works, which the device ends meanwhile."""
+    start = threading.Thread.start
+
+    def start_and_stall(thread):
+        start(thread)
+        if thread.name == "ncclpy-manager-abort":
+            time.sleep(0.6)
+
+    managers, key = some_managers(LocalStore(), 3)
+    monkeypatch.setattr(threading.Thread, "start", start_and_stall)
+    works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 30 * rank) for rank in range(2)]
+    errors = [work.exception(30) for work in reversed(works)]
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2
+    close(managers)
+
+
 def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
     """While rank 0 asks what the ranks do, as its deadline has passed, rank 1 ends the communicator."""
     circles, asked, asks, abort = [], [], circle.Circle.ask, gathering._abort_when_heard

@@ -17,7 +17,7 @@ namespace {
 ncclResult_t check_duplicates(Segment& segment) {
   for (int a = 0; a < segment.nranks(); a++) {
     for (int b = a + 1; b < segment.nranks(); b++) {
-      if (segment.slot(a).device == segment.slot(b).device) {
+      if (segment.slot(a).device == segment.slot(b).device && segment.slot(a).machine == segment.slot(b).machine) {
         return fail(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on device %d", a, b,
                     segment.slot(a).device);
       }

@@ -7,8 +7,11 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 
 #include "../driver/mutex.hpp"
 #include "errors.hpp"
@@ -18,7 +21,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3767657379706c63;  // "clpyseg7"
+constexpr uint64_t magic = 0x3867657379706c63;  // "clpyseg8"
 
 constexpr size_t page = 4096;
 
@@ -197,6 +200,15 @@ bool Segment::one_process() {
 
 size_t segment_bytes(int nranks) { return Layout(nranks).end; }
 
+namespace {
+
+uint64_t own_machine() {
+  const char* const name = std::getenv("NCCL_HOSTID");
+  return name == nullptr ? 0 : std::hash<std::string_view>{}(name);
+}
+
+}  // namespace
+
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device,
                           std::shared_ptr<Segment>* segment) {
   if (nranks > max_ranks)
@@ -224,6 +236,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     segment->reset();
     return fail(ncclInvalidUsage, "rank %d has already joined with this unique id; an id serves one communicator", rank);
   }
+  slot.machine = own_machine();
   slot.device = device;
   slot.pid = getpid();
   slot.start = start_of_this_process();

@@ -104,7 +104,8 @@ struct GrowBoard {
 
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> claimed{0};
-  std::atomic<uint32_t> present{0};  // the rank has written the next six and its place is taken
+  std::atomic<uint32_t> present{0};  // the rank has written the next seven and its place is taken
+  uint64_t machine = 0;              // a hash of NCCL_HOSTID: ranks with different ones are on different machines
   int32_t device = 0;
   int32_t pid = 0;
   uint64_t start = 0;    // of the process, see watch.hpp

@@ -164,6 +164,10 @@ def test_duplicate_device(nccl, processes, where):
         assert text == "Duplicate GPU detected : rank 0 and rank 1 both on device 0"
 
 
+def test_duplicate_device_of_ranks_on_different_machines_is_none(nccl, processes):
+    assert processes.run(nccl, 2, bodies.reduce_on_device_zero_of_own_machine) == [[3.0] * 8] * 2
+
+
 def test_unique_id_serves_once(nccl):
     uid = nccl.unique_id()
     comm = nccl.init(1, uid, 0)

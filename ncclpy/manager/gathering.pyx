@@ -587,6 +587,8 @@ cdef class Ensemble(Clique):
         readers.discard(threading.get_ident())
         if readers:
             error._delivered = True
+        if circle is not None:
+            circle.begin_end()
         thread = threading.Thread(
             target=_abort_when_heard, args=(circle, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.errors import NcclTimeout
 
-__all__ = ["TELLS", "Confirmation", "Patience"]
+__all__ = ["TELLS", "Confirmation", "Patience", "wait_for_ends"]
 
 _log = logging.getLogger("ncclpy.peers")
 
@@ -33,6 +33,18 @@ _exits = threading.Event()
 atexit.register(_exits.set)
 #: Seconds for the end to be in the store, before the wait for confirmations begins.
 TELLS = _LIVES
+#: The ends that this process is telling, see `Confirmation.begin`.
+_ends: set[Confirmation] = set()
+
+
+def wait_for_ends(seconds: float) -> None:
+    """Wait until the other ranks have heard of the ends that this process tells, so many seconds at most.
+
+    A process that serves a store calls it before that ends: the other ranks read there what the ranks do.
+    """
+    deadline = time.monotonic() + seconds
+    while _ends and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 class Patience:
@@ -88,6 +100,10 @@ class Confirmation:
         self._others = [rank for rank in range(size) if rank not in own]
         self._begun = 0.0  # when this process has confirmed
 
+    def begin(self) -> None:
+        """Note that this process tells an end, before the program hears of it; until a wait for the others is over."""
+        _ends.add(self)
+
     def confirm(self) -> None:
         """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
         self._begun = time.monotonic()
@@ -126,6 +142,8 @@ class Confirmation:
                 missing = [rank for rank in missing if patience.has_for(rank, self._condition_of(rank), moment)]
         except (StoreError, NcclTimeout):
             return False
+        finally:
+            _ends.discard(self)
         return True
 
     @staticmethod

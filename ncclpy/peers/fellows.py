@@ -111,6 +111,7 @@ class Company(Fellows):
 
     def tell(self, text: str, kind: str) -> int:
         """Tell the others why the communicator ends."""
+        self._circle.begin_end()
         self._circle.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
         return 0
 

@@ -350,6 +350,10 @@ class StatusService:
             self._has_ended = True
             self._ended(end)
 
+    def begin_end(self) -> None:
+        """Note that the end is about to be told, see `Confirmation.begin`."""
+        self._confirmation.begin()
+
     def confirm(self) -> None:
         """Tell that these ranks have heard of the end, see `Confirmation`."""
         self._confirmation.confirm()

@@ -142,6 +142,7 @@ cdef class Lifecycle:
     cdef Connection _new_connection(self, str label, int peer)
     cdef int _say_where_called(self, error) except -1
     cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=*) except -1
+    cdef bint _exit_later(self, begun, error, notices, Connection but, list comms) except -1
 
 
 # What a group hears of its other ranks while it has one number, and what it tells them.

@@ -563,6 +563,7 @@ cdef class Lifecycle:
                 if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
                     kind = NcclRemoteError.__name__  # what was never made was not aborted
                 but.state = GONE
+        notices.begin_end()
         try:
             comms, readers = [] if but is None else list(but.comms), set()
             for one in connections if but is None or but in connections else [*connections, but]:
@@ -572,6 +573,8 @@ cdef class Lifecycle:
             exits = exits and self.on_error in ("exit", "exit_now")
             if exits and self.on_error == "exit_now":
                 self._exit(error, notices)
+            # Before the program hears of it, whose end waits for this thread.
+            exiting = exits and self._exit_later(begun, error, notices, but, comms)
             telling = None
             if text is not None:
                 told = (
@@ -600,10 +603,8 @@ cdef class Lifecycle:
             begun.set()
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
-        if exits:
-            threading.Thread(
-                target=self._exit, args=(error, notices, telling, but, comms), name="ncclpy-group-exit"
-            ).start()
+        if exits and not exiting:  # no thread is to be had
+            self._exit(error, notices, begun, but, comms)
 
     cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have heard that the group ends, in a thread of its own."""
@@ -615,8 +616,19 @@ cdef class Lifecycle:
         self.abort_thread = thread  # others join it
         return 0
 
-    def _exit(self, error, notices, telling=None, Connection but=None, comms=()):
-        """End the process, as `on_error` asks for, once the others were told.
+    cdef bint _exit_later(self, begun, error, notices, Connection but, list comms) except -1:
+        """Begin a thread that ends the process; return whether there is one to be had."""
+        thread = threading.Thread(
+            target=self._exit, args=(error, notices, begun, but, comms), name="ncclpy-group-exit", daemon=False
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def _exit(self, error, notices, begun=None, Connection but=None, comms=()):
+        """End the process, as `on_error` asks for, once the end has `begun` and the others were told.
 
         Nothing is aborted before: of an abort the neighbours get wrong data, and this process may go on with some. What
         the device waits for ends with the process.
@@ -624,6 +636,10 @@ cdef class Lifecycle:
         cdef double deadline = now() + _EXITS
         cdef bint goes_on = False
         try:
+            telling = None
+            if begun is not None:
+                begun.wait(_EXITS)
+                telling = self.tell_thread
             if telling is not None:
                 telling.join(_EXITS)
                 goes_on = notices.goes_on(self.handle)
@@ -871,7 +887,7 @@ def _abort_when_heard(notices, telling, comms, reason, tell_readers):
     if tell_readers is not None:
         tell_readers()  # their program may end with that
     notices.confirm()
-    if comms and notices.wait_until_confirmed():
+    if notices.wait_until_confirmed(None if comms else 0.0) and comms:
         abort_aside(comms, reason).join()
 
 

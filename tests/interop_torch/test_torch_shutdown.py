@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from foreign_stores import free_port
 
 import testing
 from ncclpy.bootstrap import StoreLost
@@ -40,10 +40,7 @@ PROGRAM = """
 
 def ends(how, folder):
     """Return what rank 1 prints whose rank 0, which serves the store, ends in some way; and both exit codes."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    command, port = [sys.executable, "-c", textwrap.dedent(PROGRAM)], str(free_port())
     with subprocess.Popen(
         [*command, "1", port, how], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
     ) as other:
@@ -68,6 +65,46 @@ def test_exception_on_the_serving_rank_prints_no_frames_of_torch_on_the_others(e
     monkeypatch.setenv("NCCLPY_LIBRARY", "host")
     first, said, _ = ends("raise", tmp_path)
     assert first.returncode == 1 and "rank 0 fails" in first.stderr and "c10d" not in said, said
+
+
+SLOW = """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from ncclpy.peers.status import StatusService
+
+    rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank))
+    dist.init_process_group("ncclpy", rank=rank, world_size=3, pg_options={"on_error": how})
+    asks = StatusService.inquire_at
+
+    def asks_late(self, *arguments):
+        time.sleep(0.6)
+        return asks(self, *arguments)
+
+    if rank == 1:
+        StatusService.inquire_at = asks_late
+    dist.all_reduce(torch.ones(1))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "abort"])
+def test_serving_rank_that_fails_waits_until_slower_ranks_know_why(extension, monkeypatch, tmp_path, how):
+    """Rank 2 ends; rank 1 asks what the ranks do when rank 0, which serves the store, is about to end itself."""
+    monkeypatch.setenv("NCCLPY_LIBRARY", "host")
+    command, port = [sys.executable, "-c", textwrap.dedent(SLOW)], str(free_port())
+    ranks = [
+        subprocess.Popen([*command, str(rank), port, how], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        for rank in range(3)
+    ]
+    try:
+        said = [each.communicate(timeout=100)[1] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert "rank 2" in said[0] and "rank 2" in said[1] and "is not known" not in said[1], said[1]
+    assert [each.returncode for each in ranks[:2]] == [70 if how == "exit" else 1] * 2
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from libc.stdlib cimport free
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed, kin_of, leave,
+    ABORT_DEADLINE, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed, local_peers_of, leave,
     note_ending,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
@@ -102,8 +102,8 @@ cdef class Upkeep(Call):
             nccl.ncclCommAbort(raw)
         if abort_preempts:
             raw = self.comm.take_raw()
-        if raw != NULL and self.comm.tenant != NULL:  # else who aborts it says so
-            self.comm.tenant.over(self.comm.tenant)  # now: who frees its memory may have the GIL, and wait for that
+        if raw != NULL and self.comm.precall_hook != NULL:  # else who aborts it says so
+            self.comm.precall_hook.over(self.comm.precall_hook)  # now: who frees its memory may have the GIL, and wait for that
         # The guard is there until its own end: its abort is what brings this thread back.
         guard = self.comm.guard_now(False)
         if guard != NULL and result == ncclSuccess:
@@ -131,8 +131,8 @@ cdef class Upkeep(Call):
         if self.apart:
             drop_ranges(<void*>self.comm, raw)
         result = nccl.ncclCommAbort(raw)
-        if self.comm.tenant != NULL:
-            self.comm.tenant.over(self.comm.tenant)
+        if self.comm.precall_hook != NULL:
+            self.comm.precall_hook.over(self.comm.precall_hook)
         return result
 
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:
@@ -206,21 +206,21 @@ cdef class Destruction(Upkeep):
         cdef double started = now()
         cdef double patience = _STRANGE_PATIENCE
         cdef DeviceWait idle = None
-        cdef bint bereft
-        if _kin_is_met():
+        cdef bint local_peer_aborted
+        if _waits_for_local_peers():
             patience = KIN_PATIENCE
         while not Call.wait(self, min(deadline, max(started + patience, now() + LOOK))):
             if now() >= deadline:
                 return False
-            bereft = self.comm.bereft and not self.alone and _kin_is_met()
-            if not self.begun or not (bereft or _are_open(kin_of(self.comm))):
+            local_peer_aborted = self.comm.local_peer_aborted and not self.alone and _waits_for_local_peers()
+            if not self.begun or not (local_peer_aborted or _are_open(local_peers_of(self.comm))):
                 continue
             if idle is None:
                 idle = DeviceWait()
                 idle.device = self.comm.device
                 idle.start("ncclpy-wait")
             if idle.done and idle.failure is None and not self.over:
-                if bereft:
+                if local_peer_aborted:
                     abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
                     if Call.wait(self, now() + <double>_ENDING):
                         return True
@@ -230,22 +230,22 @@ cdef class Destruction(Upkeep):
         return True
 
     cdef int see_off(self, double deadline) except -1:
-        """Wait for kin whose end has waited for this one."""
-        if _are_open(kin_of(self.comm)):
+        """Wait for local peers whose end has waited for this one."""
+        if _are_open(local_peers_of(self.comm)):
             return 0
         for _, call in endings_of(self.comm):
             Call.wait(<Call>call, deadline)
         return 0
 
 
-cdef bint _kin_is_met() except -1:
+cdef bint _waits_for_local_peers() except -1:
     """Whether the end of a communicator waits for its ranks of this process."""
     return not abort_preempts and version_code() >= MEETS_AT_THE_END
 
 
-cdef bint _are_open(list kin) except -1:
+cdef bint _are_open(list local_peers) except -1:
     cdef Handle handle
-    for handle in kin:
+    for handle in local_peers:
         if handle.owned and handle.state in (READY, SUSPENDED):
             return True
     return False
@@ -283,8 +283,8 @@ cdef int abort_now(Handle handle, object timeout) except -1:
     try:
         return abort_handles(handle.tied(), limit, "abort")
     finally:
-        if handle.fellows is not None:
-            handle.fellows.leave()
+        if handle.peer_status is not None:
+            handle.peer_status.leave()
 
 
 cdef int give_back(Handle handle, object timeout) except -1:
@@ -295,15 +295,15 @@ cdef int give_back(Handle handle, object timeout) except -1:
         try:
             return _give_back(handle, limit)
         finally:
-            if handle.fellows is not None and is_over(handle.state):
-                handle.fellows.leave()
-                handle.fellows.left(LEAVING)
+            if handle.peer_status is not None and is_over(handle.state):
+                handle.peer_status.leave()
+                handle.peer_status.left(LEAVING)
 
 
 cdef int _give_back(Handle handle, double limit) except -1:
     failures = [] if is_over(handle.state) else _close_all(handle.children)
     if handle.state == INITIALISING:
-        if handle.cradle.stage != IN_PARENT:
+        if handle.init_state.stage != IN_PARENT:
             abort_now(handle, ABORT_DEADLINE)
             _release(handle)
             return 0
@@ -344,11 +344,11 @@ cdef list _end(Handle handle, double limit):
             with nogil:
                 pause(now() - started)
         _wait_for_marked(handle, deadline, started)
-        if handle.tenancy is not None:
-            handle.tenancy.wait(handle, deadline)
+        if handle.hook_keeper is not None:
+            handle.hook_keeper.wait(handle, deadline)
         # An aborted rank does not come to where NCCL's end of this one waits for it. An abort waits for nobody, nor for
         # what was issued: that has to be over.
-        call.alone = handle.bereft and _kin_is_met()
+        call.alone = handle.local_peer_aborted and _waits_for_local_peers()
         if call.alone:
             call.apart = is_freed(handle, [handle])
             _wait_for_device(handle, deadline, started)
@@ -371,13 +371,13 @@ cdef list _end(Handle handle, double limit):
     except BaseException as error:
         leave([handle], "close: it was interrupted", error)
         raise
-    if handle.tenancy is not None:  # behind what can raise: as long as it is in use, the tenant follows it
-        handle.tenancy.close(handle)
+    if handle.hook_keeper is not None:  # behind what can raise: as long as it is in use, its hook is told
+        handle.hook_keeper.close(handle)
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
     # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
-    if handle.fellows is not None:  # first: whom the end of this one meets in an operation asks why
-        handle.fellows.leave()
+    if handle.peer_status is not None:  # first: whom the end of this one meets in an operation asks why
+        handle.peer_status.leave()
     call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
     if call.left:
         handle.become(CLOSED)

@@ -10,13 +10,13 @@ from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
 from ncclpy.core.handles cimport handle as _observers
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_kin
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_local_peer
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, keep_up
 from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
 from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
-from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, Cradle, is_over
+from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, InitState, is_over
 from ncclpy.core.calls.submit cimport give_birth
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now
 from ncclpy.core.handles.watch cimport check_alive, finish
@@ -92,16 +92,16 @@ cdef int _conceive(Handle made, object config, object timeout, object abortable,
     guarded = ends and version_code() >= 21801
     made.nonblocking = blocking is False or (ends and not guarded)
     made.waits = blocking is not False if not inherits or ends else parent.waits
-    made.cradle = Cradle()
-    made.cradle.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
-    made.cradle.birth.inherits = inherits and not ends
+    made.init_state = InitState()
+    made.init_state.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
+    made.init_state.birth.inherits = inherits and not ends
     if guarded:
         look_up_overrides()  # before anything is made, as far as that shows
     if parent is not None:
         made.parent = parent
         made.asked = <void*>parent
         made.device = parent.device
-        made.cradle.birth.context = context_of(parent.device)
+        made.init_state.birth.context = context_of(parent.device)
     return 0
 
 
@@ -109,9 +109,9 @@ cdef int _make(Handle parent, Handle made, int kind) except -1:
     """Make the call. `parent` is None for a new clique."""
     cdef Operation operation
     memset(&operation, 0, sizeof(operation))
-    note_kin(made)
+    note_local_peer(made)
     operation.kind = kind
-    operation.birth = made.cradle.birth
+    operation.birth = made.init_state.birth
     return give_birth(parent, made, &operation)
 
 
@@ -122,13 +122,13 @@ cdef int init_comm(
     nranks, rank = _as_place(nranks, rank)
     made.device = as_device(device)
     _conceive(made, config, timeout, abortable, None)
-    _as_unique_id(unique_id, &made.cradle.birth.id)
+    _as_unique_id(unique_id, &made.init_state.birth.id)
     made.group_name = _name_of(unique_id)
-    made.rank = made.cradle.birth.rank = rank
-    made.nranks = made.cradle.birth.nranks = nranks
+    made.rank = made.init_state.birth.rank = rank
+    made.nranks = made.init_state.birth.nranks = nranks
     if _observers.listener is not None:
         _observers.listener.named(nranks, rank)
-    made.cradle.birth.context = context_of(made.device)
+    made.init_state.birth.context = context_of(made.device)
     return _make(None, made, INIT_RANK)
 
 
@@ -191,8 +191,8 @@ cdef object comm_from_env(object cls, object device, dict options):
     try:
         start.stands(made.state == READY)
         if place.size > 1:
-            made.fellows = start.fellows_of(comm)
-            made.told = made.fellows is not None
+            made.peer_status = start.peer_status_of(comm)
+            made.told = made.peer_status is not None
     except BaseException as error:  # nobody else has it
         leave([made], "from_env did not return it", error)
         raise
@@ -225,7 +225,7 @@ cdef bint split_comm(
     cdef int order = as_integer(key, "key")
     check_alive(parent)
     _conceive(child, config, timeout, abortable, parent)
-    birth = child.cradle.birth
+    birth = child.init_state.birth
     birth.color, birth.key = number, order
     child.group_name = parent.name_next(f".{number}")
     if number < 0:
@@ -259,7 +259,7 @@ cdef int shrink_comm(
     if parent.rank in ranks:
         raise ValueError(f"exclude: rank {parent.rank} leaves and must not call shrink")
     _conceive(child, config, timeout, abortable, parent)
-    birth = child.cradle.birth
+    birth = child.init_state.birth
     birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
     if birth.exclude == NULL:
         raise MemoryError
@@ -294,14 +294,14 @@ cdef int join_comm(
     nranks, rank = _as_place(nranks, rank)
     made.device = as_device(device)
     _conceive(made, config, timeout, abortable, None)
-    made.cradle.birth.context = context_of(made.device)
+    made.init_state.birth.context = context_of(made.device)
     if unique_id is not None:
         made.group_name = _name_of(unique_id)
     return _grow(None, made, nranks, rank, unique_id)
 
 
 cdef int _grow(Handle parent, Handle made, int nranks, int rank, object unique_id) except -1:
-    cdef Birth* birth = made.cradle.birth
+    cdef Birth* birth = made.init_state.birth
     birth.nranks, birth.rank = nranks, rank
     birth.has_id = unique_id is not None
     if unique_id is not None:

@@ -16,7 +16,7 @@ from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, Buffer, Vi
 from ncclpy.core.arguments.datatypes cimport BYTES, ITEMSIZE, ElementType, encoded, name_of, of_anything
 from ncclpy.core.ending cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.calls.group cimport current_group
-from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, let_in, lock_within
+from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, run_if_wanted, lock_within
 from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_let_window_go, nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.arguments.operation cimport WINDOW, Operation
@@ -157,8 +157,8 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         with nogil:
             if comm.lock_alive():
-                if comm.tenant != NULL:
-                    let_in(comm.tenant, comm.raw)  # what is to be registered anyway comes first, and is shared
+                if comm.precall_hook != NULL:
+                    run_if_wanted(comm.precall_hook, comm.raw)  # what is to be registered anyway comes first, and is shared
                 result = comm.ranges.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )

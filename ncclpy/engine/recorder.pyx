@@ -21,7 +21,7 @@ from libc.stdio cimport snprintf
 from libc.time cimport time_t
 
 from ncclpy.core.arguments.datatypes cimport ITEMSIZE
-from ncclpy.core.handles.handle cimport Handle, Tap, set_tap
+from ncclpy.core.handles.handle cimport Handle, CallTracer, set_call_tracer
 from ncclpy.core.arguments.operation cimport GROW, WAIT_SIGNAL, Operation, function_of, has_root, reduces
 from ncclpy.engine.native cimport now
 
@@ -439,7 +439,7 @@ cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes)
         entry.root = operation.root
 
 
-cdef class _Calls(Tap):
+cdef class _Calls(CallTracer):
     """Record what communicators are asked for."""
 
     cdef object here(self):
@@ -505,7 +505,7 @@ def record_all(enabled=True):
     enabled : bool, optional
         Whether to. A call costs about 0.15 us more then, and nothing otherwise.
     """
-    set_tap(_Calls() if enabled else None)
+    set_call_tracer(_Calls() if enabled else None)
 
 
 def resize(capacity):

@@ -84,8 +84,8 @@ cdef class Stalled:
 
 cdef class Ensemble(Clique):
     cdef list waiting  # gatherings that are ready before the communicators are
-    cdef object meets  # waits for the processes that these are of and returns their `Circle`; None without a store
-    cdef object circle  # that, once they have met and until these leave; else None
+    cdef object meets  # waits for the processes that these are of and returns their `CommunicatorStatus`; None without a store
+    cdef object peer_status  # that, once they have met and until these leave; else None
     cdef object left  # what these told when they left, None before
     cdef dict ledgers  # of what each rank here begins, by rank; None without a store
     cdef bint meeting  # they have yet to meet there

@@ -457,26 +457,26 @@ cdef class Ensemble(Clique):
         return 0
 
     def _make(self, unique_id, config):
-        circle = None
+        peer_status = None
         if self.meets is not None:
             relax()
             try:
-                self.circle = circle = self.meets()
+                self.peer_status = peer_status = self.meets()
             except BaseException as error:  # raised in all waits for it
                 self.owner.clique_made(self, [], error)
                 return
             finally:
                 self.meeting, self.meets = False, None
             if self.left is not None:  # meanwhile
-                circle.leave(*self.left)
+                peer_status.leave(*self.left)
         Clique._make(self, unique_id, config)
-        if circle is not None:
+        if peer_status is not None:
             from ncclpy.manager.nodes import forget
 
             if self.state == MADE:
-                forget(circle)
+                forget(peer_status)
             else:
-                circle.leave()
+                peer_status.leave()
 
     def standing(self, int rank):
         """Return what one of the local ranks does, as JSON knows it; also if it waits for others of this process."""
@@ -496,11 +496,11 @@ cdef class Ensemble(Clique):
 
     cdef int inquire(self, object error) except -1:
         """Have an error say what the ranks do, where they have a store; nothing is lost to what goes wrong here."""
-        circle = self.circle
-        if circle is None or self.state != MADE:
+        peer_status = self.peer_status
+        if peer_status is None or self.state != MADE:
             return 0
         try:
-            said, states = circle.ask()
+            said, states = peer_status.ask()
             if said is not None:
                 add_answer(error, said, states)
         except KeyboardInterrupt:  # it finds nothing half done later
@@ -557,12 +557,12 @@ cdef class Ensemble(Clique):
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
         cdef int seen = load(&stops)
-        circle = self.circle
-        if circle is None or self.state != MADE:
+        peer_status = self.peer_status
+        if peer_status is None or self.state != MADE:
             return
         ended = False
         try:
-            ended = circle.told() is not None
+            ended = peer_status.told() is not None
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
             return
@@ -578,25 +578,25 @@ cdef class Ensemble(Clique):
         """Abort communicators once all processes have heard that they end, in a thread of its own.
 
         The threads that read by a stream raise the error before. Once: a second end, of another launch or another
-        process, would find no circle, and abort before the others have heard.
+        process, would find no peer_status, and abort before the others have heard.
         """
         if self.over:
             return
         self.over = True
-        circle, self.circle = self.circle, None
+        peer_status, self.peer_status = self.peer_status, None
         readers.discard(threading.get_ident())
         if readers:
             error._delivered = True
-        if circle is not None:
-            circle.begin_end()
+        if peer_status is not None:
+            peer_status.begin_end()
         thread = threading.Thread(
-            target=_abort_when_heard, args=(circle, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
+            target=_abort_when_heard, args=(peer_status, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # there is none to be had; an abort would need one, too
             _log.warning("the communicators of %s could not be aborted", self.name, exc_info=True)
-            self.circle = circle
+            self.peer_status = peer_status
             self.tell_readers(readers, error)
             self._leave()
             return
@@ -612,11 +612,11 @@ cdef class Ensemble(Clique):
             kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
             told = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
         self.left = told  # before this looks whether they have met
-        circle, self.circle = self.circle, None
-        if circle is None:
+        peer_status, self.peer_status = self.peer_status, None
+        if peer_status is None:
             return None
         try:
-            return circle.leave(*told)
+            return peer_status.leave(*told)
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
             return None
@@ -628,7 +628,7 @@ cdef class Ensemble(Clique):
         """
         readers = set()
         self.note_readers(readers)
-        if not self.aborts or self.state != MADE or self.circle is None:
+        if not self.aborts or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
                 self._leave()
@@ -728,18 +728,18 @@ cdef class Ensemble(Clique):
         return 0
 
 
-def _abort_when_heard(circle, comms, text, error, readers):
-    if circle is not None:
-        circle.end(text, type(error).__name__)
+def _abort_when_heard(peer_status, comms, text, error, readers):
+    if peer_status is not None:
+        peer_status.end(text, type(error).__name__)
     raise_in_readers(readers, 0, error)
-    if circle is not None:
-        circle.confirm()
-        if not circle.wait_until_confirmed():
+    if peer_status is not None:
+        peer_status.confirm()
+        if not peer_status.wait_until_confirmed():
             return
     if comms:
         abort_aside(comms, text).join()
-    if circle is not None:
-        circle.leave()
+    if peer_status is not None:
+        peer_status.leave()
 
 
 def _again(reference):

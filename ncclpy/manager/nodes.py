@@ -15,7 +15,7 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
 from ncclpy.engine.recorder import Ledger
 from ncclpy.errors import NcclTimeout
-from ncclpy.peers.circle import Circle
+from ncclpy.peers.communicator_status import CommunicatorStatus
 
 __all__ = ["forget", "meet"]
 
@@ -36,7 +36,7 @@ def meet(
     look: Callable[[Any, int], dict[str, Any]],
     ledgers: Mapping[int, Ledger],
     ended: Callable[[Any, str, str], object],
-) -> Circle[Any]:
+) -> CommunicatorStatus[Any]:
     """Wait for all ranks of a communicator key; return their status service, by which they can be asked from then on.
 
     Parameters
@@ -58,7 +58,7 @@ def meet(
     wanted
         Asked every now and then whether the communicators are still to be made.
     owner, look, ledgers, ended
-        See `Circle`.
+        See `CommunicatorStatus`.
 
     Raises
     ------
@@ -76,14 +76,14 @@ def meet(
         error = NcclTimeout(say(str(late)))
         error.missing = late.missing
         raise error from None
-    circle = Circle(
+    peer_status = CommunicatorStatus(
         part, name, own, nranks, owner, look, ledgers, arrivals, ended, lambda: arrivals.clear(_PLACE, everyone)
     )
-    circle.listen()
-    return circle
+    peer_status.listen()
+    return peer_status
 
 
-def forget(circle: Circle[Any]) -> None:
+def forget(peer_status: CommunicatorStatus[Any]) -> None:
     """Clear the meeting away: the communicators stand, so that all have come back from it."""
-    if 0 in circle.own:
-        circle.arrivals.forget(_PLACE, range(circle.size))
+    if 0 in peer_status.own:
+        peer_status.arrivals.forget(_PLACE, range(peer_status.size))

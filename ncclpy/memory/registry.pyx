@@ -1,9 +1,9 @@
 """The registry of segments: the hooks of allocators that fill it, and allocations of NCCL's own.
 
-Who frees a segment holds his allocator's lock, and perhaps the GIL, which he cannot give up: to take it again under that
-lock could be for ever. So whoever waits here does himself what a segment's leaving takes, and runs no Python; the reaper,
-which needs the GIL, is told afterwards. He has no references either: the communicators' doors keep what he comes to see
-(`core/handles/tenant.h`).
+A thread that frees a segment holds its allocator's lock, and perhaps the GIL, which it cannot release: to take it again under
+that lock could block for ever. So a thread that waits here does itself what a segment's end takes, and runs no Python; the
+reaper thread, which needs the GIL, is told afterwards. It has no references either: the communicators' weak handles keep what it comes to see
+(`core/handles/precall_hook.h`).
 
 A framework's allocator asks for segments under a lock of its own, perhaps without the GIL, and gives them back in the same
 way. So no Python runs in `ncclpy_segment_alloc` and `ncclpy_segment_free`, and they wait for no communicator: what comes is
@@ -28,7 +28,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidUsage, ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport Buffer
-from ncclpy.core.handles.handle cimport Handle, Tenant, ends, enter_door, leave_door, lock_within
+from ncclpy.core.handles.handle cimport Handle, PreCallHook, ends, pin_handle, unpin_handle, lock_within
 from ncclpy.core.handles.state cimport ABORTED, Range, deregister_all
 from ncclpy.core.runtime.device cimport (
     as_device, context_of, lend_device, relax, restore, switch_back, switch_device, take_device_back,
@@ -36,7 +36,7 @@ from ncclpy.core.runtime.device cimport (
 from ncclpy.core.runtime.library cimport abort_preempts, check, driver, host_engine, nccl, require, version_code
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
 from ncclpy.memory.residency cimport (
-    Tenancy, check_added, dismiss, enlist, free_some, has_been_ended, open_registry, part, segments, taking_part,
+    HookKeeper, check_added, dismiss, enlist, free_some, has_been_ended, open_registry, part, segments, taking_part,
     visit_all, wake_reaper,
 )
 from ncclpy.memory.segments cimport (
@@ -173,8 +173,8 @@ class SegmentRegistry:
     def registered(self, comm):
         """Return (pointer, nbytes, device) of the segments that a communicator has registered at this moment."""
         cdef Handle handle = comm
-        cdef Tenancy tenancy = handle.tenancy
-        return [] if tenancy is None or tenancy.left else _seen(tenancy.resident, None)
+        cdef HookKeeper hook_keeper = handle.hook_keeper
+        return [] if hook_keeper is None or hook_keeper.left else _seen(hook_keeper.resident, None)
 
     def counters(self):
         """Return what there is, and what there was.
@@ -352,9 +352,9 @@ cdef void _visit(uint64_t number) noexcept nogil:
         return
     for i in range(holders.size()):
         resident = holders[i]
-        if enter_door(resident.door):
+        if pin_handle(resident.weak):
             _let_out(resident)
-            leave_door(resident.door)
+            unpin_handle(resident.weak)
         elif resident.ending.load() == NOT_ENDED:
             lent = lend_device(resident.device)
             segments.let_out_dropped(resident[0], number)
@@ -364,7 +364,7 @@ cdef void _visit(uint64_t number) noexcept nogil:
 
 
 cdef void _let_out(Resident* resident) noexcept nogil:
-    cdef void* handle = resident.door.behind
+    cdef void* handle = resident.weak.target
     cdef bint lent
     if not lock_within(&(<Handle>handle).mutex, 0):
         return
@@ -419,7 +419,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     name_this_thread(b"ncclpy-abort")
     relax()
     for i in range(endings.residents.size()):
-        ends(<Tenant*>endings.residents[i])  # from here on it is so: without this thread nobody would abort them
+        ends(<PreCallHook*>endings.residents[i])  # from here on it is so: without this thread nobody would abort them
     has_been_ended()
     lent = lend_device(endings.residents[0].device)
     for i in range(endings.residents.size()):
@@ -444,11 +444,11 @@ cdef void _abort(Endings* endings) noexcept nogil:
 
 cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
     cdef ncclComm_t guard = NULL
-    if enter_door(resident.door):
-        guard = (<Handle>resident.door.behind).guard_now(True)
+    if pin_handle(resident.weak):
+        guard = (<Handle>resident.weak.target).guard_now(True)
         if guard != NULL:
-            (<Handle>resident.door.behind).flagged = True
-        leave_door(resident.door)
+            (<Handle>resident.weak.target).flagged = True
+        unpin_handle(resident.weak)
     return guard
 
 
@@ -462,8 +462,8 @@ cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept
     cdef double started = now()
     cdef bint locked = False
     cdef void* handle
-    while enter_door(resident.door):  # again each time: who frees the handle waits for those within
-        handle = resident.door.behind
+    while pin_handle(resident.weak):  # again each time: who frees the handle waits for those within
+        handle = resident.weak.target
         locked = lock_within(&(<Handle>handle).mutex, 0)
         if locked or now() >= until:
             if locked or abort_preempts or (<Handle>handle).nonblocking:
@@ -476,9 +476,9 @@ cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept
                 resident.ending.store(LEFT_BEHIND)
             if locked:
                 mutex_unlock(&(<Handle>handle).mutex)
-            leave_door(resident.door)
+            unpin_handle(resident.weak)
             return raw
-        leave_door(resident.door)
+        unpin_handle(resident.weak)
         pause(now() - started)
     resident.ending.store(NOT_ENDED)
     return NULL

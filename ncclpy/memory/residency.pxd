@@ -8,7 +8,7 @@ cdef Segments* segments
 
 
 # What a communicator has in the registry. It is kept by the communicator.
-cdef class Tenancy:
+cdef class HookKeeper:
     cdef Resident* resident
     cdef void* ranges  # of its handle, kept for as long as the resident
     cdef object ref  # of the communicator, weakly

@@ -1,6 +1,6 @@
 """The communicators' part in the registry of segments: how they come and go, and how what was taken away leaves them.
 
-`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`Landlord`) and go, and here is who sees to it
+`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`HookOwner`) and go, and here is who sees to it
 that what was taken away leaves them: whoever waits for that, and the reaper, a thread that has nothing to do most of the
 time.
 """
@@ -19,10 +19,10 @@ from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
-from ncclpy.core.handles.abort cimport is_freed, let_graphs_go, tell_kin
+from ncclpy.core.handles.abort cimport is_freed, let_graphs_go, mark_local_peer_aborted
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
 from ncclpy.core.handles.handle cimport (
-    Landlord, Tenant, everyone, free_door, has_ended, lock_within, new_door, set_landlord, settle,
+    HookOwner, PreCallHook, ready_handles, free_weak_handle, has_ended, lock_within, new_weak_handle, set_hook_owner, settle,
 )
 from ncclpy.core.runtime.library cimport driver, nccl, require
 from ncclpy.core.handles.state cimport ABORTED, Ranges
@@ -98,7 +98,7 @@ cdef void _forget(void* event) noexcept nogil:
         driver.cuEventDestroy_v2(<CUevent>event)
 
 
-cdef class Tenancy:
+cdef class HookKeeper:
     """A communicator's part in the registry: what of it is registered there, until its end."""
 
     def __dealloc__(self):
@@ -124,8 +124,8 @@ cdef class Tenancy:
             ended = False
         if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
             self._leave()
-        if self.left and self in _tenancies:
-            _tenancies.remove(self)
+        if self.left and self in _keepers:
+            _keepers.remove(self)
         return 0
 
     cdef void _leave(self) noexcept nogil:
@@ -142,7 +142,7 @@ cdef class Tenancy:
         cdef CUevent event
         cdef ncclResult_t result = ncclSuccess
         for index in range(2):
-            event = <CUevent>(<Tenant*>self.resident).events[index]
+            event = <CUevent>(<PreCallHook*>self.resident).events[index]
             while wait_for_event(event, min(now() + SLICE, until)) == CUDA_ERROR_NOT_READY:
                 PyErr_CheckSignals()
                 with nogil:
@@ -155,16 +155,16 @@ cdef class Tenancy:
         cdef bint over, lent
         with nogil:
             if lock_within(&handle.mutex, now()):  # whoever is inside may wait for other ranks
-                over = _over((<Tenant*>self.resident).events[0]) and _over((<Tenant*>self.resident).events[1])
-                if handle.raw != NULL and over and handle.state != ABORTED and not (<Tenant*>self.resident).unknown:
+                over = _over((<PreCallHook*>self.resident).events[0]) and _over((<PreCallHook*>self.resident).events[1])
+                if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.resident).unknown:
                     lent = lend_device(handle.device)
                     segments.deregister_all(self.resident[0], <void*>handle.raw)
                     if lent:
                         take_device_back()
                     self._leave()
                 handle.unlock()
-        if self.left and self in _tenancies:
-            _tenancies.remove(self)
+        if self.left and self in _keepers:
+            _keepers.remove(self)
         if not self.left:
             self.let_go(handle)  # it goes with the communicator, which is about to be destroyed or aborted
 
@@ -175,60 +175,60 @@ cdef class Tenancy:
             sem_post(&_bell)
 
 
-cdef list _tenancies = []  # of communicators that have not ended
+cdef list _keepers = []  # of communicators that have not ended
 cdef list _ending = []  # communicators that were aborted, or closed while they were busy: looked at until they have ended
 cdef object _joined = itertools.count()
 
 
-cdef class _Registrar(Landlord):
+cdef class _Registrar(HookOwner):
     """Give each communicator that is ready a place in the registry."""
 
     cdef int is_ready(self, object comm) except -1:
         cdef Handle handle = comm
-        cdef Tenancy tenancy
-        if not handle.owned or handle.tenant != NULL or nccl.ncclCommRegister == NULL:
+        cdef HookKeeper hook_keeper
+        if not handle.owned or handle.precall_hook != NULL or nccl.ncclCommRegister == NULL:
             return 0
-        tenancy = Tenancy()
-        tenancy.left = True  # until it has joined
-        tenancy.ranges = <void*>handle.ranges
-        tenancy.resident = new_resident(segments, tenancy.ranges, handle.device)
-        if tenancy.resident == NULL:
+        hook_keeper = HookKeeper()
+        hook_keeper.left = True  # until it has joined
+        hook_keeper.ranges = <void*>handle.ranges
+        hook_keeper.resident = new_resident(segments, hook_keeper.ranges, handle.device)
+        if hook_keeper.resident == NULL:
             raise MemoryError
         Py_INCREF(handle.ranges)  # until nobody comes without the GIL any more: the collector may take the handle apart first
         saved = <uintptr_t>enter_device(handle.device)
         try:
-            settled = settle(<Tenant*>tenancy.resident, context_of(handle.device))
+            settled = settle(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
-        if handle.tenant != NULL:  # whoever opens the registry has asked it in as well
+        if handle.precall_hook != NULL:  # whoever opens the registry has asked it in as well
             return 0
         if not settled:
             raise MemoryError
-        tenancy.resident.comm = <void*>handle.raw
-        tenancy.resident.door = new_door(<void*>handle)
-        if tenancy.resident.door == NULL:
+        hook_keeper.resident.comm = <void*>handle.raw
+        hook_keeper.resident.weak = new_weak_handle(<void*>handle)
+        if hook_keeper.resident.weak == NULL:
             raise MemoryError
-        if not segments.join(tenancy.resident):
-            free_door(tenancy.resident.door)  # the handle's part of it
+        if not segments.join(hook_keeper.resident):
+            free_weak_handle(hook_keeper.resident.weak)  # the handle's part of it
             raise MemoryError
-        handle.door = tenancy.resident.door
+        handle.weak = hook_keeper.resident.weak
         handle.apart = is_freed(handle, [handle])  # all its ranks have come by now
-        tenancy.left = False
-        tenancy.ref = weakref.ref(handle)
-        tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
-        handle.tenancy = tenancy
-        _tenancies.append(tenancy)
-        _tenancies.sort(key=_place)
-        handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
+        hook_keeper.left = False
+        hook_keeper.ref = weakref.ref(handle)
+        hook_keeper.place = (handle.group_name or "", handle.rank, next(_joined))
+        handle.hook_keeper = hook_keeper
+        _keepers.append(hook_keeper)
+        _keepers.sort(key=_place)
+        handle.precall_hook = <PreCallHook*>hook_keeper.resident  # from here on its calls run the hook
         return 0
 
     cdef int was_ended(self, object comm) except -1:
         cdef Handle handle = comm
-        return _note_ending(handle.tenancy, handle)
+        return _note_ending(handle.hook_keeper, handle)
 
 
-def _place(Tenancy tenancy):
-    return tenancy.place
+def _place(HookKeeper hook_keeper):
+    return hook_keeper.place
 
 
 cdef int open_registry() except -1:
@@ -242,15 +242,15 @@ cdef int open_registry() except -1:
 
 cdef int _open_once() except -1:
     global segments, _is_open
-    cdef Landlord registrar
+    cdef HookOwner registrar
     sem_init(&_bell, 0, 0)
     begin_thread(_reap)  # before there is anything: it may fail, and then the next call tries again
     atexit.register(_end)
     os.register_at_fork(after_in_child=_forked)
     segments = _none_yet()
     registrar = _Registrar()
-    set_landlord(registrar)  # before those of today are asked for: one may come meanwhile
-    for comm in everyone():
+    set_hook_owner(registrar)  # before those of today are asked for: one may come meanwhile
+    for comm in ready_handles():
         if (<Handle>comm).raw != NULL:
             registrar.is_ready(comm)
     _is_open = True
@@ -268,7 +268,7 @@ def _forked():
     global segments, _endings_noted
     segments = _none_yet()
     _endings_noted = _endings  # the parent's, which tells its communicators itself
-    _tenancies.clear()
+    _keepers.clear()
     _ending.clear()  # another thread may have their locks for ever, and nobody would find that they have ended
     _parting.clear()
 
@@ -328,52 +328,52 @@ cdef void has_been_ended() noexcept nogil:
 cdef int _note_endings() except -1:
     """Tell communicators that were aborted without the GIL, and whoever calls them next, that they were."""
     global _endings_noted
-    cdef Tenancy tenancy
+    cdef HookKeeper hook_keeper
     cdef Handle handle
     _endings_noted = _endings  # before the look: what comes behind it is looked for again
-    for tenancy in list(_tenancies):
-        handle = tenancy.ref()
+    for hook_keeper in list(_keepers):
+        handle = hook_keeper.ref()
         if handle is not None:
-            _note_ending(tenancy, handle)
+            _note_ending(hook_keeper, handle)
     return 0
 
 
-cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
-    if tenancy.resident.ending.load() == NOT_ENDED:
+cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
+    if hook_keeper.resident.ending.load() == NOT_ENDED:
         return 0
-    if not has_ended(<Tenant*>tenancy.resident):  # there may be no thread for it
+    if not has_ended(<PreCallHook*>hook_keeper.resident):  # there may be no thread for it
         return 0
     if not handle.become(ABORTED):
         return 0
-    tell_kin(handle)
-    handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
+    mark_local_peer_aborted(handle)
+    handle.reason = f"its allocator freed the memory at {hook_keeper.resident.ended_for.load():#x}, which it still used"
     handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
     log.error("%r was aborted: %s", handle, handle.verdict)
     let_graphs_go(handle)
-    if tenancy.resident.ending.load() == LEFT_BEHIND:
+    if hook_keeper.resident.ending.load() == LEFT_BEHIND:
         log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
     return 0
 
 
 cdef int visit_all(double patience) except -1:
     """Go to all communicators that something can leave, in their order, and free what nobody holds."""
-    cdef Tenancy tenancy
+    cdef HookKeeper hook_keeper
     cdef Handle handle
     if _endings_noted != _endings:
         _note_endings()
-    for tenancy in list(_tenancies):
-        handle = tenancy.ref()
+    for hook_keeper in list(_keepers):
+        handle = hook_keeper.ref()
         if handle is None:
-            if tenancy in _tenancies:  # its last user has let it go, unclosed: what it has stays
-                _tenancies.remove(tenancy)
+            if hook_keeper in _keepers:  # its last user has let it go, unclosed: what it has stays
+                _keepers.remove(hook_keeper)
             continue
-        if handle.raw == NULL or segments.can_leave(tenancy.resident):
-            tenancy.visit(handle, now() + patience)
+        if handle.raw == NULL or segments.can_leave(hook_keeper.resident):
+            hook_keeper.visit(handle, now() + patience)
         handle = None
     for handle in list(_ending):
         if handle.raw == NULL:
-            (<Tenancy>handle.tenancy).visit(handle, now() + patience)
-        if (<Tenancy>handle.tenancy).left and handle in _ending:
+            (<HookKeeper>handle.hook_keeper).visit(handle, now() + patience)
+        if (<HookKeeper>handle.hook_keeper).left and handle in _ending:
             _ending.remove(handle)
     handle = None
     with nogil:
@@ -455,10 +455,10 @@ cdef void wake_reaper() noexcept nogil:
 
 
 cdef list taking_part(bint held_up):
-    cdef Tenancy tenancy
+    cdef HookKeeper hook_keeper
     found = []
-    for tenancy in list(_tenancies):
-        comm = tenancy.ref()
-        if comm is not None and not tenancy.left and (not held_up or segments.can_leave(tenancy.resident)):
+    for hook_keeper in list(_keepers):
+        comm = hook_keeper.ref()
+        if comm is not None and not hook_keeper.left and (not held_up or segments.can_leave(hook_keeper.resident)):
             found.append(comm)
     return found

@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "ncclpy/core/handles/tenant.h"
+#include "ncclpy/core/handles/precall_hook.h"
 
 namespace ncclpy {
 
@@ -48,7 +48,7 @@ struct SegmentCounters {
 class Segments;
 
 // A communicator's part.
-struct Resident : ncclpy_tenant {
+struct Resident : ncclpy_precall_hook {
   enum State { pending, registering, held, refused };
   struct Entry {
     std::shared_ptr<Segment> segment;
@@ -65,11 +65,11 @@ struct Resident : ncclpy_tenant {
   std::vector<uint64_t> to_leave, fenced;
   int fence = -1;                          // the event behind which `fenced` can go
 
-  // For who comes from an allocator, without the GIL: the way to its handle; who needs this besides its tenancy; and how
+  // For threads of an allocator, without the GIL: the way to its handle; what needs this besides its keeper; and how
   // far its abort has come, if memory that it uses was to be freed, with that memory.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
-  ncclpy_door* door = nullptr;
-  void* comm = nullptr;                        // once that door is shut, and its communicator dropped
+  ncclpy_weak_handle* weak = nullptr;
+  void* comm = nullptr;                        // once that is revoked, and its communicator dropped
   std::atomic_flag visited = ATOMIC_FLAG_INIT;  // in place of its lock then
   std::atomic<int> kept{1};
   std::atomic<int> ending{not_ended};

@@ -222,12 +222,12 @@ class Segments {
     resident->to_register.clear();
     resident->to_leave.clear();
     resident->fenced.clear();
-    ncclpy_tenant_calls(resident, 0);
+    ncclpy_hook_set_wanted(resident, 0);
   }
 
   // The next four under the communicator's lock. Before its next call: registers what has come.
   void let_in(Resident& resident, void* comm) noexcept {
-    ncclpy_tenant_calls(&resident, 0);
+    ncclpy_hook_set_wanted(&resident, 0);
     while (register_one(resident, comm)) {
     }
   }
@@ -357,7 +357,7 @@ class Segments {
     resident.fenced.reserve(grown(resident.fenced, room));
     resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, 0});
     resident.to_register.insert(segment->number);
-    ncclpy_tenant_calls(&resident, 1);
+    ncclpy_hook_set_wanted(&resident, 1);
   }
 
   template <class Item>
@@ -509,16 +509,16 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
   resident->home = home;
   resident->ranges = ranges;
   resident->device = device;
-  resident->enter = [](ncclpy_tenant* tenant, void* comm) {
-    auto* one = static_cast<Resident*>(tenant);
+  resident->enter = [](ncclpy_precall_hook* precall_hook, void* comm) {
+    auto* one = static_cast<Resident*>(precall_hook);
     one->home->let_in(*one, comm);
   };
-  resident->caught = [](ncclpy_tenant* tenant) {
-    auto* one = static_cast<Resident*>(tenant);
+  resident->caught = [](ncclpy_precall_hook* precall_hook) {
+    auto* one = static_cast<Resident*>(precall_hook);
     one->home->catch_all(*one);
   };
-  resident->over = [](ncclpy_tenant* tenant) {
-    auto* one = static_cast<Resident*>(tenant);
+  resident->over = [](ncclpy_precall_hook* precall_hook) {
+    auto* one = static_cast<Resident*>(precall_hook);
     one->home->leave(one);
   };
   return resident;
@@ -528,7 +528,7 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
 inline void free_resident(Resident* resident) {
   if (--resident->kept != 0) return;
   resident->home->forget_events(*resident);
-  ncclpy_door_free(resident->door);
+  ncclpy_weak_handle_free(resident->weak);
   delete resident;
 }
 

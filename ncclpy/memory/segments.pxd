@@ -2,7 +2,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
 
-from ncclpy.core.handles.handle cimport Door
+from ncclpy.core.handles.handle cimport WeakHandle
 
 cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Segment:
@@ -17,9 +17,9 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Freed "std::atomic<uintptr_t>":
         uintptr_t load()
         void store(uintptr_t value)
-    cdef cppclass Resident:  # a Tenant
+    cdef cppclass Resident:  # a PreCallHook
         int device
-        Door* door
+        WeakHandle* weak
         void* comm
         Ending ending
         Freed ended_for

@@ -17,7 +17,7 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.handles.abort import abort_for
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
-from ncclpy.peers.fellows import Company, company_of, describe_late
+from ncclpy.peers.launcher_peers import LauncherPeers, describe_late, launcher_peers_of
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
 from ncclpy.peers.reports import MACHINE
 from ncclpy.peers.status import ENDED, End, end_of, read_end, tell_end
@@ -123,9 +123,9 @@ class Start:
             with contextlib.suppress(StoreError, NcclTimeout):
                 self.store.delete(FIRST)
 
-    def fellows_of(self, comm: Communicator) -> Company | None:
+    def peer_status_of(self, comm: Communicator) -> LauncherPeers | None:
         """Return the ranks of the communicator that was made; None where they cannot be asked."""
-        return company_of(comm, self.store, self.place.rank, self.place.size, self.arrivals, self.where)
+        return launcher_peers_of(comm, self.store, self.place.rank, self.place.size, self.arrivals, self.where)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed; raise what another rank has told, if that is why."""

@@ -22,7 +22,7 @@ from ncclpy.types import as_integer
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.decision import Past, decide, decide_to_move
-from ncclpy.process_group.guests import Guest, Host
+from ncclpy.process_group.joining import Joiner, Admitter
 from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
 
 #: Seconds after which the others hear that a rank waits for them to go on.
@@ -190,10 +190,10 @@ cdef class Membership:
                     "after admit(); nothing has changed"
                 )
             wanted, store = group.wanted(), group.borrowed or group.store
-            guests, host = {}, Host(store, group.name)
+            joiners, admitter = {}, Admitter(store, group.name)
             if group.rank == 0:
-                guests = host.invite(max(0.0, deadline - now()), wanted, group.check)
-            mine = {"handle": group.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)}
+                joiners = admitter.invite(max(0.0, deadline - now()), wanted, group.check)
+            mine = {"handle": group.handle, "joiners": list(joiners.values()), "uuid": secrets.token_hex(8)}
             try:
                 try:
                     met = group.meet(f"admit/{number}", mine, max(0.0, deadline - now()), _admission)
@@ -204,28 +204,28 @@ cdef class Membership:
                     met = group.notices.gather(
                         f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True, _admission
                     )
-                if met[0]["guests"]:
+                if met[0]["joiners"]:
                     decide_to_move(group.notices.store, group.name, group.rank)
             except BaseException as error:
-                host.refuse(guests, text_of(error))
+                admitter.refuse(joiners, text_of(error))
                 group.check_usable()
                 raise
             if group.rank == 0 and number > 0:  # all have come back from the last one
                 group.notices.arrivals.forget(f"admit/{number - 1}", list(range(group.size)))
-            handles = [each["handle"] for each in met] + met[0]["guests"]
+            handles = [each["handle"] for each in met] + met[0]["joiners"]
             if len(handles) == group.size:
                 return ()
             before, begun = len(met), NcclAborted(f"process group {group.name!r} admits others: this was begun then")
             self._stand(
                 met[0]["uuid"], group.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
                 functools.partial(_lost_of, group.notices.reports, before),
-                functools.partial(host.welcome, guests, handles, met[0]["uuid"]),
+                functools.partial(admitter.welcome, joiners, handles, met[0]["uuid"]),
             )
             return tuple(range(before, len(handles)))
 
     cdef int join(self, str name, double seconds) except -1:
         cdef Lifecycle group = self.group
-        handles, uuid = Guest(group.store, name, group.handle, group.check).wait(seconds)
+        handles, uuid = Joiner(group.store, name, group.handle, group.check).wait(seconds)
         with _Turn(self, "join()"):
             group.name = name
             self._stand(
@@ -401,7 +401,7 @@ def _lost_of(reports, size, rank):
 
 def _admission(brought):
     """Return what a rank has brought to an admission: its handle, those of whom it lets in, and where they meet."""
-    return {"handle": str(brought["handle"]), "guests": list(map(str, brought["guests"])), "uuid": str(brought["uuid"])}
+    return {"handle": str(brought["handle"]), "joiners": list(map(str, brought["joiners"])), "uuid": str(brought["uuid"])}
 
 
 def _past_of(brought):

@@ -58,7 +58,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
 
 
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:
-    """Give pairs back, one after the other in an order that all ranks go by: so none waits for another in a circle."""
+    """Give pairs back, one after the other in an order that all ranks go by: so no two wait for each other."""
     for pair in sorted((min(group.rank, peer), max(group.rank, peer), peer) for peer in peers):
         _disconnect(group, pair[2], pair[:2], deadline)
     return 0

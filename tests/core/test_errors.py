@@ -153,7 +153,7 @@ def test_a_code_from_a_newer_nccl_stays_its_number(future_nccl):
 @pytest.mark.parametrize(
     ("result", "kind"), [(1, "NcclError"), (4, "NcclError"), (6, "NcclRemoteError"), (8, "NcclTimeout")]
 )
-def test_kind_of_each_result(future_nccl, result, kind):
+def test_local_peersd_of_each_result(future_nccl, result, kind):
     done = testing.run_python(
         """
         import ncclpy

@@ -17,7 +17,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, StoreError
 from ncclpy.manager import gathering
-from ncclpy.peers import circle, inquiry
+from ncclpy.peers import communicator_status, inquiry
 
 #: Three processes, each with a rank; the last one does something else in place of the second collective.
 PROGRAM = (
@@ -238,12 +238,12 @@ def test_a_store_that_is_stuck_holds_up_no_abort(monkeypatch):
 
 
 def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
-    from ncclpy.peers.circle import Circle
+    from ncclpy.peers.communicator_status import CommunicatorStatus
 
     def torn(*_):
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(Circle, "inquire", torn)
+    monkeypatch.setattr(CommunicatorStatus, "inquire", torn)
     error, managers = one_stays_away(LocalStore())
     close(managers)
     assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
@@ -338,7 +338,7 @@ def test_an_end_behind_an_abort_whose_thread_is_slow_is_no_success(monkeypatch):
 
 def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
     """While rank 0 asks what the ranks do, as its deadline has passed, rank 1 ends the communicator."""
-    circles, asked, asks, abort = [], [], circle.Circle.ask, gathering._abort_when_heard
+    peer_statuses, asked, asks, abort = [], [], communicator_status.CommunicatorStatus.ask, gathering._abort_when_heard
 
     def ask(self):
         asked.append(self.rank)
@@ -346,17 +346,17 @@ def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
             time.sleep(1.5)
         return asks(self)
 
-    def note(circle, *arguments):
-        circles.append(circle)
-        abort(circle, *arguments)
+    def note(peer_status, *arguments):
+        peer_statuses.append(peer_status)
+        abort(peer_status, *arguments)
 
     managers, key = some_managers(LocalStore(), 3)
-    monkeypatch.setattr(circle.Circle, "ask", ask)
+    monkeypatch.setattr(communicator_status.CommunicatorStatus, "ask", ask)
     monkeypatch.setattr(gathering, "_abort_when_heard", note)
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 0.3 * rank) for rank in range(2)]
     assert [type(work.exception(30)) for work in works] == [ncclpy.NcclTimeout] * 2
     close(managers)
-    assert None not in circles
+    assert None not in peer_statuses
 
 
 class Shy:

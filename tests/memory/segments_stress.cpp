@@ -168,7 +168,7 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
     } else if (move < 6) {
       resident->unknown = 1;
     } else if (move < 25) {
-      if (ncclpy_tenant_wants(resident)) segments.let_in(*resident, &communicator);
+      if (ncclpy_hook_is_wanted(resident)) segments.let_in(*resident, &communicator);
       resident->known = 1;
       resident->unknown = 0;
     } else {

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from test_fellows import PROGRAM
+from test_launcher_peers import PROGRAM
 from warm_ranks import run_ranks
 
 import ncclpy

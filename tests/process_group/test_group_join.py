@@ -15,7 +15,7 @@ import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.process_group import membership
-from ncclpy.process_group.guests import Guest, Host
+from ncclpy.process_group.joining import Admitter, Joiner
 from ncclpy.process_group.notices import Notices
 
 SHORT = 0.5
@@ -276,9 +276,9 @@ def test_one_that_has_died_before_is_not_waited_for(host_engine):
     served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
     theirs = TCPStore("127.0.0.1", served.port)
     with ncclpy.ProcessGroup(served, 0, 1, device=0) as group:
-        guest = Guest(theirs, "default", "ncclpy:0:00:other:Store/")
-        guest._put("asks", b"ncclpy:0:00:other:Store/")
-        assert Host(served, "default").invite(SHORT, lambda: True) == {}  # it is there, and does not answer
+        joiner = Joiner(theirs, "default", "ncclpy:0:00:other:Store/")
+        joiner._put("asks", b"ncclpy:0:00:other:Store/")
+        assert Admitter(served, "default").invite(SHORT, lambda: True) == {}  # it is there, and does not answer
         theirs.close()
         testing.wait_for(lambda: asks(served) == 0, "its end")
         assert group.admit() == ()
@@ -289,13 +289,13 @@ def test_one_that_has_died_before_is_not_waited_for(host_engine):
 def test_one_that_dies_while_it_joins_can_be_recovered_from(host_engine, monkeypatch):
     """It is admitted, and does not come to where they meet."""
     store, arrays, results = LocalStore(), testing.arrays(), []
-    wait = Guest.wait
+    wait = Joiner.wait
 
     def torn(self, timeout):
         wait(self, timeout)
         raise SystemError("it is gone")
 
-    monkeypatch.setattr(Guest, "wait", torn)
+    monkeypatch.setattr(Joiner, "wait", torn)
 
     def body(group):
         if group.rank == 0:
@@ -316,15 +316,15 @@ def test_who_is_interrupted_while_it_welcomes_is_one_of_them(host_engine, monkey
     """Rank 0 leaves when the others may have gone on: they hear of it, and nobody goes on alone."""
     store, arrays, results = LocalStore(), testing.arrays(), []
 
-    def torn(self, guests, *_):
-        if guests:
+    def torn(self, joiners, *_):
+        if joiners:
             raise KeyboardInterrupt
 
     def body(group):
         if group.rank == 0:
             joins(store, 2, arrays, results)
             testing.wait_for(lambda: asks(store), "it")
-            monkeypatch.setattr(Host, "welcome", torn)
+            monkeypatch.setattr(Admitter, "welcome", torn)
         group.store.barrier("it asks", group.rank, 2, DEADLINE)
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else ncclpy.NcclError):
             group.admit(5.0)

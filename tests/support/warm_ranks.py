@@ -203,7 +203,7 @@ if __name__ == "__main__":
 
     import ncclpy.bootstrap.launched
     import ncclpy.host
-    import ncclpy.peers.fellows
+    import ncclpy.peers.launcher_peers
     import ncclpy.process_group  # noqa: F401
     import testing  # noqa: F401
 

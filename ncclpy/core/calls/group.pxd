@@ -35,7 +35,7 @@ cdef class Group:
     cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
     cdef Stretch calls  # and what has become of them
     cdef ncclSimInfo_t info
-    cdef list places  # where each operation was recorded, for the tap; None without one
+    cdef list places  # where each operation was recorded, for the tracer; None without one
     cdef list aborts
     cdef Group outer
     cdef size_t mark

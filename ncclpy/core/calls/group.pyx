@@ -17,11 +17,11 @@ from libc.string cimport memcpy
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
-from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
-from ncclpy.core.handles.handle cimport Tap, begin_whole, count_waits, end_whole, in_lock_order, tell_trouble
+from ncclpy.core.handles.handle cimport CallTracer, begin_whole, count_waits, end_whole, in_lock_order, tell_trouble
 from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
 from ncclpy.core.handles.state cimport ABORTED, ASKED, FINALIZED, INITIALISING, READY
@@ -112,7 +112,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         held.send = <PyObject*>send
         held.recv = <PyObject*>recv
         self.count += 1
-        if _tap.tap is not None:
+        if _handles.tracer is not None:
             self._note_place()
         return 0
 
@@ -122,7 +122,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         cdef list places = self.places or []
         places += [None] * (before - len(places))  # nobody wanted to know then
         del places[before:]  # of what was dropped
-        places.append((<Tap>_tap.tap).here())
+        places.append((<CallTracer>_handles.tracer).here())
         self.places = places
 
     cdef list everything(self):
@@ -419,12 +419,12 @@ cdef int _call_aside(Group group) except -1:
 
 cdef int _launch(Group group) except -1:
     """Make the recorded calls, and wait for what the end of a group waits for."""
-    if _tap.tap is not None and not group.simulate:
-        return _launch_tapped(group, _tap.tap)
+    if _handles.tracer is not None and not group.simulate:
+        return _launch_traced(group, _handles.tracer)
     return _launch_and_wait(group)
 
 
-cdef int _launch_tapped(Group group, Tap tap) except -1:
+cdef int _launch_traced(Group group, CallTracer tracer) except -1:
     """The same, and have the calls told of."""
     cdef size_t i
     cdef Step* step
@@ -442,7 +442,7 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
         step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
         earlier[number] = earlier.get(number, 0) + 1
         place = group.places[i] if <Py_ssize_t>i < nplaces else None
-        noted.append(tap.begin(<Handle>step.handle, &step.operation, place))
+        noted.append(tracer.begin(<Handle>step.handle, &step.operation, place))
     failure = None
     begin_whole()
     try:
@@ -456,19 +456,19 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
             step = &group.held[i].step
             if noted[i] is not None:
                 done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
-                tap.end(noted[i], &step.operation, done, failure)
+                tracer.end(noted[i], &step.operation, done, failure)
         if failure is not None:
             tell_trouble(group.handles + [child for _, child in group.births], failure)
-            _explain(tap, noted, failure)
+            _explain(tracer, noted, failure)
     return 0
 
 
-cdef int _explain(Tap tap, list noted, object error) except -1:
+cdef int _explain(CallTracer tracer, list noted, object error) except -1:
     """Have an error say where a group's first operations were called."""
     cdef int left = EXPLAINED
     for each in noted:
         if each is not None and left > 0:
-            tap.explain(each, error)
+            tracer.explain(each, error)
             left -= 1
     return 0
 
@@ -656,7 +656,7 @@ cdef double patience(double whole, double limit, list errors) noexcept:
 cdef int end_orphans(list children, list errors) except -1:
     """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
     cdef Handle child
-    orphans = [child for child in children if child.state == ABORTED and child.cradle.stage == ASKED]
+    orphans = [child for child in children if child.state == ABORTED and child.init_state.stage == ASKED]
     if orphans:
         try:
             abort_late(orphans, "aborted while its group ended")

@@ -41,7 +41,7 @@ cdef inline Step* step_of(const Stretch* stretch, size_t index) noexcept nogil:
 cdef bint make_calls(Stretch* stretch, double until) noexcept nogil
 # Poll the communicators of calls that have returned ncclInProgress, each until it has left that, is aborted, or late.
 cdef void poll_calls(Stretch* stretch) noexcept nogil
-# Tell the tenants of calls that NCCL has issued after they had returned; who makes calls without polling does so then.
+# Tell the hooks of calls that NCCL has issued after they had returned; a caller that does not poll does so then.
 cdef void follow_late(const Stretch* stretch) noexcept nogil
 # Note, for the other ranks, that the data of a communicator's last operation of them are there.
 cdef int note_arrival(const Stretch* stretch, Handle handle) except -1

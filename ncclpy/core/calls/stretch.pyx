@@ -8,7 +8,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.runtime.library cimport host_engine, keep_words, nccl
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, follow, let_in, lock_within
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, follow, run_if_wanted, lock_within
 from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.wait cimport FOREVER, now
@@ -21,17 +21,17 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     cdef size_t i
     cdef ncclResult_t result
     cdef char* at = stretch.steps
-    cdef bint watched = False, tenants = False, lent
+    cdef bint watched = False, precall_hooks = False, lent
     if not _lock(stretch, until):
         return False
     stretch.failed = stretch.count
-    result = _look(stretch, &watched, &tenants)
+    result = _look(stretch, &watched, &precall_hooks)
     watched = watched and stretch.watched
     if result == ncclSuccess:
         lent = not host_engine and stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
         if watched:
             _enter(stretch)
-        if tenants:
+        if precall_hooks:
             _let_in(stretch)
         if stretch.grouped:
             result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
@@ -46,7 +46,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
                 result = _end_group(stretch, result)
         if watched:
             _leave(stretch, result == ncclSuccess)
-        if tenants:
+        if precall_hooks:
             _follow(stretch, result != ncclInProgress)
         if lent:
             take_device_back()
@@ -106,7 +106,7 @@ cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
         at += pitch
 
 
-cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept nogil:
+cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* precall_hooks) noexcept nogil:
     """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
     cdef size_t i
     cdef char* at = stretch.steps
@@ -128,8 +128,8 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept
             told = (<Handle>last).told and counted
             if (<Handle>last).watched:
                 watched[0] = True
-            if (<Handle>last).tenant != NULL and counted:
-                tenants[0] = True
+            if (<Handle>last).precall_hook != NULL and counted:
+                precall_hooks[0] = True
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
         if aborted or (comm == NULL and operation.kind < INIT_RANK):
             stretch.failed = i
@@ -175,7 +175,7 @@ cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
 
 
 cdef void _let_in(Stretch* stretch) noexcept nogil:
-    """Let the communicators' tenants in."""
+    """Run the communicators' hooks that are wanted."""
     cdef size_t i
     cdef PyObject* last = NULL
     cdef Step* step
@@ -183,20 +183,20 @@ cdef void _let_in(Stretch* stretch) noexcept nogil:
         step = step_of(stretch, i)
         if step.handle != last:
             last = step.handle
-            if (<Handle>last).tenant != NULL and (<Handle>last).raw != NULL:
-                let_in((<Handle>last).tenant, (<Handle>last).raw)
+            if (<Handle>last).precall_hook != NULL and (<Handle>last).raw != NULL:
+                run_if_wanted((<Handle>last).precall_hook, (<Handle>last).raw)
 
 
 cdef void _follow(Stretch* stretch, bint issued) noexcept nogil:
-    """Tell the tenants, once for each run of steps on one communicator and stream."""
+    """Tell the hooks, once for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
     for i in range(stretch.count):
         step = step_of(stretch, i)
         if not (before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream):
-            if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW:
-                follow((<Handle>step.handle).tenant, step.operation.stream, issued)
+            if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW:
+                follow((<Handle>step.handle).precall_hook, step.operation.stream, issued)
         before = step
 
 
@@ -205,8 +205,8 @@ cdef void follow_late(const Stretch* stretch) noexcept nogil:
     cdef Step* step
     for i in range(stretch.count):
         step = step_of(stretch, i)
-        if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
-            follow((<Handle>step.handle).tenant, step.operation.stream, True)
+        if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
+            follow((<Handle>step.handle).precall_hook, step.operation.stream, True)
             (<Handle>step.handle).unlock()
 
 

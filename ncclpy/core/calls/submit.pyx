@@ -5,11 +5,11 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
-from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport open_group
 from ncclpy.core.handles.handle cimport (
-    LOCK_BUSY, WAS_ABORTED, Tap, begin_whole, end_whole, follow, let_in, lock_within, tell_trouble,
+    LOCK_BUSY, WAS_ABORTED, CallTracer, begin_whole, end_whole, follow, run_if_wanted, lock_within, tell_trouble,
 )
 from ncclpy.core.runtime.library cimport host_engine, nccl
 from ncclpy.core.handles.state cimport ABORTED, READY, Mark
@@ -31,7 +31,7 @@ from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
 
 cdef bint makes_pairs() noexcept:
     return (
-        open_group() == NULL and _tap.tap is None
+        open_group() == NULL and _handles.tracer is None
         and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
     )
 
@@ -55,8 +55,8 @@ cdef int submit(
             group.blocks = True
         group.watched = group.watched or handle.watched
         return 0
-    if _tap.tap is not None:
-        return _submit_tapped(_tap.tap, handle, operation, send, recv, wait_host, limit)
+    if _handles.tracer is not None:
+        return _submit_traced(_handles.tracer, handle, operation, send, recv, wait_host, limit)
     if wait_host:
         return _submit_and_wait(handle, operation, send, recv, limit)
     result = <ncclResult_t>_call_in_turn(handle, operation, limit)
@@ -65,12 +65,12 @@ cdef int submit(
     return 0
 
 
-cdef int _submit_tapped(
-    Tap tap, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+cdef int _submit_traced(
+    CallTracer tracer, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1:
     """Make a call at once, and have it told of."""
     operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
-    noted = tap.begin(handle, operation, None)
+    noted = tracer.begin(handle, operation, None)
     begin_whole()
     try:
         if wait_host:
@@ -81,12 +81,12 @@ cdef int _submit_tapped(
                 _see_to(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
         end_whole()
-        tap.end(noted, operation, False, error)
+        tracer.end(noted, operation, False, error)
         tell_trouble([handle], error)
-        tap.explain(noted, error)
+        tracer.explain(noted, error)
         raise
     end_whole()
-    return tap.end(noted, operation, wait_host, None)
+    return tracer.end(noted, operation, wait_host, None)
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
@@ -154,8 +154,8 @@ cdef inline ncclResult_t _call(
     if handle.told:
         handle.note(_last_of(operation))
     lent = not host_engine and lend_device(handle.device)  # the host engine asks the stream, or the communicator
-    if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
-        let_in(handle.tenant, operation.comm)
+    if handle.precall_hook != NULL and operation.comm != NULL and handle.state != ABORTED:
+        run_if_wanted(handle.precall_hook, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
@@ -165,8 +165,8 @@ cdef inline ncclResult_t _call(
         handle.leave_call(mark, result == ncclSuccess)
     else:
         result = issue(operation)
-    if handle.tenant != NULL:
-        follow(handle.tenant, operation.stream, result != ncclInProgress)
+    if handle.precall_hook != NULL:
+        follow(handle.precall_hook, operation.stream, result != ncclInProgress)
     if lent:
         take_device_back()
     handle.unlock()
@@ -195,7 +195,7 @@ cdef int _see_to(
     try:
         if result == ncclInProgress:
             finish(handle, what.decode(), deadline_after(limit))
-            if handle.tenant != NULL:
+            if handle.precall_hook != NULL:
                 _follow_late(handle, operation.stream)
         elif result != ncclSuccess:
             handle.raise_if_aborted(result, what)
@@ -221,10 +221,10 @@ cdef int _have_left(Handle handle, Operation* operation, object send, object rec
 
 
 cdef int _follow_late(Handle handle, CUstream stream) except -1:
-    """Have the tenant follow what NCCL has issued after its call had returned."""
+    """Tell the hook of what NCCL has issued after its call had returned."""
     with nogil:
         if handle.lock_alive():
-            follow(handle.tenant, stream, True)
+            follow(handle.precall_hook, stream, True)
             handle.unlock()
     return 0
 

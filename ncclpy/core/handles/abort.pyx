@@ -23,9 +23,9 @@ from libc.string cimport memcmp, memset
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
-from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.handle cimport (
-    BELIEVED, BROKEN, LOOK_PATIENCE, Handle, Tap, Tenant, lock_within, note_failure, tell_trouble,
+    BELIEVED, BROKEN, LOOK_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
 )
 from ncclpy.core.handles.state cimport (
     ABORTED, FINALIZED, READY, SUSPENDED, UNBORN, Mark, Range, deregister_all, first_marked, is_over,
@@ -47,7 +47,7 @@ cdef dict _known = {}  # a weak reference to each communicator that was made her
 cdef list _endings = []  # of (handle, call)
 
 
-cdef int note_kin(Handle handle) except -1:
+cdef int note_local_peer(Handle handle) except -1:
     key = <size_t><void*>handle
 
     def gone(reference):
@@ -58,7 +58,7 @@ cdef int note_kin(Handle handle) except -1:
     return 0
 
 
-cdef list kin_of(Handle handle):
+cdef list local_peers_of(Handle handle):
     found = []
     if handle.group_name is None:
         return found
@@ -69,27 +69,27 @@ cdef list kin_of(Handle handle):
     return found
 
 
-cdef int tell_kin(Handle handle) except -1:
-    for each in kin_of(handle):
-        (<Handle>each).bereft = True
+cdef int mark_local_peer_aborted(Handle handle) except -1:
+    for each in local_peers_of(handle):
+        (<Handle>each).local_peer_aborted = True
     return 0
 
 
-cdef object error_of_kin(Handle handle):
+cdef object error_of_local_peer(Handle handle):
     return same_class_as(handle.failed_as or "")(
         f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
         f"{handle.reason}"
     )
 
 
-cdef int fence_kin(Handle handle) except -1:
+cdef int fence_local_peers(Handle handle) except -1:
     cdef Handle other
-    kin = kin_of(handle)
-    _let_waits_end(kin)
-    for each in kin:
+    local_peers = local_peers_of(handle)
+    _let_waits_end(local_peers)
+    for each in local_peers:
         other = <Handle>each
-        if other.abort_of_kin is None:
-            other.abort_of_kin = error_of_kin(handle)
+        if other.abort_of_local_peer is None:
+            other.abort_of_local_peer = error_of_local_peer(handle)
         other.fenced = True
     return 0
 
@@ -113,15 +113,15 @@ cdef int _let_waits_end(list handles) except -1:
 cdef bint is_freed(Handle handle, list these) except -1:
     """NCCL frees the ranks of one process together, with the last of them, and so the proxies that communicators share.
 
-    To close connections without the abort of a guard, it waits for the proxy's thread, and so for kin.
+    To close connections without the abort of a guard, it waits for the proxy's thread, and so for local_peers.
     """
     cdef Handle other
     cdef bint guarded = handle.flagged or handle.guard != NULL
     if handle.config is not None and handle.config.split_share:
         return False
-    if handle.bereft and not guarded:
+    if handle.local_peer_aborted and not guarded:
         return False
-    for other in kin_of(handle):
+    for other in local_peers_of(handle):
         if (other.raw != NULL or other.guard != NULL) and not (guarded and other in these):
             return False
     return True
@@ -264,13 +264,13 @@ cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
 
 
 cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** words) noexcept nogil:
-    """Have each its turn, several in one group, and tell tenants of those that have ended; return what the group did.
+    """Have each its turn, several in one group, and tell the hooks of those that have ended; return what the group did.
 
     All of it is without the GIL: who frees memory that they use may have that, and wait for the last of them.
     """
     cdef ncclResult_t result = ncclSuccess
     cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
-    cdef Tenant* tenant
+    cdef PreCallHook* precall_hook
     cdef size_t i
     for i in range(0 if guards or abort_preempts else count):
         _drop_ranges(&turns[i], until)
@@ -289,9 +289,9 @@ cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** wor
         result = nccl.ncclGroupEnd()
         words[0] = keep_words(result)
     for i in range(count if result == ncclSuccess else 0):
-        tenant = (<Handle>turns[i].handle).tenant
-        if turns[i].taken and tenant != NULL and (turns[i].result == ncclSuccess or _is_gone(turns[i].result)):
-            tenant.over(tenant)
+        precall_hook = (<Handle>turns[i].handle).precall_hook
+        if turns[i].taken and precall_hook != NULL and (turns[i].result == ncclSuccess or _is_gone(turns[i].result)):
+            precall_hook.over(precall_hook)
     return result
 
 
@@ -335,7 +335,7 @@ cdef int let_graphs_go(Handle handle) except -1:
 cdef int _warn_of_others(Handle handle) except -1:
     """Warn, once, of an abort after a failure of which ranks of other processes hear nothing."""
     global _warned
-    told = handle.contact != BELIEVED or len(kin_of(handle)) + 1 >= handle.nranks
+    told = handle.contact != BELIEVED or len(local_peers_of(handle)) + 1 >= handle.nranks
     if told or _warned or handle.failed_as is None or handle.state != ABORTED:
         return 0
     _warned = True
@@ -384,10 +384,10 @@ cdef class _Abort(Call):
         cdef bint goes_on = True
         for handle in self.handles:
             try:
-                if handle.fellows is None:
+                if handle.peer_status is None:
                     _warn_of_others(handle)
                 else:
-                    handle.fellows.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+                    handle.peer_status.tell(str(handle.reason), handle.failed_as or "NcclAborted")
             except BaseException as error:
                 self.failures.append(error)
         try:
@@ -396,14 +396,14 @@ cdef class _Abort(Call):
             self.failures.append(error)
         for handle in self.handles:
             try:
-                fence_kin(handle)
-                if handle.fellows is not None:
-                    handle.fellows.confirm()
+                fence_local_peers(handle)
+                if handle.peer_status is not None:
+                    handle.peer_status.confirm()
             except BaseException as error:
                 self.failures.append(error)
         for handle in self.handles:  # all are told by now: another rank may have these in another order
             try:
-                if handle.fellows is not None and not handle.fellows.wait_until_heard():
+                if handle.peer_status is not None and not handle.peer_status.wait_until_heard():
                     goes_on = False
             except BaseException as error:
                 self.failures.append(error)
@@ -421,8 +421,8 @@ cdef class _Abort(Call):
             why = handle.reason if handle.verdict is None else handle.verdict
             _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
         for handle in self.handles:
-            for other in kin_of(handle):
-                _raise_in_readers(other, error_of_kin(handle), told)
+            for other in local_peers_of(handle):
+                _raise_in_readers(other, error_of_local_peer(handle), told)
         return 0
 
     cdef int _end(self, list handles) except -1:
@@ -436,8 +436,8 @@ cdef class _Abort(Call):
             self.failures.append(error)
         for handle in handles:
             try:
-                if handle.tenancy is not None:
-                    handle.tenancy.let_go(handle)
+                if handle.hook_keeper is not None:
+                    handle.hook_keeper.let_go(handle)
                 let_graphs_go(handle)
             except BaseException as error:
                 self.failures.append(error)
@@ -460,7 +460,7 @@ cdef list begin_abort(list handles, object reason):
         if not handle.become(ABORTED):
             continue
         handle.reason = reason
-        tell_kin(handle)
+        mark_local_peer_aborted(handle)
         if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
             alive.append(handle)
     if not alive:
@@ -524,13 +524,13 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
 
 cdef int _say_where_called(Handle handle, object error) except -1:
     """Have an error say where the first operation was called that the device has not ended, if calls are told of."""
-    cdef Tap tap = _tap.tap
-    if tap is None:
+    cdef CallTracer tracer = _handles.tracer
+    if tracer is None:
         return 0
     with nogil:
         handle.look_at_marks()
     if handle.unfinished_since != 0:
-        tap.explain(tap.find(handle, &handle.unfinished), error)
+        tracer.explain(tracer.find(handle, &handle.unfinished), error)
     return 0
 
 
@@ -598,7 +598,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
     for handle in handles:
         if handle.become(ABORTED):
             handle.reason = reason
-            tell_kin(handle)
+            mark_local_peer_aborted(handle)
     if handles:
         warnings.warn(
             f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "

@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.handles.state cimport Cradle, Mark, Marks, Ranges
+from ncclpy.core.handles.state cimport InitState, Mark, Marks, Ranges
 from ncclpy.core.runtime.wait cimport Waiting
 
 
@@ -32,9 +32,9 @@ cdef bint in_whole() noexcept nogil
 
 
 # The other ranks of a communicator: an interface by which core asks a layer above what they do.
-cdef class Fellows:
+cdef class PeerStatusHook:
     # Those of a communicator that was made of some of these ranks; None if they cannot be asked.
-    cpdef Fellows of_part(self, object comm)
+    cpdef PeerStatusHook of_part(self, object comm)
     # Have an error of an operation say what the ranks do; in the thread that raises it, which holds no lock. It takes
     # some seconds at most, and raises what a signal handler does, nothing else.
     cpdef int explain(self, object error) except -1
@@ -51,59 +51,59 @@ cdef class Fellows:
     cpdef int left(self, double seconds) except -1
 
 
-cdef extern from "ncclpy/core/handles/tenant.h" nogil:
-    # What lives beside a communicator, in memory that its handle keeps.
-    ctypedef struct Tenant "ncclpy_tenant":
+cdef extern from "ncclpy/core/handles/precall_hook.h" nogil:
+    # A hook before each call of a communicator, in memory that its handle keeps.
+    ctypedef struct PreCallHook "ncclpy_precall_hook":
         int known
         int unknown
         int current
         void** events
         void* context
-        void (*enter)(Tenant* tenant, void* comm) noexcept nogil
-        void (*caught)(Tenant* tenant) noexcept nogil
-        void (*over)(Tenant* tenant) noexcept nogil
-    bint wants "ncclpy_tenant_wants"(const Tenant* tenant)
-    bint has_ended "ncclpy_tenant_ended"(const Tenant* tenant)
-    void ends "ncclpy_tenant_ends"(Tenant* tenant)
-    # A way to a communicator for a thread that has neither a reference to it nor the GIL.
-    ctypedef struct Door "ncclpy_door":
-        void* behind
-    Door* new_door "ncclpy_door_new"(void* behind)
-    bint enter_door "ncclpy_door_enter"(Door* door)
-    void leave_door "ncclpy_door_leave"(Door* door)
-    void shut_door "ncclpy_door_shut"(Door* door)
-    void free_door "ncclpy_door_free"(Door* door)
+        void (*enter)(PreCallHook* precall_hook, void* comm) noexcept nogil
+        void (*caught)(PreCallHook* precall_hook) noexcept nogil
+        void (*over)(PreCallHook* precall_hook) noexcept nogil
+    bint wants "ncclpy_hook_is_wanted"(const PreCallHook* precall_hook)
+    bint has_ended "ncclpy_hook_is_aborting"(const PreCallHook* precall_hook)
+    void ends "ncclpy_hook_set_aborting"(PreCallHook* precall_hook)
+    # A weak reference to a communicator for threads without the GIL.
+    ctypedef struct WeakHandle "ncclpy_weak_handle":
+        void* target
+    WeakHandle* new_weak_handle "ncclpy_weak_handle_new"(void* target)
+    bint pin_handle "ncclpy_weak_handle_pin"(WeakHandle* weak)
+    void unpin_handle "ncclpy_weak_handle_unpin"(WeakHandle* weak)
+    void revoke_weak_handle "ncclpy_weak_handle_revoke"(WeakHandle* weak)
+    void free_weak_handle "ncclpy_weak_handle_free"(WeakHandle* weak)
 
 
 # Before a call, and behind it: under the communicator's lock.
-cdef inline void let_in(Tenant* tenant, ncclComm_t comm) noexcept nogil:
-    if wants(tenant):
-        enter(tenant, comm)
+cdef inline void run_if_wanted(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
+    if wants(precall_hook):
+        enter(precall_hook, comm)
 
 
-cdef void enter(Tenant* tenant, ncclComm_t comm) noexcept nogil
-cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil
+cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil
+cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil
 
 # Its events, in the current context; False if the driver has none.
-cdef bint settle(Tenant* tenant, CUcontext context) noexcept nogil
-cdef void move_out(Tenant* tenant) noexcept nogil
+cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil
+cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil
 
 
 # The memory registry: it is told of communicators that are ready, and says why its hook has aborted one.
-cdef class Landlord:
+cdef class HookOwner:
     cdef int is_ready(self, object handle) except -1
     cdef int was_ended(self, object handle) except -1
 
 
-# The communicators of this process that are ready: what registers memory (`Landlord`) begins with these when it is set.
-cdef list everyone()
-cdef int set_landlord(Landlord new) except -1
+# The communicators of this process that are ready: `HookOwner` begins with these when it is set.
+cdef list ready_handles()
+cdef int set_hook_owner(HookOwner new) except -1
 cdef int tell_ready(object handle) except -1
 cdef int tell_ended(object handle) except -1
 
 
 # An observer of the calls that communicators make for users, each alone or at the end of a group.
-cdef class Tap:
+cdef class CallTracer:
     # Where this thread's Python is, for `begin`: a group's operations are recorded before they are called.
     cdef object here(self)
     # Before a call: returns what `end` is given. Both in the calling thread, under none of the locks of ncclpy.
@@ -117,8 +117,8 @@ cdef class Tap:
 
 
 # None while there is no observer.
-cdef Tap tap
-cdef int set_tap(Tap new) except -1
+cdef CallTracer tracer
+cdef int set_call_tracer(CallTracer new) except -1
 
 # Results of ours beside ncclResult_t, of polling.
 cdef enum:
@@ -162,9 +162,9 @@ cdef class Handle:
     # Of its other ranks in this process: an abort of this one alone frees it (`abort.is_freed`), for who has no GIL; one was
     # aborted.
     cdef bint apart
-    cdef bint bereft
+    cdef bint local_peer_aborted
     cdef bint fenced  # another rank of this process is about to be aborted: no end of an operation is a success any more
-    cdef object abort_of_kin  # and the error of such an operation
+    cdef object abort_of_local_peer  # and the error of such an operation
     cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
     cdef set informed  # threads in which a call has raised that it has ended; or None
     # Its end before its time.
@@ -180,11 +180,11 @@ cdef class Handle:
     cdef bint inside_main  # it is the main thread
     cdef double shortest  # the shortest deadline of any operation
     # What lives beside it, or NULL, and the object that it is in; they stay as long as this.
-    cdef Tenant* tenant
-    cdef object tenancy
-    cdef Door* door  # for who comes without the GIL on the tenant's account
+    cdef PreCallHook* precall_hook
+    cdef object hook_keeper
+    cdef WeakHandle* weak  # for threads of the hook's owner without the GIL
     # Where it comes from.
-    cdef Cradle cradle  # what it was made in; None of a handle that somebody else made
+    cdef InitState init_state  # what it was made in; None of a handle that somebody else made
     cdef object config  # that was asked for, and that children inherit
     cdef bint abortable  # it was asked for by name
     cdef object site  # where it was made
@@ -204,7 +204,7 @@ cdef class Handle:
     cdef str group_name  # the same on all ranks; None if that is not known
     cdef long long sequence  # calls made on it; guarded by its mutex
     # For the other ranks, where they can ask and be asked.
-    cdef Fellows fellows  # or None
+    cdef PeerStatusHook peer_status  # or None
     cdef bint told  # each call is noted for them
     cdef Operation latest  # the last call; guarded by the mutex, as is the next
     cdef double began  # when it was made
@@ -307,7 +307,7 @@ cdef class Handle:
 # Note that communicators are to be aborted for what an error says, if it is one of NCCL's.
 cdef int note_failure(list handles, object error) except -1
 
-# Have the communicators' fellows explain an error, and tell of it, if it is NcclTimeout, who wants to know.
+# Have the communicators' `PeerStatusHook` explain an error, and tell listeners of it if it is NcclTimeout.
 cdef int tell_trouble(list handles, object error, bint wait=*) except -1
 
 # Take a lock unless that takes until a moment; return whether it was taken.

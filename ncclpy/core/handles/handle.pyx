@@ -97,10 +97,10 @@ cdef bint in_whole() noexcept nogil:
     return ncclpy_wholes > 0
 
 
-cdef class Fellows:
-    """The interface to the other ranks of a communicator: `peers/fellows.py` implements it."""
+cdef class PeerStatusHook:
+    """The interface to the other ranks of a communicator: `peers/launcher_peers.py` implements it."""
 
-    cpdef Fellows of_part(self, object comm):
+    cpdef PeerStatusHook of_part(self, object comm):
         raise NotImplementedError
 
     cpdef int explain(self, object error) except -1:
@@ -125,65 +125,65 @@ cdef class Fellows:
         raise NotImplementedError
 
 
-cdef bint settle(Tenant* tenant, CUcontext context) noexcept nogil:
+cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil:
     cdef int i
-    tenant.context = <void*>context
+    precall_hook.context = <void*>context
     for i in range(2):
         if driver.cuEventCreate == NULL or driver.cuEventCreate(
-            <CUevent*>&tenant.events[i], CU_EVENT_DISABLE_TIMING
+            <CUevent*>&precall_hook.events[i], CU_EVENT_DISABLE_TIMING
         ) != CUDA_SUCCESS:
-            move_out(tenant)
+            destroy_events(precall_hook)
             return False
     return True
 
 
-cdef void move_out(Tenant* tenant) noexcept nogil:
+cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil:
     cdef int i
     for i in range(2 if driver.cuEventDestroy_v2 != NULL else 0):  # not in a forked child
-        if tenant.events[i] != NULL:
-            driver.cuEventDestroy_v2(<CUevent>tenant.events[i])
-            tenant.events[i] = NULL
+        if precall_hook.events[i] != NULL:
+            driver.cuEventDestroy_v2(<CUevent>precall_hook.events[i])
+            precall_hook.events[i] = NULL
 
 
-cdef void enter(Tenant* tenant, ncclComm_t comm) noexcept nogil:
+cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
     """Let it in, on the communicator's device; what it does there disturbs no capture."""
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if tenant.unknown:  # NCCL works on the communicator in the background: at the next call then
+    if precall_hook.unknown:  # NCCL works on the communicator in the background: at the next call then
         return
     driver.cuCtxGetCurrent(&saved)
-    driver.cuCtxSetCurrent(<CUcontext>tenant.context)
+    driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
     mode = relax()
-    tenant.enter(tenant, <void*>comm)
+    precall_hook.enter(precall_hook, <void*>comm)
     restore(mode)
     driver.cuCtxSetCurrent(saved)
 
 
-cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil:
+cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
     """Put an event behind what was issued, also by a call that has failed; what is captured runs when its graph does."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream is the current device's
     if not issued:  # NCCL does so in the background
-        tenant.unknown = 1
+        precall_hook.unknown = 1
         return
     if entered:
         driver.cuCtxGetCurrent(&saved)
-        entered = <void*>saved != tenant.context
+        entered = <void*>saved != precall_hook.context
         if entered:
-            driver.cuCtxSetCurrent(<CUcontext>tenant.context)
+            driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
     if driver.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS or status != CU_STREAM_CAPTURE_STATUS_NONE:
-        tenant.caught(tenant)
-    elif driver.cuEventRecord(<CUevent>tenant.events[tenant.current], stream) == CUDA_SUCCESS:
-        tenant.known = 1
-        tenant.unknown = 0  # this one runs behind it
+        precall_hook.caught(precall_hook)
+    elif driver.cuEventRecord(<CUevent>precall_hook.events[precall_hook.current], stream) == CUDA_SUCCESS:
+        precall_hook.known = 1
+        precall_hook.unknown = 0  # this one runs behind it
     else:
-        tenant.unknown = 1
+        precall_hook.unknown = 1
     if entered:
         driver.cuCtxSetCurrent(saved)
 
 
-cdef class Landlord:
+cdef class HookOwner:
     """The interface of the memory registry, which has a hook at each communicator."""
 
     cdef int is_ready(self, object handle) except -1:
@@ -193,36 +193,36 @@ cdef class Landlord:
         raise NotImplementedError
 
 
-cdef Landlord _landlord = None
+cdef HookOwner _hook_owner = None
 cdef object _ready = weakref.WeakSet()
 
 
-cdef list everyone():
+cdef list ready_handles():
     return list(_ready)
 
 
-cdef int set_landlord(Landlord new) except -1:
+cdef int set_hook_owner(HookOwner new) except -1:
     """Have this object told from now on; None ends that."""
-    global _landlord
-    _landlord = new
+    global _hook_owner
+    _hook_owner = new
     return 0
 
 
 cdef int tell_ready(object handle) except -1:
-    cdef Landlord landlord = _landlord
+    cdef HookOwner hook_owner = _hook_owner
     _ready.add(handle)
-    if landlord is not None:
-        landlord.is_ready(handle)
+    if hook_owner is not None:
+        hook_owner.is_ready(handle)
     return 0
 
 
 cdef int tell_ended(object handle) except -1:
-    """Have a communicator's state say that its tenant has aborted it, and why."""
-    cdef Landlord landlord = _landlord
-    return 0 if landlord is None else landlord.was_ended(handle)
+    """Have a communicator's state say that its pre-call hook has aborted it, and why."""
+    cdef HookOwner hook_owner = _hook_owner
+    return 0 if hook_owner is None else hook_owner.was_ended(handle)
 
 
-cdef class Tap:
+cdef class CallTracer:
     """The interface of an observer of calls: the flight recorder implements it."""
 
     cdef object here(self):
@@ -241,13 +241,13 @@ cdef class Tap:
         raise NotImplementedError
 
 
-tap = None
+tracer = None
 
 
-cdef int set_tap(Tap new) except -1:
+cdef int set_call_tracer(CallTracer new) except -1:
     """Have this observer told of calls from now on; None ends that."""
-    global tap
-    tap = new
+    global tracer
+    tracer = new
     return 0
 
 
@@ -313,7 +313,7 @@ cdef class Handle:
         self.windows = {}
 
     def __dealloc__(self):
-        shut_door(self.door)
+        revoke_weak_handle(self.weak)
         free_marks(self.marks)
         mutex_destroy(&self.mutex)
         mutex_destroy(&self.gate)
@@ -428,35 +428,35 @@ cdef class Handle:
     cdef ncclResult_t poll_birth(self) noexcept nogil:
         """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
         cdef ncclResult_t result
-        if self.cradle.stage == IN_PARENT:
+        if self.init_state.stage == IN_PARENT:
             # First and without this one's lock: the order of locks is that of their addresses.
             result = (<Handle>self.asked).poll_once()
             if result != ncclSuccess or self.nranks == 0:
                 return result
         self.lock()
-        if self.cradle.stage == IN_PARENT and self.state == INITIALISING:
+        if self.init_state.stage == IN_PARENT and self.state == INITIALISING:
             self.take_cell()
-            self.cradle.stage = BY_ITSELF
+            self.init_state.stage = BY_ITSELF
         if self.state != INITIALISING and self.state != READY:
             result = <ncclResult_t>WAS_ABORTED
-        elif self.cradle.stage == MADE:
+        elif self.init_state.stage == MADE:
             result = ncclSuccess
-        elif self.cradle.is_asking():
+        elif self.init_state.is_asking():
             result = ncclInProgress
-        elif self.cradle.question.failed != ncclSuccess:
-            result = self.cradle.question.failed
-        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
+        elif self.init_state.question.failed != ncclSuccess:
+            result = self.init_state.question.failed
+        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.init_state.guarded else self.raw) == NULL:
             result = <ncclResult_t>WAS_ABORTED
         else:
             result = self._ask_maker()
-            if result == ncclSuccess and self.cradle.guarded and self.cradle.stage == BY_ITSELF:
-                self.cradle.ask_guard(self.guard)
+            if result == ncclSuccess and self.init_state.guarded and self.init_state.stage == BY_ITSELF:
+                self.init_state.ask_guard(self.guard)
                 result = ncclInProgress
             elif result == ncclSuccess:
-                if self.cradle.guarded:
-                    self.raw = self.cradle.question.cell
+                if self.init_state.guarded:
+                    self.raw = self.init_state.question.cell
                 if self.raw != NULL:
-                    self.cradle.stage = MADE
+                    self.init_state.stage = MADE
                 else:  # not written yet
                     result = ncclInProgress
         self.unlock()
@@ -467,7 +467,7 @@ cdef class Handle:
         cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
         cdef ncclComm_t maker
         mutex_lock(&self.gate)
-        maker = self.guard if self.cradle.guarded else self.raw
+        maker = self.guard if self.init_state.guarded else self.raw
         if maker != NULL:
             result = nccl.ncclCommGetAsyncError(maker, &state)
         mutex_unlock(&self.gate)
@@ -512,31 +512,31 @@ cdef class Handle:
             return self.guard
         if self.parent is not None:
             return self.parent.raw
-        if self.state == UNBORN and abort_preempts and self.cradle is not None:
-            return self.cradle.birth.cell
+        if self.state == UNBORN and abort_preempts and self.init_state is not None:
+            return self.init_state.birth.cell
         return NULL
 
     cdef const char* last_words(self) noexcept:
-        if self.cradle is not None and self.cradle.question.words != NULL and not self.cradle.is_asking():
-            return self.cradle.question.words
+        if self.init_state is not None and self.init_state.question.words != NULL and not self.init_state.is_asking():
+            return self.init_state.question.words
         return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
 
     cdef void take_cell(self) noexcept nogil:
-        if self.cradle.guarded:
-            self.guard = self.cradle.birth.cell
+        if self.init_state.guarded:
+            self.guard = self.init_state.birth.cell
         else:
-            self.raw = self.cradle.birth.cell
+            self.raw = self.init_state.birth.cell
 
     cdef int called(self) except -1:
-        self.cradle.lent = True
+        self.init_state.lent = True
         return 0
 
     cdef int unborn(self) except -1:
         """Note that the group in which this communicator was to be made came to nothing."""
         if self.state == UNBORN:
             self.become(FAILED)
-            if self.cradle is not None and self.raw == NULL and self.guard == NULL:
-                self.cradle.lent = False
+            if self.init_state is not None and self.raw == NULL and self.guard == NULL:
+                self.init_state.lent = False
         return 0
 
     cdef bint is_stray(self) noexcept:
@@ -546,7 +546,7 @@ cdef class Handle:
         return self.raw != NULL or self.guard != NULL
 
     cdef bint is_in_parent(self) noexcept:
-        return self.cradle is not None and self.cradle.stage == IN_PARENT
+        return self.init_state is not None and self.init_state.stage == IN_PARENT
 
     cdef bint take_late(self, bint called) except -1:
         """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
@@ -555,14 +555,14 @@ cdef class Handle:
         although nobody has waited for it.
         """
         cdef bint taken
-        if self.state != ABORTED or self.cradle is None:
+        if self.state != ABORTED or self.init_state is None:
             return False
-        if not called and abort_preempts and self.cradle.stage == ASKED and self.parent is None:
+        if not called and abort_preempts and self.init_state.stage == ASKED and self.parent is None:
             # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
-            if self.cradle.birth.cell == NULL:
+            if self.init_state.birth.cell == NULL:
                 return False
             self.take_cell()
-            self.cradle.stage = BY_ITSELF
+            self.init_state.stage = BY_ITSELF
             return True
         with nogil:
             taken = self._take_cell_late(called)
@@ -573,15 +573,15 @@ cdef class Handle:
         cdef bint taken
         if not lock_within(&self.mutex, until):
             return False
-        while self.cradle.is_asking() and now() < until:  # the guard is gone, which brings it back
+        while self.init_state.is_asking() and now() < until:  # the guard is gone, which brings it back
             pause(0.001)
-        taken = self.cradle.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
+        taken = self.init_state.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
         if taken:
-            if self.raw == NULL and self.cradle.stage == FROM_GUARD:
-                self.raw = self.cradle.question.cell
-            elif self.raw == NULL and (self.cradle.stage == IN_PARENT or self.cradle.stage == ASKED):
-                self.raw = self.cradle.birth.cell
-            self.cradle.stage = MADE
+            if self.raw == NULL and self.init_state.stage == FROM_GUARD:
+                self.raw = self.init_state.question.cell
+            elif self.raw == NULL and (self.init_state.stage == IN_PARENT or self.init_state.stage == ASKED):
+                self.raw = self.init_state.birth.cell
+            self.init_state.stage = MADE
             taken = self.raw != NULL
         self.unlock()
         return taken
@@ -591,11 +591,11 @@ cdef class Handle:
 
     cdef list tied(self):
         """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
-        asked = self.state == UNBORN and self.cradle is not None and self.parent is None and self.raw == NULL
+        asked = self.state == UNBORN and self.init_state is not None and self.parent is None and self.raw == NULL
         if asked and abort_preempts:
             self.take_cell()  # NCCL has written it, and works on it in another thread
-            if self.cradle.birth.cell != NULL:
-                self.cradle.stage = BY_ITSELF
+            if self.init_state.birth.cell != NULL:
+                self.init_state.stage = BY_ITSELF
         unmade = self.state == UNBORN or self.state == INITIALISING
         if unmade and self.raw == NULL and self.guard == NULL and self.parent is not None:
             return [self, self.parent]
@@ -610,8 +610,8 @@ cdef class Handle:
         return 0
 
     cdef bint in_background(self) noexcept:
-        if self.state == UNBORN and self.cradle is not None:
-            return self.cradle.guarded or self.nonblocking
+        if self.state == UNBORN and self.init_state is not None:
+            return self.init_state.guarded or self.nonblocking
         return self.nonblocking
 
     cdef int was_in_progress(self) except -1:
@@ -628,7 +628,7 @@ cdef class Handle:
 
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
         """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
-        if self.tenant != NULL and has_ended(self.tenant):
+        if self.precall_hook != NULL and has_ended(self.precall_hook):
             tell_ended(self)
         if <int>result == WAS_ABORTED:
             self.check_state()  # says whether it was closed or aborted
@@ -648,7 +648,7 @@ cdef class Handle:
 
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; it looks around, so before the abort."""
-        if self.state == INITIALISING and self.cradle.stage == IN_PARENT:
+        if self.state == INITIALISING and self.init_state.stage == IN_PARENT:
             missing = who_is_missing(self.speaker())
             missing += ". " if missing else ""
             return NcclTimeout(
@@ -674,14 +674,14 @@ cdef class Handle:
         )
 
     cdef int explain(self, object error) except -1:
-        if self.fellows is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
+        if self.peer_status is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
             return 0
         if in_whole():  # who calls that does so behind it
             return 0
         # They are asked once: not for what a rank has got wrong alone and can go on from.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
-            self.fellows.explain(error)
+            self.peer_status.explain(error)
         return 0
 
     cdef void look_at_marks(self) noexcept nogil:

@@ -48,7 +48,7 @@ cdef struct Question:
     int under_way  # 1 until the call has returned
 
 
-cdef class Cradle:
+cdef class InitState:
     cdef Birth* birth  # the call that makes it, or its guard
     cdef Question* question
     cdef object strings  # of the configurations

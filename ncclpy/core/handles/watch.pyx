@@ -26,12 +26,12 @@ from libc.string cimport strcmp, strdup
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
 from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.handles cimport handle as _tap
+from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
 from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
-    PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, Tap, note_failure, on_main_thread, tell_ready, tell_trouble,
+    PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, CallTracer, note_failure, on_main_thread, tell_ready, tell_trouble,
 )
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
@@ -49,19 +49,19 @@ cdef int born(Handle child, ncclResult_t result) except -1:
     if child.state == INITIALISING:
         return _grown(child)
     # First what an abort goes by, and without Python's code, in which a signal handler may raise.
-    child.cradle.lent = True
+    child.init_state.lent = True
     child.become(INITIALISING)
     # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
-    in_parent = child.parent is not None and child.parent.in_background() and child.cradle.birth.cell == NULL
-    child.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
+    in_parent = child.parent is not None and child.parent.in_background() and child.init_state.birth.cell == NULL
+    child.init_state.stage = IN_PARENT if in_parent else BY_ITSELF
     if not in_parent:
         child.take_cell()
     if child.parent is not None:
         child.parent.making.append(child)
         child.parent.children.add(child)
-    if child.cradle.guarded:
+    if child.init_state.guarded:
         look_up_overrides()  # again: NCCL has read its configuration file
-    if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.cradle.guarded):
+    if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.init_state.guarded):
         # A blocking communicator says nothing else; one that works in the background may still be in progress.
         if child.nranks != 0:
             with nogil:
@@ -75,7 +75,7 @@ cdef int born(Handle child, ncclResult_t result) except -1:
 
 cdef int _grown(Handle child) except -1:
     """Note that NCCL has made it."""
-    child.cradle.lent = False
+    child.init_state.lent = False
     if child.parent is not None and child in child.parent.making:
         child.parent.making.remove(child)
     if child.nranks == 0:  # a split without a colour: this rank takes part and gets nothing
@@ -88,10 +88,10 @@ cdef int _grown(Handle child) except -1:
         be_watched(child, child.limit)
     tell_ready(child)
     # Those that a grown one has more do not know the store.
-    if child.parent is not None and child.parent.fellows is not None and 1 < child.nranks <= child.parent.nranks:
+    if child.parent is not None and child.parent.peer_status is not None and 1 < child.nranks <= child.parent.nranks:
         try:
-            child.fellows = child.parent.fellows.of_part(child)
-            child.told = child.fellows is not None
+            child.peer_status = child.parent.peer_status.of_part(child)
+            child.told = child.peer_status is not None
         except BaseException as error:  # of a signal handler
             leave([child], "the call that made it did not return it", error)
             raise
@@ -291,7 +291,7 @@ cdef int raise_if_fenced(Handle handle, const char* what) except -1:
     """Raise where another rank was aborted: what ends now may have wrong data. A close hands out no data."""
     if handle.fenced and strcmp(what, b"close") != 0:
         handle.inform()
-        raise type(handle.abort_of_kin)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_kin}")
+        raise type(handle.abort_of_local_peer)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_local_peer}")
     return 0
 
 
@@ -306,7 +306,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         handle.inform()
         tell_trouble([handle], error)
         raise error
-    if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
+    if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort of another rank may be what has ended it
         raise _not_complete(handle, waiting, "aborted")
     if waiting.whole:
         return 0
@@ -536,10 +536,10 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
 
 cdef int _end(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
     """Abort a communicator, and leave word for whoever calls it next: of an operation, also where it was called."""
-    cdef Tap tap = _tap.tap
+    cdef CallTracer tracer = _handles.tracer
     error = handle.timeout_error(what, waited)
-    if operation != NULL and tap is not None:
-        tap.explain(tap.find(handle, operation), error)
+    if operation != NULL and tracer is not None:
+        tracer.explain(tracer.find(handle, operation), error)
     handle.verdict = error
     note_failure([handle], handle.verdict)  # what is stuck is known now: the abort ends it on the device
     begin_abort(handle.tied(), f"{what} passed its deadline")

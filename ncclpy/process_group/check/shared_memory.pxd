@@ -97,7 +97,7 @@ cdef class Mailbox:
 cdef class Post:
     cdef Page inbox
     cdef Page outbox
-    cdef Page door  # with the other's bell
+    cdef Page wakeup  # with the other's bell
     cdef uint64_t written
     cdef uint64_t read
 

@@ -228,7 +228,7 @@ def attach_mailbox(Mailbox mine not None, int rank, int peer, pid, fd, token):
         raise OSError("there is no memory of this rank's")
     own = reopen(pid, fd, token, _length(mine.size))
     try:
-        post.door, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
+        post.wakeup, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
         post.inbox = Page(mine.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
@@ -254,7 +254,7 @@ cdef class Post:
         return True
 
     cdef void ring(self) noexcept:
-        cdef Bell* bell = <Bell*>self.door.base
+        cdef Bell* bell = <Bell*>self.wakeup.base
         add(&bell.changes, 1)  # before it is looked who wants to know: they look at this when they have said so
         if word_of(&bell.expects) and word_of(&bell.sleepers) and not word_of(&bell.watchers):
             wake_shared(&bell.changes)

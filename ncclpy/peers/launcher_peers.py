@@ -16,10 +16,10 @@ from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.core.handles.abort import GIVEN_UP, abort_for, account_of, name_of
-from ncclpy.core.handles.handle import Fellows
+from ncclpy.core.handles.handle import PeerStatusHook
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
 from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
-from ncclpy.peers.circle import Circle
+from ncclpy.peers.communicator_status import CommunicatorStatus
 from ncclpy.peers.standing import RankState
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store
     from ncclpy.core.communicator import Communicator
 
-__all__ = ["Company", "company_of", "describe_late"]
+__all__ = ["LauncherPeers", "describe_late", "launcher_peers_of"]
 
 _log = logging.getLogger("ncclpy.peers")
 
@@ -49,7 +49,7 @@ _LITTLE = {
 _silent: tuple[float, str] | None = None
 
 
-class Company(Fellows):
+class LauncherPeers(PeerStatusHook):
     """All ranks of one communicator.
 
     Parameters
@@ -74,19 +74,19 @@ class Company(Fellows):
             arrivals = Arrivals(store, f"communicator {self._name!r}", rank, size)
         self._leaving: threading.Thread | None = None
         self._asked, self._heard = time.monotonic(), False
-        self._circle = Circle(
+        self._peer_status = CommunicatorStatus(
             store, self._name, {rank: comm.device}, size, weakref.ref(comm), _look, {}, arrivals, self._ended
         )
-        self._circle.listen()
+        self._peer_status.listen()
 
     def _ended(self, comm: Communicator, text: str, kind: str) -> None:
         self._heard = True
         abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
 
-    def of_part(self, comm: Any) -> Company | None:
+    def of_part(self, comm: Any) -> LauncherPeers | None:
         """Return the ranks of a communicator that was made of some of these."""
         store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
-        return company_of(comm, store, comm.rank, comm.nranks)
+        return launcher_peers_of(comm, store, comm.rank, comm.nranks)
 
     def explain(self, error: BaseException) -> int:
         """Have an error say what all ranks do, unless it does."""
@@ -96,7 +96,7 @@ class Company(Fellows):
             if _silent is not None and time.monotonic() - _silent[0] < _DEAF:
                 said = _silent[1]
             else:
-                said, states = self._circle.ask()
+                said, states = self._peer_status.ask()
                 _silent = None if states is not None or said is None else (time.monotonic(), said)
             text = str(error)
             if said is not None and said not in text:
@@ -111,18 +111,18 @@ class Company(Fellows):
 
     def tell(self, text: str, kind: str) -> int:
         """Tell the others why the communicator ends."""
-        self._circle.begin_end()
-        self._circle.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
+        self._peer_status.begin_end()
+        self._peer_status.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
         return 0
 
     def confirm(self) -> int:
         """Tell them that this rank believes no end of an operation any more."""
-        self._circle.confirm()
+        self._peer_status.confirm()
         return 0
 
     def wait_until_heard(self) -> bool:
         """Wait until the others have heard, those that can; return whether the communicator is to be aborted then."""
-        return self._circle.wait_until_confirmed()
+        return self._peer_status.wait_until_confirmed()
 
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.
@@ -135,7 +135,7 @@ class Company(Fellows):
         if moment - self._asked < _STILL:
             return False
         try:
-            ended = self._circle.look_for_end()
+            ended = self._peer_status.look_for_end()
         except (NcclError, ValueError):  # the program is to go on
             _log.warning(
                 "a rank of communicator %s cannot ask whether it was aborted meanwhile: it takes the end of an "
@@ -150,7 +150,7 @@ class Company(Fellows):
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
         try:
-            self._leaving = self._circle.leave()
+            self._leaving = self._peer_status.leave()
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
@@ -163,7 +163,7 @@ class Company(Fellows):
 
 
 def _look(comm: Communicator, rank: int) -> dict[str, Any]:
-    """Return what a rank does, see `Circle`."""
+    """Return what a rank does, see `CommunicatorStatus`."""
     return standing_of(account_of(comm))
 
 
@@ -215,12 +215,12 @@ def describe_late(late: NcclTimeout) -> None:
         _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)
 
 
-def company_of(
+def launcher_peers_of(
     comm: Communicator, store: Store, rank: int, size: int, arrivals: Arrivals | None = None, name: str = ""
-) -> Company | None:
-    """Return the `Company` of a communicator; None where its ranks cannot be asked: it works without that, too."""
+) -> LauncherPeers | None:
+    """Return the `LauncherPeers` of a communicator; None where its ranks cannot be asked."""
     try:
-        return Company(comm, store, rank, size, arrivals, name)
+        return LauncherPeers(comm, store, rank, size, arrivals, name)
     except (NcclError, RuntimeError, OSError):
         _log.warning("what the ranks of %r do will not be known to each other", comm, exc_info=True)
         return None

@@ -22,7 +22,7 @@ from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.status import End, StatusService, tell_end
 
-__all__ = ["Circle"]
+__all__ = ["CommunicatorStatus"]
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _GRACE = 0.7
 
 
-class Circle(StatusService, Generic[_T]):
+class CommunicatorStatus(StatusService, Generic[_T]):
     """All ranks of one communicator, as a process sees them that has some of them.
 
     Parameters

@@ -15,7 +15,7 @@ import testing
 from ncclpy.bootstrap import LeaseEnded, LocalStore, StoreError, StoreLost
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.peers import processes, status
-from ncclpy.peers.circle import Circle
+from ncclpy.peers.communicator_status import CommunicatorStatus
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED
 from ncclpy.peers.status import ENDED, End, tell_end
@@ -28,8 +28,8 @@ class Owner:
         self.ended = []
 
 
-def circle_of(owner, store):
-    return Circle(
+def status_of(owner, store):
+    return CommunicatorStatus(
         store, "all", {0: 0}, 2, weakref.ref(owner), lambda owner, rank: {"current": None, "finished": None}, {},
         Arrivals(store, "a test", 0, 2), lambda owner, text, kind: owner.ended.append((text, kind)),
     )  # fmt: skip
@@ -43,14 +43,14 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
     """It was stopped for too long: the others go on without it, and it cannot ask whether they have aborted."""
     with LocalStore() as store:
         owner = Owner()
-        circle = circle_of(owner, store)
-        assert not circle.look_for_end()
+        peer_status = status_of(owner, store)
+        assert not peer_status.look_for_end()
 
         def gone(*arguments):
             raise LeaseEnded("this process was stopped")
 
         monkeypatch.setattr(store, "compare_set", gone)
-        assert circle.look_for_end()
+        assert peer_status.look_for_end()
         told = ": the other ranks take this process for lost: this process was stopped"
         assert owner.ended == [(told, ncclpy.NcclRemoteError.__name__)]
 
@@ -59,44 +59,44 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
 def test_beat_that_ends_is_told_unless_the_store_was_closed(monkeypatch, caplog, error, told):
     with LocalStore() as store:
         owner = Owner()
-        circle = circle_of(owner, store)
+        peer_status = status_of(owner, store)
 
         def fails(*arguments):
             raise error
 
         monkeypatch.setattr(store, "set", fails)
-        circle.listen()
+        peer_status.listen()
         words = "rank 0 of communicator 'all' tells the others no more what it does: the server is gone"
         found = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
         assert found == [words] * told
-        circle.close()
+        peer_status.close()
 
 
 def test_beat_that_ends_after_all_was_left_is_not_told(monkeypatch, caplog):
     with LocalStore() as store:
         owner = Owner()
-        circle = circle_of(owner, store)
+        peer_status = status_of(owner, store)
 
         def leaves(*arguments):
-            circle.close()
+            peer_status.close()
             raise StoreLost("the server is gone")
 
         monkeypatch.setattr(store, "set", leaves)
-        circle.listen()
-        assert circle.is_over and not caplog.records
+        peer_status.listen()
+        assert peer_status.is_over and not caplog.records
 
 
-def test_circle_whose_owner_was_dropped_leaves(monkeypatch):
+def test_communicator_status_whose_owner_was_dropped_leaves(monkeypatch):
     """A destructor could not have told the others: the next beat does; then no timer, watch or thread keeps it."""
     monkeypatch.setattr(status, "_BEAT", 0.01)
     with LocalStore() as store:
         owner = Owner()
-        circle = weakref.ref(circle_of(owner, store))
-        circle().listen()
+        peer_status = weakref.ref(status_of(owner, store))
+        peer_status().listen()
         assert b'"closed"' not in store.get("standing/0")
         del owner
         testing.wait_for(lambda: b'"closed":true' in store.get("standing/0"), "it to leave")
-        testing.wait_for(lambda: gc.collect() >= 0 and circle() is None, "it to go")
+        testing.wait_for(lambda: gc.collect() >= 0 and peer_status() is None, "it to go")
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -106,15 +106,15 @@ def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
         if not watched:
             monkeypatch.setattr(store, "watch", refuses)
         owner = Owner()
-        circle = circle_of(owner, store)
-        circle.listen()
+        peer_status = status_of(owner, store)
+        peer_status.listen()
         tell_end(store, End("only for ranks that ask", 1, asked=True))
         tell_end(store, End("enough", 1, kind="NcclTimeout"))
         tell_end(store, End("too late", 1))
         testing.wait_for(lambda: owner.ended, "the end")
         store.add(ASKED)
         testing.wait_for(lambda: store.check(["answer/1/0"]), "an answer behind it")
-        circle.close()
+        peer_status.close()
         assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
 
 
@@ -123,26 +123,26 @@ def test_end_that_was_told_before_the_watch_is_taken_once_a_stuck_store_answers(
     with LocalStore() as store:
         owner, answers = Owner(), store.compare_set
         tell_end(store, End("enough", 1, kind="NcclTimeout"))
-        circle = circle_of(owner, store)
+        peer_status = status_of(owner, store)
 
         def late(*arguments):
             raise ncclpy.NcclTimeout("it is stuck")
 
         monkeypatch.setattr(store, "compare_set", late)
-        circle.listen()
+        peer_status.listen()
         assert not owner.ended
         monkeypatch.setattr(store, "compare_set", answers)
         testing.wait_for(lambda: owner.ended, "the end")
-        circle.close()
+        peer_status.close()
         assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
 
 
 def test_end_that_cannot_be_read_is_an_end_and_says_so():
     with LocalStore() as store:
         owner = Owner()
-        circle = circle_of(owner, store)
+        peer_status = status_of(owner, store)
         store.set(ENDED, b"[]")
-        assert circle.look_for_end()
+        assert peer_status.look_for_end()
         [(text, kind)] = owner.ended
         assert kind == "StoreDamaged" and "what a rank has put under 'told/ended' cannot be read" in text
 

@@ -1,4 +1,4 @@
-// A door that is shut while a thread is within: its process waits until that has left, a child of a fork for nobody.
+// A weak handle that is revoked while a thread has it pinned: its process waits for the unpin, a child of a fork does not.
 #include <sys/wait.h>
 
 #include <atomic>
@@ -6,32 +6,32 @@
 #include <cstdio>
 #include <thread>
 
-#include "ncclpy/core/handles/tenant.h"
+#include "ncclpy/core/handles/precall_hook.h"
 
 int main() {
-  ncclpy_door* door = ncclpy_door_new(nullptr);
+  ncclpy_weak_handle* weak = ncclpy_weak_handle_new(nullptr);
   std::atomic<bool> within{false}, enough{false}, left{false};
   std::thread visitor([&] {
-    within = ncclpy_door_enter(door) != 0;
+    within = ncclpy_weak_handle_pin(weak) != 0;
     while (!enough) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     left = true;
-    ncclpy_door_leave(door);
+    ncclpy_weak_handle_unpin(weak);
   });
   while (!within) std::this_thread::yield();
   const pid_t child = fork();
   if (child == 0) {
     alarm(5);
-    ncclpy_door_shut(door);
-    _exit(ncclpy_door_enter(door));  // it is shut all the same; its tenant has it still
+    ncclpy_weak_handle_revoke(weak);
+    _exit(ncclpy_weak_handle_pin(weak));  // it is revoked all the same; its hook has it still
   }
   int status = -1;
   waitpid(child, &status, 0);
   enough = true;
-  ncclpy_door_shut(door);
+  ncclpy_weak_handle_revoke(weak);
   const bool waited = left;
   visitor.join();
-  ncclpy_door_free(door);
+  ncclpy_weak_handle_free(weak);
   std::printf("child %d waited %d\n", status, waited);
   return 0;
 }

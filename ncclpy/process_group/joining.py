@@ -19,14 +19,14 @@ from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 
-__all__ = ["Guest", "Host"]
+__all__ = ["Admitter", "Joiner"]
 
 #: How long a wait goes on before who wants to join asks once more, and the seconds for those invited to answer.
 _SLICE = 0.5
 _ANSWERS = 1.0
 
 
-class _Door:
+class _JoinKeys:
     """The keys by which one group is joined."""
 
     def __init__(self, store: Store, name: str) -> None:
@@ -42,8 +42,8 @@ class _Door:
                 self.store.delete(self.key(what, number))
 
 
-class Guest(_Door):
-    """One who wants to join a group.
+class Joiner(_JoinKeys):
+    """A rank that asks to join a group.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def _told(packed: bytes) -> dict[str, Any]:
     return {"handles": list(map(str, told["handles"])), "uuid": str(told["uuid"])}
 
 
-class Host(_Door):
+class Admitter(_JoinKeys):
     """The first rank of a group, as it admits those who ask."""
 
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
@@ -140,7 +140,7 @@ class Host(_Door):
             with contextlib.suppress(NcclTimeout):
                 self.store.wait(comes, min(_SLICE, left))
                 break
-        guests = {}
+        joiners = {}
         for number in numbers:
             asked = self.store.compare_set(self.key("asks", number), None, None)[1]
             if asked is not None and self.store.check([self.key("comes", number)]):
@@ -150,24 +150,24 @@ class Host(_Door):
                     self._tell({number: ""}, {"failed": str(error)})
                     continue
                 if theirs == check:
-                    guests[number] = handle
+                    joiners[number] = handle
                 else:
                     self._tell({number: handle}, {"other": check})
             else:  # it is gone, or asks again
                 self.store.delete(self.key("invited", number))
                 self.store.delete(self.key("asks", number))
-        return guests
+        return joiners
 
-    def welcome(self, guests: dict[str, str], handles: list[str], uuid: str) -> None:
+    def welcome(self, joiners: dict[str, str], handles: list[str], uuid: str) -> None:
         """Tell those who are admitted with whom they meet, and where."""
-        self._tell(guests, {"handles": handles, "uuid": uuid})
+        self._tell(joiners, {"handles": handles, "uuid": uuid})
 
-    def refuse(self, guests: dict[str, str], why: str) -> None:
+    def refuse(self, joiners: dict[str, str], why: str) -> None:
         """Tell them that nothing comes of it."""
         with contextlib.suppress(StoreError, NcclTimeout):
-            self._tell(guests, {"failed": why})
+            self._tell(joiners, {"failed": why})
 
-    def _tell(self, guests: dict[str, str], what: object) -> None:
-        for number in guests:
+    def _tell(self, joiners: dict[str, str], what: object) -> None:
+        for number in joiners:
             self.store.delete(self.key("asks", number))  # nobody else invites it
             self.store.set(self.key("goes", number), json.dumps(what).encode())

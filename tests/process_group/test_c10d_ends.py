@@ -310,7 +310,7 @@ def test_timeout_dumps(tmp_path):
 
 
 def timeout_dumps_on_stuck_ranks(world, folder):
-    group, written = world.group(name="stuck"), threading.Event()
+    group, written = world.group(name="timeout-dumps"), threading.Event()
 
     def dump(error):
         ncclpy.recorder.dump(f"{folder}/{world.rank}.json", reason=str(error))
@@ -332,7 +332,7 @@ def test_timeout_dumps_on_stuck_ranks(processes, tmp_path):
     said = {}
     for rank in range(2):
         entries = json.loads((tmp_path / f"{rank}.json").read_text())["entries"]
-        mine = [each for each in entries if "stuck" in str(each["communicator"])]
+        mine = [each for each in entries if "timeout-dumps" in str(each["communicator"])]
         said[rank] = [(each["sequence"], each["state"]) for each in mine]
     assert said == {0: [(0, "completed"), (1, "failed")], 1: [(0, "completed")]}
 

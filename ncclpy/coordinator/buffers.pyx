@@ -26,7 +26,7 @@ from ncclpy.core.runtime.library cimport check_driver, driver, host_engine, requ
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, wait_for_event
 from ncclpy.core.start cimport own_op_code
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.engine.launcher cimport find_producer, record_behind
 from ncclpy.engine.monitor cimport ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, now, wake
@@ -653,7 +653,7 @@ cdef class Carried(Together):
             works, self.works = self.works, []
             for one in works:
                 if Py_REFCNT(<PyObject*>one) <= 2:  # the list's and this loop's: it would go here, and with it what is the user's
-                    users.give(works.clear)
+                    user_executor.submit(works.clear)
                     break
         return 0
 

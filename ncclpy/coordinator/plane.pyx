@@ -24,7 +24,7 @@ from ncclpy.core.arguments.validation cimport (
 from ncclpy.core.start cimport fill_barrier
 from ncclpy.core.runtime.stream cimport Stream
 from ncclpy.core.runtime.wait cimport deadline_after, wait_for_event
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.engine.launcher cimport MADE, MAKING, Launch, find_producer, record_behind, wait_behind
 from ncclpy.engine.recorder cimport note_operation
 from ncclpy.engine.work cimport Work, new_work
@@ -710,4 +710,4 @@ cdef class Plane:
 
 def aside(task):
     """Have `task()` run in a thread for callbacks of users."""
-    users.give(task)
+    user_executor.submit(task)

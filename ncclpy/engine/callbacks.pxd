@@ -62,9 +62,9 @@ cdef class LaunchOwner:
 
 
 # The owner of sets of communicators.
-cdef class CliqueOwner:
-    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1
-    cdef int clique_lost(self, LaunchOwner clique) except -1
+cdef class SetOwner:
+    cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1
+    cdef int set_lost(self, LaunchOwner comm_set) except -1
 
 
 # What a work waits for before its launch.
@@ -74,12 +74,12 @@ cdef class Awaited:
 
 
 # What does the monitor's part in any thread, once the monitor thread has ended.
-cdef class Deputy:
-    cdef int stand_in(self) except -1
+cdef class MonitorProxy:
+    cdef int run_inline(self) except -1
     cdef int loosen(self, object work) except -1
 
 
-cdef Deputy deputy
+cdef MonitorProxy monitor_proxy
 
 
 # Stretches in which no code of users may run; with the GIL, and none of them may wait for another thread's Python.
@@ -97,15 +97,15 @@ cdef class Lock:
     cdef void leave(self) noexcept
 
 
-# The monitor sleeps on this word; ring() after something was put where it looks.
-cdef int bell
+# How often the monitor was to wake, the word on which it sleeps: wake_monitor() follows what is put where it looks.
+cdef int wakeups
 cdef int listening  # whether it does
-cdef void ring() noexcept nogil
-cdef void listen(int seen, double seconds) noexcept nogil
+cdef void wake_monitor() noexcept nogil
+cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil
 
-# It also sleeps for an instant whoever rings; that ends when somebody is in a hurry.
-cdef void doze(double seconds) noexcept nogil
-cdef void hurry() noexcept nogil
+# A sleep that wake_monitor() does not end, and what does.
+cdef void idle_wait(double seconds) noexcept nogil
+cdef void hurry_monitor() noexcept nogil
 
 # Whether the monitor has the GIL and is at work.
 cdef int attending
@@ -115,11 +115,11 @@ cdef void expect() noexcept nogil
 cdef void expect_none() noexcept nogil
 cdef bint is_expecting() noexcept nogil
 
-# The moment at which the monitor is to look after the crews.
+# When the monitor next looks after the executors.
 cdef double attention
 
 
-# A thread of a crew.
+# A thread of an executor.
 cdef class Member:
     cdef unsigned long thread
     cdef double since  # when it began with what it runs
@@ -129,7 +129,7 @@ cdef class Member:
 
 
 # A queue of tasks and the threads that run them.
-cdef class Crew:
+cdef class Executor:
     cdef readonly str name
     cdef object queue
     cdef Member leading  # the one that takes tasks; the others sleep, or are in a task for long
@@ -140,7 +140,7 @@ cdef class Crew:
     cdef bint called  # whether one is on its way
     cdef double called_at
 
-    cdef int give(self, object task) except -1
+    cdef int submit(self, object task) except -1
     cdef int look_after(self) except -1
     cdef double _grace(self) noexcept
     cdef int _call(self) except -1
@@ -149,12 +149,12 @@ cdef class Crew:
     cdef int run_here(self) except -1
 
 
-# What is the user's: callbacks, warnings, finalisers.
-cdef Crew users
+# Runs the users' code: callbacks, warnings, finalisers.
+cdef Executor user_executor
 
-# What is ours and runs Python all the same: works that fail, timers.
-cdef Crew errands
-cdef int look_after_crews() except -1
+# Runs internal tasks that take Python: works that fail, timers.
+cdef Executor internal_executor
+cdef int look_after_executors() except -1
 
 # Note that this thread begins with a callback of the user, or has come back from it.
 cdef int begin_callback(object callback, object work) except -1

@@ -11,7 +11,7 @@ dropping, what may be the last reference to an object of the user. One thing rem
 of a container may start a collection of garbage, whose finalisers are anybody's, and from 3.12 on any bytecode may.
 The collector is off for the length of the stretch.
 
-A `Crew` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
+A `Executor` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
 order, so that callbacks that come back soon run in the order in which their works were done. When a task does not come
 back, the monitor has another thread lead. So a task may wait for anything, even for one behind it in the queue.
 Handing a task over runs no Python and waits for nobody.
@@ -178,7 +178,7 @@ cdef class Together:
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done and abort their communicators.
 
-        In a thread for errands, under no lock: it may run Python, wait for the Manager's lock and start threads.
+        In a thread for internal_executor, under no lock: it may run Python, wait for the Manager's lock and start threads.
         """
         raise NotImplementedError
 
@@ -229,7 +229,7 @@ cdef class Together:
 cdef class LaunchOwner:
     """What a launch tells of itself.
 
-    Below: `launcher`. Above: `clique`.
+    Below: `launcher`. Above: `comm_set`.
     """
 
     cdef int launch_done(self, Together launch) except -1:
@@ -247,20 +247,20 @@ cdef class LaunchOwner:
         raise NotImplementedError
 
 
-cdef class CliqueOwner:
+cdef class SetOwner:
     """What a set of communicators tells of itself.
 
-    Below: `clique`. Above: the Manager.
+    Below: `comm_set`. Above: the Manager.
     """
 
-    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
+    cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
         """Take communicators over, or what came of the attempt to make them and the error.
 
         In the thread that has made them, or in the caller's if there is no such thread; under no lock.
         """
         raise NotImplementedError
 
-    cdef int clique_lost(self, LaunchOwner clique) except -1:
+    cdef int set_lost(self, LaunchOwner comm_set) except -1:
         """Forget communicators that are about to be aborted. Called where `LaunchOwner.launch_failed` is."""
         raise NotImplementedError
 
@@ -283,13 +283,13 @@ cdef class Awaited:
         return 0
 
 
-cdef class Deputy:
+cdef class MonitorProxy:
     """The monitor's part.
 
     Below: `work`. Above: `monitor`.
     """
 
-    cdef int stand_in(self) except -1:
+    cdef int run_inline(self) except -1:
         """Do it here if the monitor's thread has ended; return whether it has. In any thread, under no lock."""
         return False
 
@@ -298,7 +298,7 @@ cdef class Deputy:
         return 0
 
 
-deputy = Deputy()
+monitor_proxy = MonitorProxy()
 
 
 cdef extern from "Python.h":
@@ -403,33 +403,33 @@ cdef double _COURTESY = 50e-6
 
 # What is left at exit has so long to end.
 _PATIENCE = 2.0
-bell = 0
+wakeups = 0
 listening = 0
 attending = 0
 attention = FOREVER
-cdef int _hurry = 0  # changes when somebody cannot wait for the end of the monitor's doze
+cdef int _hurry = 0  # changes when a thread cannot wait for the end of the monitor's idle wait
 cdef int _dozing = 0, _roused = 0
 cdef int _expected = 0  # changes with each call of expect(); 0 when nothing is expected
 cdef bint _stop = False
 cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
 
 
-cdef void ring() noexcept nogil:
+cdef void wake_monitor() noexcept nogil:
     """Wake the monitor."""
-    add(&bell, 1)
+    add(&wakeups, 1)
     if load(&listening):  # to wake nobody is a call of the kernel too
-        wake(&bell)
+        wake(&wakeups)
 
 
-cdef void listen(int seen, double seconds) noexcept nogil:
-    """Sleep until the bell, which has been at `seen`, rings, or for so many seconds; the monitor alone."""
-    swap(&listening, 1)  # whoever rings later sees this; who has rung has changed the bell
-    sleep_on(&bell, seen, seconds)
+cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil:
+    """Sleep until `wakeups`, which was `seen`, changes, or for so many seconds; the monitor alone."""
+    swap(&listening, 1)  # wake_monitor() sees this from now on; before, it has changed `wakeups`
+    sleep_on(&wakeups, seen, seconds)
     swap(&listening, 0)
 
 
-cdef void doze(double seconds) noexcept nogil:
-    """Sleep for so many seconds, whoever rings, unless somebody is in a hurry, or was since the last time."""
+cdef void idle_wait(double seconds) noexcept nogil:
+    """Sleep for so many seconds, unless `hurry_monitor` is called, or was since the last time."""
     global _roused
     cdef int hurried = load(&_hurry)
     if hurried == _roused:
@@ -439,7 +439,7 @@ cdef void doze(double seconds) noexcept nogil:
     _roused = hurried
 
 
-cdef void hurry() noexcept nogil:
+cdef void hurry_monitor() noexcept nogil:
     """Have the monitor look at once."""
     add(&_hurry, 1)
     if load(&_dozing):
@@ -449,8 +449,8 @@ cdef void hurry() noexcept nogil:
 cdef void expect() noexcept nogil:
     """Have the threads for callbacks sleep lightly: works that have some are on their way; the monitor alone."""
     swap(&_expected, max(1, load(&_expected) + 1))
-    if load(&users.asleep):
-        wake(&users.word)
+    if load(&user_executor.asleep):
+        wake(&user_executor.word)
 
 
 cdef void expect_none() noexcept nogil:
@@ -463,19 +463,19 @@ cdef bint is_expecting() noexcept nogil:
 
 
 cdef int _attend_at(double when) except -1:
-    """Have the monitor look after the crews at a moment."""
+    """Have the monitor look after the executors at a moment."""
     global attention
     if when < attention:
         attention = when
-        ring()
+        wake_monitor()
     return 0
 
 
 cdef class Member:
-    """A thread of a crew, and what it is in."""
+    """A thread of an executor, and what it is in."""
 
 
-cdef class Crew:
+cdef class Executor:
     """A queue of tasks, functions without arguments, and the threads that run them.
 
     Parameters
@@ -489,7 +489,7 @@ cdef class Crew:
         self.queue = collections.deque()
         self.members = []
 
-    cdef int give(self, object task) except -1:
+    cdef int submit(self, object task) except -1:
         """Have a task run; in any thread with the GIL, under any lock."""
         self.queue.append(task)
         return self.look_after()
@@ -567,7 +567,7 @@ cdef class Crew:
                 known, awake = expected, moment - _spin
             if moment - awake < _spin:
                 sched_yield()
-            elif self is users and expected and moment - awake < lightly:
+            elif self is user_executor and expected and moment - awake < lightly:
                 sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
             else:
                 add(&self.asleep, 1)
@@ -609,11 +609,11 @@ cdef class Crew:
         return 0
 
 
-users = Crew("ncclpy-callback")
-errands = Crew("ncclpy-errand")
+user_executor = Executor("ncclpy-callback")
+internal_executor = Executor("ncclpy-internal")
 
 
-cdef int look_after_crews() except -1:
+cdef int look_after_executors() except -1:
     """Do the monitor's part: lead on past tasks that do not come back, and have slow callbacks named."""
     global attention
     cdef Member one
@@ -621,16 +621,16 @@ cdef int look_after_crews() except -1:
     if moment < attention:
         return 0
     attention = FOREVER
-    errands.look_after()
-    for one in users.members:
+    internal_executor.look_after()
+    for one in user_executor.members:
         if one.callback is None or one.named:
             continue
         if moment - one.since >= _LONG:
             one.named = True
-            users.queue.append(_Slow(one))
+            user_executor.queue.append(_Slow(one))
         else:
             attention = min(attention, one.since + _LONG)
-    users.look_after()
+    user_executor.look_after()
     return 0
 
 
@@ -654,7 +654,7 @@ cdef class _Slow:
 cdef Member _this_member():
     cdef unsigned long thread = PyThread_get_thread_ident()
     cdef Member one
-    for one in users.members:
+    for one in user_executor.members:
         if one.thread == thread:
             return one
     return None
@@ -679,10 +679,10 @@ cdef int end_callback(object callback) except -1:
 
 cdef int step_aside() except -1:
     """Let another thread lead, as this one is about to wait."""
-    cdef Member me = users.leading
+    cdef Member me = user_executor.leading
     if me is not None and me.thread == PyThread_get_thread_ident():
-        users.leading = None
-        users.look_after()
+        user_executor.leading = None
+        user_executor.look_after()
     return 0
 
 
@@ -701,15 +701,15 @@ def _end_of_process():
     global _stop
     cdef double end = now() + _PATIENCE
     cdef int word = 0
-    for crew in (errands, users):
-        while ((<Crew>crew).queue or (<Crew>crew).leading is not None) and now() < end:
-            (<Crew>crew).look_after()  # the monitor has ended
+    for executor in (internal_executor, user_executor):
+        while ((<Executor>executor).queue or (<Executor>executor).leading is not None) and now() < end:
+            (<Executor>executor).look_after()  # the monitor has ended
             with nogil:
                 sleep_on(&word, 0, 0.001)
     _stop = True
-    for crew in (errands, users):
-        add(&(<Crew>crew).word, 1)
-        wake(&(<Crew>crew).word)
+    for executor in (internal_executor, user_executor):
+        add(&(<Executor>executor).word, 1)
+        wake(&(<Executor>executor).word)
     end = now() + _PATIENCE
     while now() < end and _idle():
         with nogil:
@@ -719,7 +719,7 @@ def _end_of_process():
 cdef bint _idle() except -1:
     """Return whether a thread is still to end that is in no callback of the user."""
     cdef Member one
-    for one in errands.members + users.members:
+    for one in internal_executor.members + user_executor.members:
         if one.callback is None:
             return True
     return False
@@ -728,17 +728,17 @@ cdef bint _idle() except -1:
 def _forked():
     """In the child the threads do not exist; nothing that they were given can come to an end there."""
     global attention, listening, attending, _dozing, _expected, _stop
-    cdef Crew crew
+    cdef Executor executor
     attention = FOREVER
     listening = attending = _dozing = _expected = 0
     _stop = False
-    for crew in (users, errands):
-        _inherited.append((crew.queue, crew.members, crew.leading))
-        crew.queue = collections.deque()
-        crew.members = []
-        crew.leading = None
-        crew.idle = crew.asleep = 0
-        crew.called = False
+    for executor in (user_executor, internal_executor):
+        _inherited.append((executor.queue, executor.members, executor.leading))
+        executor.queue = collections.deque()
+        executor.members = []
+        executor.leading = None
+        executor.idle = executor.asleep = 0
+        executor.called = False
 
 
 os.register_at_fork(after_in_child=_forked)

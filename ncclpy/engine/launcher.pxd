@@ -5,7 +5,7 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.calls.stretch cimport Step, Stretch
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.callbacks cimport CliqueOwner, LaunchOwner, Together
+from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Together
 from ncclpy.engine.native cimport ncclpy_job
 from ncclpy.engine.work cimport Work
 
@@ -112,7 +112,7 @@ cdef enum:
     GONE = 2
 
 
-cdef class Clique(LaunchOwner):
+cdef class CommunicatorSet(LaunchOwner):
     cdef readonly object key
     cdef readonly tuple devices
     cdef tuple ranks  # of `devices`
@@ -129,7 +129,7 @@ cdef class Clique(LaunchOwner):
     cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
     cdef size_t capacity
     cdef size_t nreplaced
-    cdef CliqueOwner owner
+    cdef SetOwner owner
     cdef str site
 
     cdef list ready(self, list comms, list streams)

@@ -36,7 +36,7 @@ from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, 
 from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
 from ncclpy.core.runtime.stream cimport Stream, as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
-from ncclpy.engine.callbacks cimport around, users, words_of
+from ncclpy.engine.callbacks cimport around, user_executor, words_of
 from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
@@ -402,7 +402,7 @@ cdef class Launch(Together):
 
     def __dealloc__(self):
         if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
-            users.give([self.owner, self.kept].clear)  # what it keeps may have finalisers
+            user_executor.submit([self.owner, self.kept].clear)  # what it keeps may have finalisers
         if self.parts != &self.part:
             free(self.parts)
         free(self.batches)
@@ -549,7 +549,7 @@ cdef class Launch(Together):
         if owner.spares or owner.aborts:
             return 0
         words = words_of(error)  # the abort is not to wait for a key to show itself
-        abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
+        abort_in_background(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
         return 0
 
     cdef bint is_spared(self) noexcept:
@@ -587,7 +587,7 @@ cdef int _before(const Part* a, const Part* b, bint by_lane) except -1:
     return first < second or (first == second and a.step.handle < b.step.handle)
 
 
-def abort_aside(handles, reason, others=()):
+def abort_in_background(handles, reason, others=()):
     """Abort communicators together in a thread of their own, which nobody waits for.
 
     Parameters
@@ -625,12 +625,12 @@ cdef enum:
     _WAYS = 4
 
 
-cdef class Clique(LaunchOwner):
+cdef class CommunicatorSet(LaunchOwner):
     """Communicators that were made together, and what runs on them.
 
     Parameters
     ----------
-    owner : CliqueOwner
+    owner : SetOwner
         Who is told when they are made and when they are lost.
     key : hashable
         What they are found by.
@@ -644,7 +644,7 @@ cdef class Clique(LaunchOwner):
         Where their owner was made, for warnings.
     """
 
-    def __init__(self, CliqueOwner owner not None, key, devices, ranks, int nranks, site):
+    def __init__(self, SetOwner owner not None, key, devices, ranks, int nranks, site):
         self.owner = owner
         self.site = site
         self.key = key
@@ -667,7 +667,7 @@ cdef class Clique(LaunchOwner):
         Parameters
         ----------
         unique_id : bytes
-            Of the clique; empty if these are all of its ranks: then one is made.
+            Of the comm_set; empty if these are all of its ranks: then one is made.
         config : Config or None
             NCCL's configuration.
         """
@@ -690,7 +690,7 @@ cdef class Clique(LaunchOwner):
                     raise NcclAborted("the communicators were aborted while they were made")
         except BaseException as failure:  # told to all who wait for it
             error = failure
-        self.owner.clique_made(self, made, error)
+        self.owner.set_made(self, made, error)
         self.begun = []
 
     cdef list ready(self, list comms, list streams):
@@ -828,7 +828,7 @@ cdef class Clique(LaunchOwner):
 
     cdef int launch_failed(self, Together launch, object error) except -1:
         """Leave the owner's cache: these communicators are aborted, the next use makes new ones."""
-        self.owner.clique_lost(self)
+        self.owner.set_lost(self)
         failure = same_class_as(type(error).__name__)(
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
@@ -877,7 +877,7 @@ cdef class Clique(LaunchOwner):
         for thread in threads:
             thread.join(ABORT_DEADLINE)
         if any(thread.is_alive() for thread in threads):
-            abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
+            abort_in_background(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
 
 
 cdef unsigned long long signature_of(const Operation* o) noexcept:

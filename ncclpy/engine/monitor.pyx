@@ -3,7 +3,7 @@
 It sleeps until a lane hands over what it has launched, then asks for the events of those works, first come first
 served on each stream, without the GIL. It takes the GIL to complete works, to look after communicators and deadlines
 every now and then, and for timers. With the GIL it is in a quiet stretch: it runs compiled code only, so that no user
-can stop it. Callbacks, errors, timers and what may be the last reference to a buffer are for the crews of `callbacks`.
+can stop it. Callbacks, errors, timers and what may be the last reference to a buffer are for the executors of `callbacks`.
 
 On GPUs it asks for events. The host engine tells it: a thread that asks there does so on the cores that do the work.
 """
@@ -32,8 +32,8 @@ from ncclpy.core.runtime.library cimport driver, event_help, event_tell
 from ncclpy.core.runtime.wait cimport FOREVER, Call
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    Deputy, attending, attention, begin_quiet, bell, doze, end_quiet, errands, expect, expect_none, hurry,
-    is_expecting, listen, look_after_crews, ring, users,
+    MonitorProxy, attending, attention, begin_quiet, wakeups, idle_wait, end_quiet, internal_executor, expect, expect_none, hurry_monitor,
+    is_expecting, wait_for_wakeup, look_after_executors, wake_monitor, user_executor,
 )
 from ncclpy.engine.work cimport (
     NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_turn, note_turn, tell_of_stops,
@@ -94,7 +94,7 @@ cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
 
 
 cdef void _ring(void* nothing) noexcept nogil:
-    ring()
+    wake_monitor()
 
 
 cdef double be_told(Rows* rows, double moment) noexcept nogil:
@@ -207,7 +207,7 @@ cdef struct Watching:
     Rows streams
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
-    int heard  # how the bell stood when the inbox was emptied last
+    int heard  # `wakeups` when the inbox was emptied last
     double heard_at  # when that was
     int nap  # nobody changes or wakes this word
     bint at_home
@@ -275,9 +275,9 @@ cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)
-    ring()
+    wake_monitor()
     if hurries:
-        hurry()
+        hurry_monitor()
 
 
 cdef int ensure_running(int device=-1) except -1:
@@ -305,7 +305,7 @@ cdef int await_launch(Work work) except -1:
         _agenda.soonest = work.limit
         if _agenda.soonest < _signs.next_timer:
             _signs.next_timer = _agenda.soonest
-            ring()
+            wake_monitor()
     return 0
 
 
@@ -317,14 +317,14 @@ def call_at(double when, callback):
     when : float
         Seconds, as `time.monotonic` counts.
     callback : callable
-        It runs in a thread for errands; a weak method if it is not to keep its owner alive.
+        It runs in a thread for internal_executor; a weak method if it is not to keep its owner alive.
     """
     ensure_running()
     _agenda.timers_made += 1
     heapq.heappush(_agenda.timers, (when, _agenda.timers_made, callback))
     if when < _signs.next_timer:
         _signs.next_timer = when
-        ring()
+        wake_monitor()
 
 
 cdef class _Thread(Call):
@@ -356,29 +356,29 @@ cdef int _attend() except -1:
         _look_at_lanes()
         _pass_on_last()
         while _agenda.timers and _agenda.timers[0][0] <= now():
-            errands.give(heapq.heappop(_agenda.timers)[2])
-        look_after_crews()
+            internal_executor.submit(heapq.heappop(_agenda.timers)[2])
+        look_after_executors()
         _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
         if _agenda.unsettled:
             _signs.next_timer = min(_signs.next_timer, now() + _ROUND)
     except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
-        errands.give(_Defect(error))
+        internal_executor.submit(_Defect(error))
     finally:
         swap(&attending, 0)
         end_quiet()
     return 0
 
 
-cdef class _Deputy(Deputy):
+cdef class _Proxy(MonitorProxy):
     """Do as much in any thread once the monitor's own has ended."""
 
-    cdef int stand_in(self) except -1:
+    cdef int run_inline(self) except -1:
         if not _agenda.gone:
             return False
         _take_in()  # with the GIL: several threads may be here
         _ask()
         _attend()
-        errands.run_here()
+        internal_executor.run_here()
         return True
 
     cdef int loosen(self, object work) except -1:
@@ -390,7 +390,7 @@ cdef class _Deputy(Deputy):
         return 0
 
 
-callbacks.deputy = _Deputy()
+callbacks.monitor_proxy = _Proxy()
 
 
 cdef class _Defect:
@@ -411,7 +411,7 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double began = now(), waited, moment
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
-        seen = load(&bell)
+        seen = load(&wakeups)
         note_turn(now())
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else _TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
@@ -419,7 +419,7 @@ cdef void _watch(double next_round) noexcept nogil:
             if not is_asked_for(&_watching.streams):
                 # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
                 # the host engine, and completes it.
-                doze(rest)
+                idle_wait(rest)
             _take_in()
         _ask()
         moment = now()
@@ -430,30 +430,30 @@ cdef void _watch(double next_round) noexcept nogil:
                 _watching.ended_at = moment
             if moment - _watching.ended_at >= rest or _is_awaited():
                 return
-            doze(rest - (moment - _watching.ended_at))
+            idle_wait(rest - (moment - _watching.ended_at))
             continue
         if _watching.streams.empty():
             expect_none()
             if moment - began < _spin:
                 sched_yield()
             else:
-                listen(seen, min(_signs.next_timer, attention, next_turn()) - moment)
-            if load(&bell) != seen:
+                wait_for_wakeup(seen, min(_signs.next_timer, attention, next_turn()) - moment)
+            if load(&wakeups) != seen:
                 began = now()
             continue
         if moment >= next_round:
             return
         waited = moment - began
         if event_tell != NULL:
-            listen(seen, min(next_round, _signs.next_timer, attention, be_told(&_watching.streams, moment)) - moment)
+            wait_for_wakeup(seen, min(next_round, _signs.next_timer, attention, be_told(&_watching.streams, moment)) - moment)
         elif waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
         elif not is_asked_for(&_watching.streams):
-            doze(rest)
+            idle_wait(rest)
         elif waited < 1:
             sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
         else:
-            listen(seen, 500e-6)
+            wait_for_wakeup(seen, 500e-6)
 
 
 cdef bint _come_fast(int seen) noexcept nogil:
@@ -537,7 +537,7 @@ cdef int _complete() except -1:
         try:
             _end(&ended[i])
         except BaseException as error:  # a defect of ours; the others are still to be seen to
-            errands.give(_Defect(error))
+            internal_executor.submit(_Defect(error))
         free(ended[i].text)
     return 0
 
@@ -552,9 +552,9 @@ cdef int _end(Watched* watched) except -1:
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
             if follows_a_failure(work, watched):
-                errand = failing_of(work, watched, ncclSuccess)
-                if errand is not None:
-                    call_at(now() + _CAUSE_FIRST, errand)
+                task = failing_of(work, watched, ncclSuccess)
+                if task is not None:
+                    call_at(now() + _CAUSE_FIRST, task)
             else:
                 have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
@@ -603,7 +603,7 @@ cdef int _look_at_unsettled() except -1:
 cdef int _pass_on_last() except -1:
     """Have what may be the last references to objects of users dropped elsewhere."""
     if _agenda.last:
-        users.give(_LettingGo(_agenda.last))
+        user_executor.submit(_LettingGo(_agenda.last))
         _agenda.last = []
     return 0
 
@@ -724,7 +724,7 @@ def _end_of_process():
     if _agenda.thread is None:
         return
     _signs.stop = True
-    ring()
+    wake_monitor()
     if _agenda.thread.wait(now() + _PATIENCE):
         _agenda.gone = True
 

@@ -71,8 +71,8 @@ cdef class Work:
     cdef object error
     cdef list callbacks
     cdef Together launch  # that it is part of, until the monitor lets go of it
-    cdef int failing  # whether an errand is about to fail it, or was: NOT_FAILING to HAS_FAILED
-    cdef bint over  # whether lane and device are done with it, should that errand have to let go of it
+    cdef int failing  # whether a task is about to fail it, or was: NOT_FAILING to HAS_FAILED
+    cdef bint over  # whether lane and device are done with it, should that task have to let go of it
     cdef Awaited gathering  # what it waits for before the launch
     cdef bint loose  # its arrays were let go of while it runs
     cdef bint lent  # the user alone keeps it: the reference that the monitor would give back was given back then
@@ -118,7 +118,7 @@ cdef struct Watched:
 cdef int attend() except -1
 
 # What who waits for works of others does between two looks.
-cdef int stand_by() except -1
+cdef int yield_to_others() except -1
 
 
 # Whether memory that an array gives back is used next by what is enqueued behind on its own stream. So it is where a framework

@@ -9,7 +9,7 @@ without such a channel is always believed.
 A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
 When it goes on it believes nothing before it has asked.
 
-The monitor and its quiet stretches see that something is wrong; an exception takes Python, so an errand makes it.
+The monitor and its quiet stretches see that something is wrong; an exception takes Python, so an task makes it.
 """
 
 import concurrent.futures
@@ -41,8 +41,8 @@ from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    Together, add_sentence, begin_callback, end_callback, ended_by, errands, hurry, is_plain, is_quiet, message, ring,
-    step_aside, users, with_sentence, words_of,
+    Together, add_sentence, begin_callback, end_callback, ended_by, internal_executor, hurry_monitor, is_plain, is_quiet, message, wake_monitor,
+    step_aside, user_executor, with_sentence, words_of,
 )
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
@@ -112,7 +112,7 @@ cdef void note_turn(double moment) noexcept nogil:
         return
     if moment - _turn > _STILL:
         add(&stops, 1)
-        ring()
+        wake_monitor()
     _turn = moment
 
 
@@ -126,7 +126,7 @@ cdef int tell_of_stops() except -1:
         return 0
     _told = load(&stops)
     for listener in list(_listeners):  # each by itself: a store may not answer
-        errands.give(listener.ask_after_stop)
+        internal_executor.submit(listener.ask_after_stop)
     return 0
 
 
@@ -142,11 +142,11 @@ cdef int believe(Handle handle, int seen) except -1:
 
 
 def listen(listener):
-    """Have ``listener.ask_after_stop()`` called, in a thread for errands, when the process has stood still."""
+    """Have ``listener.ask_after_stop()`` called, by the internal executor, when the process has stood still."""
     global _turn
     if _turn == 0:
         _turn = now()
-        ring()
+        wake_monitor()
     _listeners.add(listener)
 
 
@@ -171,31 +171,31 @@ cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
 
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
     """Have a work fail for its launch; with NULL for its communicator's result or, if that is fine, its deadline."""
-    errand = failing_of(work, watched, result)
-    if errand is not None:
-        errands.give(errand)
+    task = failing_of(work, watched, result)
+    if task is not None:
+        internal_executor.submit(task)
     return 0
 
 
 cdef object failing_of(Work work, const Watched* watched, ncclResult_t result):
-    """Return the errand that does so; None if there is one, or the work has come to its end."""
-    cdef _Failing errand
+    """Return the task that does so; None if there is one, or the work has come to its end."""
+    cdef _Failing task
     if work.failing != NOT_FAILING or work.is_settled():
         return None
     work.failing = TO_FAIL
-    errand = _Failing.__new__(_Failing)
-    errand.work = work
-    errand.result = result
+    task = _Failing.__new__(_Failing)
+    task.work = work
+    task.result = result
     if watched != NULL:
-        errand.watched = watched[0]
-        errand.of_launch = True
+        task.watched = watched[0]
+        task.of_launch = True
         if watched.text != NULL:
-            errand.watched.text = strdup(watched.text)
-    return errand
+            task.watched.text = strdup(watched.text)
+    return task
 
 
 cdef class _Failing:
-    """The errand that makes a work's error, which takes Python, and fails it with all that were launched with it."""
+    """The task that makes a work's error, which takes Python, and fails it with all that were launched with it."""
 
     cdef Work work
     cdef Watched watched
@@ -316,14 +316,14 @@ cdef double _ENGINE_SLICE = 20e-3
 
 cdef void _call_monitor() noexcept nogil:
     """Have the monitor look at once at who waits for what."""
-    hurry()
+    hurry_monitor()
     if event_tell != NULL:  # it may sleep until the host engine rings at the end of a work
-        ring()
+        wake_monitor()
 
 
 cdef int attend() except -1:
     """Do the monitor's part, but for callbacks, once it has ended; return whether it has."""
-    return callbacks.deputy.stand_in()
+    return callbacks.monitor_proxy.run_inline()
 
 
 cdef inline CUstream _one_name(CUstream stream) noexcept:
@@ -331,7 +331,7 @@ cdef inline CUstream _one_name(CUstream stream) noexcept:
     return <CUstream>NULL if stream == CU_STREAM_LEGACY else stream
 
 
-cdef int stand_by() except -1:
+cdef int yield_to_others() except -1:
     """Let others go on for an instant: callbacks, of which this may be one, the monitor, and Python's signal handlers."""
     step_aside()
     if not attend():
@@ -436,7 +436,7 @@ What an asynchronous operation returns.
         if load(&self.sleepers):
             wake(&self.phase)
         if self.callbacks is not None:
-            users.give(self._run_callbacks)
+            user_executor.submit(self._run_callbacks)
         launch = self.launch
         if launch is not None:
             launch.settled(self)
@@ -497,7 +497,7 @@ What an asynchronous operation returns.
             launch.loosen(self)
             if self.launch is not launch:  # it came to its end meanwhile
                 launch.forget(self)
-        callbacks.deputy.loosen(self)
+        callbacks.monitor_proxy.loosen(self)
         if not self.over:  # else the monitor has given its reference back just now
             self.lent = True
             Py_DECREF(self)
@@ -514,7 +514,7 @@ What an asynchronous operation returns.
                 kept = [self.output, self.maker]
                 self.output = self.maker = None
                 if is_quiet():  # and so perhaps this thread's, which had a reference for a moment
-                    users.give(kept.clear)
+                    user_executor.submit(kept.clear)
 
     cdef bint is_shared(self) noexcept:
         """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
@@ -667,7 +667,7 @@ What an asynchronous operation returns.
                     restore(mode)
                 add(&self.attended, -1)
                 if not told:  # the monitor may be all that it has now
-                    ring()
+                    wake_monitor()
             else:
                 add(&self.sleepers, 1)
                 _call_monitor()

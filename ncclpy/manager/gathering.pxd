@@ -1,7 +1,7 @@
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Fingerprint
-from ncclpy.engine.launcher cimport Clique, Launch
+from ncclpy.engine.launcher cimport CommunicatorSet, Launch
 from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.work cimport Work
 
@@ -82,7 +82,7 @@ cdef class Stalled:
     cdef double moment
 
 
-cdef class Ensemble(Clique):
+cdef class Ensemble(CommunicatorSet):
     cdef list waiting  # gatherings that are ready before the communicators are
     cdef object meets  # waits for the processes that these are of and returns their `CommunicatorStatus`; None without a store
     cdef object peer_status  # that, once they have met and until these leave; else None

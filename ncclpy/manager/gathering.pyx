@@ -31,7 +31,7 @@ from ncclpy.engine.recorder cimport Ledger, began_of
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.engine import work
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import method_name, show, text_of
 from ncclpy.engine.work import add_answer
@@ -432,7 +432,7 @@ cdef double _LEAVES = 1.0
 cdef double _ASKS_AGAIN = 1.0
 
 
-cdef class Ensemble(Clique):
+cdef class Ensemble(CommunicatorSet):
     """Communicators for gatherings."""
 
     def __cinit__(self, *args):
@@ -463,13 +463,13 @@ cdef class Ensemble(Clique):
             try:
                 self.peer_status = peer_status = self.meets()
             except BaseException as error:  # raised in all waits for it
-                self.owner.clique_made(self, [], error)
+                self.owner.set_made(self, [], error)
                 return
             finally:
                 self.meeting, self.meets = False, None
             if self.left is not None:  # meanwhile
                 peer_status.leave(*self.left)
-        Clique._make(self, unique_id, config)
+        CommunicatorSet._make(self, unique_id, config)
         if peer_status is not None:
             from ncclpy.manager.nodes import forget
 
@@ -522,12 +522,12 @@ cdef class Ensemble(Clique):
         readers = set()
         self.note_readers(readers)
         self.failures.append(error)
-        self.owner.clique_lost(self)
+        self.owner.set_lost(self)
         if self.aborts:  # before its works fail: a close() that waits for these joins the thread that this starts
             # The error's text may name a key, which only its readers have shown.
             kind = type(error).__name__
             self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
-        Clique.launch_failed(self, launch, error)
+        CommunicatorSet.launch_failed(self, launch, error)
         if not self.aborts:
             self.tell_readers(readers, error)
             self._leave()
@@ -542,17 +542,17 @@ cdef class Ensemble(Clique):
         if self.state == GONE:  # meanwhile
             return
         if self.making:  # nothing has run that an abort could end with wrong data
-            self.owner.clique_lost(self)
-            abort_aside(Clique.abort(self, error), text_of(error))
+            self.owner.set_lost(self)
+            abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
             return
         self.fence()
         readers = set()
         self.note_readers(readers)
         if self.launches:
             self.failures.append(error)
-        self.owner.clique_lost(self)
+        self.owner.set_lost(self)
         self._end(list(self.comms), text.lstrip(": "), error, readers)  # before its works fail, as above
-        Clique.abort(self, error)
+        CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
@@ -622,7 +622,7 @@ cdef class Ensemble(Clique):
             return None
 
     def abort(self, error):
-        """Do as every clique, and tell the other processes, which hear of it before anything is aborted.
+        """Do as every set of communicators, and tell the other processes, which hear of it before anything is aborted.
 
         Where there are some, this does that itself, in the thread ``ending``, and returns nothing to be aborted.
         """
@@ -632,22 +632,22 @@ cdef class Ensemble(Clique):
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
                 self._leave()
-            return Clique.abort(self, error)
+            return CommunicatorSet.abort(self, error)
         self.fence()
         self._end(list(self.comms), text_of(error), error, readers)
-        Clique.abort(self, error)
+        CommunicatorSet.abort(self, error)
         return []
 
     def close(self):
-        """Tell the other processes, and do as every clique."""
+        """Tell the other processes, and do as every set of communicators."""
         leaving = self._leave()
-        Clique.close(self)
+        CommunicatorSet.close(self)
         if leaving is not None:
             leaving.join(_LEAVES)
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
-        Clique.ready(self, comms, streams)
+        CommunicatorSet.ready(self, comms, streams)
         self.making = False
         if self.aborts:
             self.believe(load(&stops))  # all have met just now
@@ -737,7 +737,7 @@ def _abort_when_heard(peer_status, comms, text, error, readers):
         if not peer_status.wait_until_confirmed():
             return
     if comms:
-        abort_aside(comms, text).join()
+        abort_in_background(comms, text).join()
     if peer_status is not None:
         peer_status.leave()
 

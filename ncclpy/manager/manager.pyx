@@ -11,10 +11,10 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.runtime.library cimport check_process, driver
 from ncclpy.core.handles.handle cimport tell_failed
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
-from ncclpy.engine.callbacks cimport CliqueOwner, LaunchOwner, Lock, users
-from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Clique, Launch, launch_here, record_producer
+from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Lock, user_executor
+from ncclpy.engine.launcher cimport GONE, MADE, MAKING, CommunicatorSet, Launch, launch_here, record_producer
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.work cimport Work, new_work, stand_by
+from ncclpy.engine.work cimport Work, new_work, yield_to_others
 from ncclpy.manager.gathering cimport (
     Ensemble, Gathering, Key, Participant, Stalled, check_members, new_gathering, new_key, ranks_of,
 )
@@ -27,7 +27,7 @@ from ncclpy.core.runtime.stream_readers import raise_at_end
 from ncclpy.errors import NcclAborted, NcclTimeout, not_copied, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import monitor, recorder
-from ncclpy.engine.launcher import StreamPool, abort_aside
+from ncclpy.engine.launcher import StreamPool, abort_in_background
 from ncclpy.engine.recorder import show, text_of
 
 # How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
@@ -87,7 +87,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef Lock lock  # of all below
     cdef dict gatherings  # by key
     cdef list failures  # of communicators that are gone: for each set, what its works have failed with
-    cdef dict cliques  # by communicator key, or devices on one node; if any may be closed, the least recently used first
+    cdef dict comm_sets  # by communicator key, or devices on one node; if any may be closed, the least recently used first
     cdef dict signalled  # keys, by themselves, whose signal came before the first participant
     cdef double timeout
     cdef double warn_after
@@ -139,7 +139,7 @@ Gather the participants of collectives by key and launch each collective when al
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
-        self.cliques, self.failures = {}, []
+        self.comm_sets, self.failures = {}, []
         self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
@@ -173,7 +173,7 @@ Gather the participants of collectives by key and launch each collective when al
         """Add a participant, and launch if it is the last one."""
         cdef Key named = new_key(key)
         cdef Gathering gathering
-        cdef Ensemble clique
+        cdef Ensemble comm_set
         cdef Launch lent = None
         cdef Work work
         if on_done is not None and not callable(on_done):
@@ -201,9 +201,9 @@ Gather the participants of collectives by key and launch each collective when al
                 self._check_usable()  # again and again: an abort may have come meanwhile
                 self.lock.enter()
                 try:
-                    gathering, signal, clique = self._take_in(one, named)
-                    if clique is not None and clique.state == MADE:
-                        lent, clique = clique.launch(gathering, True), None
+                    gathering, signal, comm_set = self._take_in(one, named)
+                    if comm_set is not None and comm_set.state == MADE:
+                        lent, comm_set = comm_set.launch(gathering, True), None
                 finally:
                     self.lock.leave()
                     launch_here(lent)
@@ -216,8 +216,8 @@ Gather the participants of collectives by key and launch each collective when al
         # Whatever of the user's goes with these does so here.
         gathering.let_go()
         named.found()
-        if clique is not None:
-            self._make(clique, gathering)
+        if comm_set is not None:
+            self._make(comm_set, gathering)
         return work
 
     cdef tuple _take_in(self, Participant one, Key key):
@@ -272,7 +272,7 @@ Gather the participants of collectives by key and launch each collective when al
         Return the communicators if they are MADE, so that the caller launches the collective, or if the caller has to
         make them without the lock; None if there is nothing to do.
         """
-        cdef Ensemble clique, making = None
+        cdef Ensemble comm_set, making = None
         cdef Participant one
         if gathering.listed:
             self.gatherings.pop(gathering.key, None)
@@ -283,47 +283,47 @@ Gather the participants of collectives by key and launch each collective when al
             return None
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
-        clique = self.cliques.get(name)
+        comm_set = self.comm_sets.get(name)
         try:
-            if clique is None:
-                clique = making = Ensemble(
+            if comm_set is None:
+                comm_set = making = Ensemble(
                     _Owner(self), name, devices, ranks_of(gathering), gathering.num_global, self.site
                 )
                 self.made += 1
             elif gathering.communicator_key:
-                check_members(clique, gathering, devices)
+                check_members(comm_set, gathering, devices)
         except BaseException as error:
             gathering.end(error)
             return None
         if making is None and self.max_communicators is not None:
-            del self.cliques[name]
+            del self.comm_sets[name]
         if making is not None or self.max_communicators is not None:
-            self.cliques[name] = clique  # at the end: the most recently used
+            self.comm_sets[name] = comm_set  # at the end: the most recently used
         self.launched += 1
-        if clique.state == MADE:
-            return clique
-        clique.wait(gathering)
-        if clique.state == MAKING and gathering.timeout != FOREVER:
+        if comm_set.state == MADE:
+            return comm_set
+        comm_set.wait(gathering)
+        if comm_set.state == MAKING and gathering.timeout != FOREVER:
             self._sweep_later(gathering.timeout)
         return making
 
-    cdef int _make(self, Ensemble clique, Gathering gathering) except -1:
+    cdef int _make(self, Ensemble comm_set, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
         try:
-            clique.meet_in(self.store, self.gatherings, gathering)
-            clique.make(gathering.communicator_key, self.config)
+            comm_set.meet_in(self.store, self.gatherings, gathering)
+            comm_set.make(gathering.communicator_key, self.config)
         except BaseException as error:
             if isinstance(error, Exception):
-                self._made(clique, [], error)
+                self._made(comm_set, [], error)
                 return 0
             why = f"its communicators were not made: {type(error).__name__} in the last call"
-            self._made(clique, [], NcclAborted(why))  # Ctrl-C itself is the caller's
+            self._made(comm_set, [], NcclAborted(why))  # Ctrl-C itself is the caller's
             raise
         return 0
 
-    def _made(self, clique, comms, error):
+    def _made(self, comm_set, comms, error):
         """Take the outcome of making communicators, from the thread that has made them."""
-        cdef Ensemble made = clique
+        cdef Ensemble made = comm_set
         cdef Gathering gathering
         idle, launched, streams = [], [], []
         if error is None:
@@ -332,7 +332,7 @@ Gather the participants of collectives by key and launch each collective when al
             except BaseException as failure:
                 error = failure
         with self.lock:
-            wanted = self.cliques.get(made.key) is made
+            wanted = self.comm_sets.get(made.key) is made
             if error is None and wanted:
                 try:
                     launched = made.ready(comms, streams)
@@ -342,7 +342,7 @@ Gather the participants of collectives by key and launch each collective when al
         if error is not None or not wanted:
             self._lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
-            abort_aside(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
+            abort_in_background(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
         for gathering in launched:
             gathering.let_go()
         for other in idle:
@@ -352,21 +352,21 @@ Gather the participants of collectives by key and launch each collective when al
         """Take what is idle and too much out of the cache, the least recently used first."""
         if self.max_communicators is None:
             return []
-        surplus = len(self.cliques) - self.max_communicators
-        found = [clique for clique in self.cliques.values() if clique.idle][: max(0, surplus)]
-        for clique in found:
+        surplus = len(self.comm_sets) - self.max_communicators
+        found = [comm_set for comm_set in self.comm_sets.values() if comm_set.idle][: max(0, surplus)]
+        for comm_set in found:
             self.evicted += 1
-            del self.cliques[clique.key]
+            del self.comm_sets[comm_set.key]
         return found
 
-    def _lost(self, Ensemble clique not None):
+    def _lost(self, Ensemble comm_set not None):
         """Take a set of communicators that is no good any more out of the cache."""
         with self.lock:
-            clique.state = GONE
+            comm_set.state = GONE
             self.failures = [each for each in self.failures if undelivered(each) is not None]
-            self.failures.append(clique.failures)
-            if self.cliques.get(clique.key) is clique:
-                del self.cliques[clique.key]
+            self.failures.append(comm_set.failures)
+            if self.comm_sets.get(comm_set.key) is comm_set:
+                del self.comm_sets[comm_set.key]
 
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
@@ -374,7 +374,7 @@ Gather the participants of collectives by key and launch each collective when al
         It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
-        cdef Ensemble clique = None
+        cdef Ensemble comm_set = None
         cdef Launch lent = None
         cdef Key named = new_key(key)
         while True:
@@ -387,9 +387,9 @@ Gather the participants of collectives by key and launch each collective when al
                 if gathering is not None:
                     gathering.signalled = True
                     if gathering.is_ready():
-                        clique = self._start(gathering)
-                    if clique is not None and clique.state == MADE:
-                        lent, clique = clique.launch(gathering, True), None
+                        comm_set = self._start(gathering)
+                    if comm_set is not None and comm_set.state == MADE:
+                        lent, comm_set = comm_set.launch(gathering, True), None
                     break
                 known = not named.doubts and named in self.signalled  # which may raise doubts too
                 if known or not named.doubts:
@@ -404,8 +404,8 @@ Gather the participants of collectives by key and launch each collective when al
         named.found()
         if gathering is not None:
             gathering.let_go()
-        if clique is not None:
-            self._make(clique, gathering)
+        if comm_set is not None:
+            self._make(comm_set, gathering)
 
     # Deadlines of gathering.
 
@@ -420,19 +420,19 @@ Gather the participants of collectives by key and launch each collective when al
     def _sweep(self):
         """Fail what is overdue, tell of what stalls, and come again if anything is left."""
         cdef Gathering gathering, first
-        cdef Ensemble clique
+        cdef Ensemble comm_set
         cdef double moment = now(), shortest = FOREVER
         late, stalled, unmade = [], [], []
         with self.lock:
             if moment < self.sweep_at:
                 return  # one that was to come sooner has been here
             self.sweep_at = FOREVER
-            for clique in self.cliques.values():
-                overdue = clique.overdue()
+            for comm_set in self.comm_sets.values():
+                overdue = comm_set.overdue()
                 if overdue:
-                    unmade.append((clique, overdue[0]))
+                    unmade.append((comm_set, overdue[0]))
                 else:
-                    shortest = min(shortest, clique.patience())
+                    shortest = min(shortest, comm_set.patience())
             for gathering in self.gatherings.values():
                 if moment - gathering.since >= gathering.timeout:
                     late.append(gathering)
@@ -443,30 +443,30 @@ Gather the participants of collectives by key and launch each collective when al
                         if moment - gathering.since >= self.warn_after:
                             gathering.warned = True
                             stalled.append(gathering)
-            for clique, _ in unmade:
-                clique.state = GONE
-                del self.cliques[clique.key]
+            for comm_set, _ in unmade:
+                comm_set.state = GONE
+                del self.comm_sets[comm_set.key]
             for gathering in late:
                 del self.gatherings[gathering.key]
             if shortest != FOREVER:
                 self._sweep_later(shortest)
         # Nobody else finds these any more.
-        for clique, first in unmade:
+        for comm_set, first in unmade:
             failure = NcclTimeout(first.say(
-                f"the communicators of devices {list(clique.devices)} were not made within {first.timeout:g} s; where "
+                f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "
                 "there are other nodes, see whether they have come to the same collective"
             ))
-            begun = clique.abort(failure)
+            begun = comm_set.abort(failure)
             tell_failed(failure, False)
             if begun:
-                abort_aside(begun, str(failure))
+                abort_in_background(begun, str(failure))
         for gathering in late:
             failure = gathering.overdue()
             gathering.end(failure)
             gathering.let_go()
             tell_failed(failure, False)
         if stalled:
-            users.give(Stalled(stalled))
+            user_executor.submit(Stalled(stalled))
 
     # What goes on, and its end.
 
@@ -484,11 +484,11 @@ Gather the participants of collectives by key and launch each collective when al
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
         check_process()
         return {
-            "communicators": len(self.cliques),
+            "communicators": len(self.comm_sets),
             "communicators_made": self.made,
             "communicators_evicted": self.evicted,
             "gathering": len(self.gatherings),
-            "in_flight": sum([clique.in_flight for clique in list(self.cliques.values())]),
+            "in_flight": sum([comm_set.in_flight for comm_set in list(self.comm_sets.values())]),
             "started": self.launched,
         }
 
@@ -510,21 +510,21 @@ Gather the participants of collectives by key and launch each collective when al
         if isinstance(reason, BaseException):
             error.__cause__ = reason
         with self.lock:
-            if self.reason is not None or (self.closed and not self.cliques):
+            if self.reason is not None or (self.closed and not self.comm_sets):
                 return
             self.reason, self.failures = text, []  # the caller wants no results
             self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
-            cliques, self.cliques = self.cliques, {}
+            comm_sets, self.comm_sets = self.comm_sets, {}
             signalled, self.signalled = self.signalled, {}
         comms = []
         try:
-            for clique in cliques.values():
-                comms += clique.abort(error)
+            for comm_set in comm_sets.values():
+                comms += comm_set.abort(error)
             for gathering in gatherings.values():
                 gathering.end(error)
                 gathering.let_go()
-            self.abort_thread = abort_aside(comms, text, _endings_of(cliques.values()))
+            self.abort_thread = abort_in_background(comms, text, _endings_of(comm_sets.values()))
         finally:
             self.aborting -= 1
 
@@ -580,10 +580,10 @@ Gather the participants of collectives by key and launch each collective when al
                 return
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
-            cliques = list(self.cliques.values())
+            comm_sets = list(self.comm_sets.values())
         works = []
-        for clique in cliques:
-            works += (<Clique>clique).unsettled()
+        for comm_set in comm_sets:
+            works += (<CommunicatorSet>comm_set).unsettled()
         for gathering in gatherings.values():
             gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
             gathering.let_go()
@@ -593,9 +593,9 @@ Gather the participants of collectives by key and launch each collective when al
         with raise_at_end():
             try:
                 while now() < deadline and not all(
-                    [clique.idle or not clique.alive for clique in cliques] + [work.is_settled() for work in works]
+                    [comm_set.idle or not comm_set.alive for comm_set in comm_sets] + [work.is_settled() for work in works]
                 ):
-                    stand_by()
+                    yield_to_others()
                 for work in works:
                     left += not work.is_settled()
                     if failed is None and work.error is not None:
@@ -604,7 +604,7 @@ Gather the participants of collectives by key and launch each collective when al
                 why = f"and {type(error).__name__} ended the wait for it"
                 raise
             finally:
-                self._end(cliques, why)
+                self._end(comm_sets, why)
         if failed is not None:  # what this has waited for has no result
             raise failed.failure().with_traceback(None)
         for errors in self.failures:
@@ -614,22 +614,22 @@ Gather the participants of collectives by key and launch each collective when al
         if left:
             raise NcclTimeout(f"{left} works of a Manager were not done {timeout} s after close(); they were aborted")
 
-    def _end(self, cliques, why):
+    def _end(self, comm_sets, why):
         """Close the communicators that are idle and abort the others."""
         comms, idle, busy = [], [], []
         with self.lock:
-            for clique in cliques:
-                if clique.idle:
-                    idle.append(clique)
-                elif clique.alive:
-                    busy.append(clique)
-            self.cliques = {}
-        for clique in busy:
-            comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
-        endings = _endings_of(cliques)  # also those that other processes have ended: they tell the threads that read
-        thread = abort_aside(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
-        for clique in idle:
-            clique.close()
+            for comm_set in comm_sets:
+                if comm_set.idle:
+                    idle.append(comm_set)
+                elif comm_set.alive:
+                    busy.append(comm_set)
+            self.comm_sets = {}
+        for comm_set in busy:
+            comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
+        endings = _endings_of(comm_sets)  # also those that other processes have ended: they tell the threads that read
+        thread = abort_in_background(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
+        for comm_set in idle:
+            comm_set.close()
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
         self.pool.close()
@@ -658,13 +658,13 @@ Gather the participants of collectives by key and launch each collective when al
         self.close()
 
     def __repr__(self):
-        state = f"{len(self.cliques)} communicators"
+        state = f"{len(self.comm_sets)} communicators"
         if self.closed or self.reason is not None:
             state = "closed" if self.closed else "aborted"
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
 
 
-cdef class _Owner(CliqueOwner):
+cdef class _Owner(SetOwner):
     """A Manager, as its sets of communicators know it: they live no longer than it does."""
 
     cdef Manager manager
@@ -672,12 +672,12 @@ cdef class _Owner(CliqueOwner):
     def __init__(self, Manager manager not None):
         self.manager = manager
 
-    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
-        self.manager._made(clique, comms, error)
+    cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
+        self.manager._made(comm_set, comms, error)
         return 0
 
-    cdef int clique_lost(self, LaunchOwner clique) except -1:
-        self.manager._lost(clique)
+    cdef int set_lost(self, LaunchOwner comm_set) except -1:
+        self.manager._lost(comm_set)
         return 0
 
 
@@ -702,6 +702,6 @@ def _sweeper_of(reference):
     return sweep
 
 
-cdef list _endings_of(cliques):
+cdef list _endings_of(comm_sets):
     """Return the threads that abort communicators once all processes have heard."""
-    return [clique.ending for clique in cliques if clique.ending is not None]
+    return [comm_set.ending for comm_set in comm_sets if comm_set.ending is not None]

@@ -3,8 +3,8 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Fingerprint, Lowered
-from ncclpy.engine.launcher cimport Clique, Launch
-from ncclpy.engine.callbacks cimport Awaited, CliqueOwner
+from ncclpy.engine.launcher cimport CommunicatorSet, Launch
+from ncclpy.engine.callbacks cimport Awaited, SetOwner
 from ncclpy.engine.work cimport Work
 
 
@@ -55,11 +55,11 @@ cdef Request new_request(Work work, double limit)
 
 
 # Whose connection has failed with what was launched on it. Called where `LaunchOwner.launch_failed` is.
-cdef class ConnectionOwner(CliqueOwner):
+cdef class ConnectionOwner(SetOwner):
     cdef int connection_failed(self, Connection connection, object error) except -1
 
 
-cdef class Connection(Clique):
+cdef class Connection(CommunicatorSet):
     cdef readonly str label
     cdef str title
     cdef tuple meet  # what returns the unique id, once all ranks are there, and what forgets that

@@ -45,7 +45,7 @@ from ncclpy.core.handles.abort import await_birth
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported
 from ncclpy.core.calls.group import Group
 from ncclpy.types import UniqueId
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.check.disagreement import pack
 from ncclpy.process_group.options import Completion
@@ -210,7 +210,7 @@ cdef class Tells:
         ))
 
 
-cdef class ConnectionOwner(CliqueOwner):
+cdef class ConnectionOwner(SetOwner):
     """Whose connections they are."""
 
     cdef int connection_failed(self, Connection connection, object error) except -1:
@@ -226,7 +226,7 @@ cdef class _Meeting(Awaited):
         return self.text
 
 
-cdef class Connection(Clique):
+cdef class Connection(CommunicatorSet):
     """A communicator with some of the ranks of a group, and the requests that wait for it.
 
     Parameters
@@ -256,7 +256,7 @@ cdef class Connection(Clique):
     def __init__(
         self, ConnectionOwner owner not None, label, title, int peer, device, rank, nranks, site, meet, double limit
     ):
-        Clique.__init__(self, owner, label, (device,), (rank,), nranks, site)
+        CommunicatorSet.__init__(self, owner, label, (device,), (rank,), nranks, site)
         self.label = label
         self.title = title
         self.meet = meet
@@ -288,7 +288,7 @@ cdef class Connection(Clique):
             self.call(comm)
         except BaseException as failure:  # told to all who wait for it
             error = failure
-        self.owner.clique_made(self, made, error)
+        self.owner.set_made(self, made, error)
         if error is None:
             self.meet[1]()
 
@@ -321,7 +321,7 @@ cdef class Connection(Clique):
 
     def abort(self, error):
         """Fail what runs or waits with `error`, and return the communicators, also one whose ranks still meet."""
-        comms = Clique.abort(self, error)
+        comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
         if making is not None and making.state == UNBORN:  # the call that begins it has yet to return
@@ -331,7 +331,7 @@ cdef class Connection(Clique):
 
     def close(self):
         """Close the communicator; nothing may run on it."""
-        Clique.close(self)
+        CommunicatorSet.close(self)
         memory, self.memory = self.memory, None
         if memory is not None:  # after an abort something may still write there
             _device.free(memory)
@@ -340,7 +340,7 @@ cdef class Connection(Clique):
     cdef list ready(self, list comms, list streams):
         """Take the communicator over and launch what has waited for it; return that, to be let go of."""
         cdef Request request
-        Clique.ready(self, comms, streams)
+        CommunicatorSet.ready(self, comms, streams)
         self.making = None
         self.stream = (<Stream>streams[0]).raw
         waiting, self.waiting = self.waiting, []
@@ -425,7 +425,7 @@ cdef class Connection(Clique):
             self.late()  # who are done with are forgotten
             self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # which keep what they result in
         (<ConnectionOwner>self.owner).connection_failed(self, error)
-        return 0 if self.spares else Clique.launch_failed(self, launch, error)
+        return 0 if self.spares else CommunicatorSet.launch_failed(self, launch, error)
 
     cdef Py_ssize_t late(self) except -1:
         cdef Work work
@@ -460,7 +460,7 @@ cdef class Connection(Clique):
 def _abort_soon(Communicator comm not None, reason):
     """Abort a communicator as soon as there is something to abort."""
     await_birth(comm)
-    abort_aside([comm], reason).join()
+    abort_in_background([comm], reason).join()
 
 
 cdef CUstream captured_of(set streams, int device) except? NULL:

@@ -4,7 +4,7 @@ import functools
 
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.start cimport root_rank
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.runtime.library cimport check_process
@@ -17,7 +17,7 @@ from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, s
 
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
 from ncclpy.types import ReduceOp, as_integer
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
 from ncclpy.process_group.connection import Tells
@@ -526,7 +526,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
                 child.lifecycle.adopt(comm)
         except BaseException:
             if comm is not None:
-                abort_aside([comm], f"process group {name!r} could not be made")
+                abort_in_background([comm], f"process group {name!r} could not be made")
             raise
         return child
 

@@ -14,9 +14,9 @@ from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.device cimport as_device
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
-from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, errands, users
+from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, internal_executor, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING
-from ncclpy.engine.work cimport is_doubted, stand_by, stops
+from ncclpy.engine.work cimport is_doubted, yield_to_others, stops
 from ncclpy.engine.native cimport load
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.process_group.check.agreement cimport Agreement
@@ -29,7 +29,7 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 from ncclpy.types import as_integer
 from ncclpy.engine import work
 from ncclpy.engine.work import add_answer, without_advice
-from ncclpy.engine.launcher import StreamPool, abort_aside
+from ncclpy.engine.launcher import StreamPool, abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
@@ -364,7 +364,7 @@ cdef class Lifecycle:
         if error is None and wanted:
             for comm in comms:
                 if is_doubted(<Handle>comm):  # it was not there yet when the others were asked about a stop
-                    errands.give(self.ask_after_stop)
+                    internal_executor.submit(self.ask_after_stop)
             connection.settled.set()
             return 0
         if error is not None:
@@ -375,7 +375,7 @@ cdef class Lifecycle:
             error = NcclAborted(f"process group {self.name!r} was closed")
         connection.fail(error)
         if comms:
-            abort_aside(comms, "it is not needed any more")
+            abort_in_background(comms, "it is not needed any more")
         return 0
 
     # Its end.
@@ -429,7 +429,7 @@ cdef class Lifecycle:
         while self.pending():
             if now() >= deadline:
                 return False
-            stand_by()
+            yield_to_others()
         return True
 
     cdef int abort(self, reason) except -1:
@@ -456,7 +456,7 @@ cdef class Lifecycle:
             if error is None:
                 self.aborts = [*self.aborts, hook]
         if error is not None:
-            users.give(functools.partial(hook, error))
+            user_executor.submit(functools.partial(hook, error))
         return 0
 
     cdef int wait_until_told(self) except -1:
@@ -484,7 +484,7 @@ cdef class Lifecycle:
         if self.on_error != "report":
             self.fail(NcclRemoteError(text), text, number, asks=True)
             return 0
-        users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+        user_executor.submit(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
         return 0
 
     cdef int connection_failed(self, error, Connection connection) except -1:
@@ -507,7 +507,7 @@ cdef class Lifecycle:
                 connection.state, connection.failure = GONE, error
         if told:
             self.notices.known.troubled(error)
-            users.give(functools.partial(  # a logger's handlers are the user's
+            user_executor.submit(functools.partial(  # a logger's handlers are the user's
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
             ))
@@ -602,7 +602,7 @@ cdef class Lifecycle:
         finally:
             begun.set()
         for hook in hooks if calls else ():
-            users.give(functools.partial(hook, error))
+            user_executor.submit(functools.partial(hook, error))
         if exits and not exiting:  # no thread is to be had
             self._exit(error, notices, begun, but, comms)
 
@@ -677,7 +677,7 @@ cdef class Lifecycle:
             self.fail(NcclRemoteError(text), None, number)
             return
         except (NcclError, ValueError) as error:  # there is nothing to ask any more: the program is to go on
-            users.give(functools.partial(
+            user_executor.submit(functools.partial(
                 _log.warning, "rank %d of process group %r has stood still, and cannot ask whether the group was ended "
                 "meanwhile: it takes what it sees for success (%s)", self.rank, self.name, error,
             ))
@@ -828,7 +828,7 @@ cdef class News:
 
     def silent(self, rank, why):
         """Take the news that a rank was not heard of for long while something waited."""
-        errands.give(functools.partial(self._look_without, rank, why, False))
+        internal_executor.submit(functools.partial(self._look_without, rank, why, False))
 
     def _look_without(self, rank, why, again):
         """End the group if something waits in it, which a rank that is gone will not bring; else look `again`."""
@@ -868,12 +868,12 @@ cdef class _Owner(ConnectionOwner):
     def __init__(self, Lifecycle group not None):
         self.group = group
 
-    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
-        self.group.connection_made(<Connection>clique, comms, error)
+    cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
+        self.group.connection_made(<Connection>comm_set, comms, error)
         return 0
 
-    cdef int clique_lost(self, LaunchOwner clique) except -1:
-        (<Connection>clique).state = GONE
+    cdef int set_lost(self, LaunchOwner comm_set) except -1:
+        (<Connection>comm_set).state = GONE
         return 0
 
     cdef int connection_failed(self, Connection connection, object error) except -1:
@@ -888,7 +888,7 @@ def _abort_when_heard(notices, telling, comms, reason, tell_readers):
         tell_readers()  # their program may end with that
     notices.confirm()
     if notices.wait_until_confirmed(None if comms else 0.0) and comms:
-        abort_aside(comms, reason).join()
+        abort_in_background(comms, reason).join()
 
 
 def _meeting_of(notices, label, members):

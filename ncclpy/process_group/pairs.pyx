@@ -22,11 +22,11 @@ from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.arguments.validation cimport NOTHING, Difference, difference_of_data, type_of
 from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, now
 from ncclpy.engine.launcher cimport GONE, MADE
-from ncclpy.engine.work cimport stand_by
+from ncclpy.engine.work cimport yield_to_others
 
 from ncclpy.errors import NcclAborted, NcclRemoteError, NcclTimeout
 from ncclpy.types import MAX_INT as _MAX_INT
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 
 
 # Seconds that the end of a group may take to fail its connections.
@@ -93,7 +93,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     if not one.pending() and one.is_well():
         one.close()
     elif one.alive:  # something went wrong on it, or another thread has begun something meanwhile
-        abort_aside(one.abort(NcclAborted(f"pair {label!r} of process group {group.name!r} was disconnected")), "")
+        abort_in_background(one.abort(NcclAborted(f"pair {label!r} of process group {group.name!r} was disconnected")), "")
     return 0
 
 
@@ -110,7 +110,7 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
                 f"rank {group.rank} of process group {group.name!r}: {n} operations on communicator {one.label!r} are not "
                 "done; nothing was changed"
             )
-        stand_by()
+        yield_to_others()
         n = one.pending()
     return 0
 
@@ -217,7 +217,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
     except BaseException as error:
         main.making = None
         if not part.closed:
-            abort_aside([part], "its group has ended")
+            abort_in_background([part], "its group has ended")
         if group.is_ended() and isinstance(error, Exception):
             group.check_usable()
         failure = error if isinstance(error, Exception) else NcclAborted(

@@ -55,6 +55,7 @@ def places(error):
 def test_deadline_of_a_groups_operation_says_where_each_was_called():
     def body(group):
         reduces(group, np.ones(2)).wait(DEADLINE)
+        both_have.wait(DEADLINE)
         if group.rank:
             testing.wait_for(lambda: group.error is not None, "the end")
             return places(group.error)
@@ -68,7 +69,7 @@ def test_deadline_of_a_groups_operation_says_where_each_was_called():
         return [*found, places(group.error)]
 
     options = {"timeout": DEADLINE, "name": "late"}
-    groups = {}
+    groups, both_have = {}, threading.Barrier(2)
 
     def with_deadline(group):
         groups[group.rank] = group

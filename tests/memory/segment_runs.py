@@ -31,7 +31,7 @@ STEPS = 60
 ODD = 4097  # bytes of what threads allocate in a storm: of which the model knows nothing
 
 
-class Clique:
+class CommunicatorSet:
     """The communicators of both devices, and a stream on each."""
 
     def __init__(self, comms):
@@ -156,7 +156,7 @@ class Program:
         if len(self.cliques) < 3:
             blocking = self.random.random() < 0.8
             config = None if blocking else ncclpy.Config(blocking=False)
-            self.cliques.append(Clique(ncclpy.Communicator.init_all([0, 1], config=config)))
+            self.cliques.append(CommunicatorSet(ncclpy.Communicator.init_all([0, 1], config=config)))
 
     def split(self):
         clique = self.pick()
@@ -167,7 +167,7 @@ class Program:
         for child in children:
             child.wait_ready(timeout=20)
         self.called(clique)
-        self.cliques.append(Clique(children))
+        self.cliques.append(CommunicatorSet(children))
         clique.children.append(self.cliques[-1])
 
     def end(self, clique):

@@ -12,7 +12,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.memory import registry
 
 COUNT = 4096
@@ -45,7 +45,7 @@ def test_memory_of_aborted_communicators_is_out_of_use(held, comms2, together):
     take_in, take_out = held
     arrays = used(take_in, comms2)
     if together:
-        abort_aside(list(comms2), "the test").join()
+        abort_in_background(list(comms2), "the test").join()
     else:
         for comm in comms2:
             comm.abort()
@@ -60,7 +60,7 @@ def test_memory_of_communicators_whose_group_is_being_aborted(held, comms2):
     take_in, take_out = held
     arrays = used(take_in, comms2)
     with ncclpy.faults("rank=0 call=CommAbort do=delay:300ms") as faults:
-        aborting = abort_aside(list(comms2), "the test")
+        aborting = abort_in_background(list(comms2), "the test")
         testing.wait_for(lambda: faults.fired)
         begun = time.monotonic()
         freed = [take_out(array.ctypes.data, comm.device, 5.0) for comm, array in zip(comms2, arrays, strict=True)]

@@ -10,9 +10,9 @@ import time
 #: Threads of which a process has one from the first need on: of the host engine, and the watcher of deadlines.
 LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher", "ncclpy-processe"}
 #: Threads of the Manager, which stay as well.
-LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-errand"}
+LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-internal"}
 #: Threads that Python lists, and that stay.
-STAYING = {"ncclpy-callback", "ncclpy-errand", "ncclpy-processes"}
+STAYING = {"ncclpy-callback", "ncclpy-internal", "ncclpy-processes"}
 
 
 def threads(lasting=LASTING) -> list[str]:

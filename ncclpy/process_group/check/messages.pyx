@@ -25,17 +25,17 @@ from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.arguments.datatypes cimport NAME
 from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
-from ncclpy.engine.callbacks cimport Awaited, add_sentence, users
+from ncclpy.engine.callbacks cimport Awaited, add_sentence, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
 from ncclpy.engine.recorder cimport where_called
-from ncclpy.engine.work cimport stand_by
+from ncclpy.engine.work cimport yield_to_others
 from ncclpy.process_group.check.agreement cimport Agreement
 from ncclpy.process_group.check.shared_memory cimport Mailbox, Note
 
 from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.errors import NcclError, NcclTimeout, seconds
-from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.check import shared_memory
 from ncclpy.process_group.check.disagreement import beside, message_text, pack_message, unpack_message
@@ -452,7 +452,7 @@ cdef class Holder:
     def _lose(self, Lifecycle group, Connection connection, error):
         """End the group, or this communicator alone: nobody knows what the peer makes of what it met."""
         if group.on_error == "report":
-            abort_aside(connection.abort(error), text_of(error))
+            abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
             group.inquire(error)  # before who waits sees it
@@ -462,7 +462,7 @@ cdef class Holder:
 
 
 def _report(Lifecycle group not None, error):
-    users.give(functools.partial(  # a logger's handlers are the user's
+    user_executor.submit(functools.partial(  # a logger's handlers are the user's
         _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))
@@ -541,7 +541,7 @@ cdef int wait_until_given(Connection connection, Lifecycle group, double deadlin
                 f"rank {group.rank} of process group {group.name!r}: {len(connection.held)} operations on communicator "
                 f"{connection.label!r} wait to be compared with those of other ranks; the capture goes on without this one"
             )
-        stand_by()
+        yield_to_others()
     return 0
 
 
@@ -594,8 +594,8 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
         return 0
     group.explain_by(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
     if not told:
-        abort_aside(connection.abort(error), text_of(error))
-    users.give(functools.partial(  # a logger's handlers are the user's
+        abort_in_background(connection.abort(error), text_of(error))
+    user_executor.submit(functools.partial(  # a logger's handlers are the user's
         _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))

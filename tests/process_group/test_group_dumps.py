@@ -101,6 +101,8 @@ def test_a_rank_that_joins_after_the_deadline_is_the_one_that_is_named(ranks):
         if rank == 2:
             all_have_written(2)
             time.sleep(0.5)
+        else:
+            store.barrier("both have begun", rank, 2)
         group = make(timeout=1)
         try:
             group.all_reduce(np.ones(4)).wait()

@@ -37,7 +37,7 @@ UNSHARED = tuple(
         "arguments/buffers",
         "arguments/validation",
         "calls/group",
-        "calls/stretch",
+        "calls/batch",
         "calls/submit",
         "communicator",
         "runtime/stream",

@@ -14,7 +14,7 @@ cdef enum:
 cdef tuple UPKEEP  # their names, up to RESUME
 
 
-cdef class Upkeep(Call):
+cdef class CommCall(Call):
     cdef Handle comm
     cdef int kind
     cdef bint begun  # it has the communicator's lock
@@ -27,7 +27,7 @@ cdef class Upkeep(Call):
     cdef ncclResult_t result
     cdef char* words  # NCCL's last ones, of the thread that made the call
 
-    cdef int see_through(self, str what, double limit) except -1
+    cdef int run_blocking(self, str what, double limit) except -1
     cdef void _make(self) noexcept nogil
     cdef ncclResult_t _destroy(self) noexcept nogil
     cdef ncclResult_t _abort(self) noexcept nogil
@@ -36,6 +36,6 @@ cdef class Upkeep(Call):
 
 
 # Make a call that takes no more than the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
-cdef int keep_up(Handle handle, int kind) except -1
+cdef int call_blocking(Handle handle, int kind) except -1
 cdef int abort_now(Handle handle, object timeout) except -1
 cdef int give_back(Handle handle, object timeout) except -1

@@ -15,7 +15,7 @@ from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport current_group
 from ncclpy.core.handles.handle cimport WAS_ABORTED
-from ncclpy.core.handles.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, IN_PARENT, READY, SUSPENDED, is_over
+from ncclpy.core.handles.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, INIT_IN_PARENT, READY, SUSPENDED, is_over
 from ncclpy.core.runtime.stream cimport DeviceWait, Stream, hold
 from ncclpy.core.runtime.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
 from ncclpy.core.handles.watch cimport check_alive, check_not_beneath, finish, wait_stream
@@ -28,13 +28,13 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout
 UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")
 
 
-cdef class Upkeep(Call):
+cdef class CommCall(Call):
     """A call that takes no more than the communicator, in a thread of its own, since it can wait for others."""
 
     def __dealloc__(self):
         free(self.words)
 
-    cdef int see_through(self, str what, double limit) except -1:
+    cdef int run_blocking(self, str what, double limit) except -1:
         """Make the call and wait for it; one that is left early is ended, as far as that goes."""
         cdef Handle comm = self.comm
         cdef double started = now()
@@ -92,7 +92,7 @@ cdef class Upkeep(Call):
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
         # NULL after an abort. NCCL would free it twice if it were aborted while it is destroyed; the host engine would
         # not, and brings this thread back from it.
-        raw = self.comm.raw if abort_preempts else self.comm.take_raw()
+        raw = self.comm.raw if abort_preempts else self.comm.detach_handle()
         if result != ncclInProgress:  # else NCCL is at work on it
             drop_ranges(<void*>self.comm, raw)  # what was in use when it was closed, or whose user has let it drop
         if raw != NULL and result == ncclSuccess:
@@ -101,31 +101,31 @@ cdef class Upkeep(Call):
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
         if abort_preempts:
-            raw = self.comm.take_raw()
+            raw = self.comm.detach_handle()
         if raw != NULL and self.comm.precall_hook != NULL:  # else who aborts it says so
             self.comm.precall_hook.over(self.comm.precall_hook)  # now: who frees its memory may have the GIL, and wait for that
         # The guard is there until its own end: its abort is what brings this thread back.
-        guard = self.comm.guard_now(False)
+        guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-        guard = self.comm.guard_now(not abort_preempts)  # NCCL would free it under this thread
+        guard = self.comm.guard_handle(not abort_preempts)  # NCCL would free it under this thread
         if guard == NULL:
             return result
         if result == ncclSuccess:
             result = self._give_back(guard)
         else:
             nccl.ncclCommAbort(guard)
-        self.comm.guard_now(True)
+        self.comm.guard_handle(True)
         return result
 
     cdef ncclResult_t _abort(self) noexcept nogil:
         """End a communicator whose operations are over: the guard first, as in every abort."""
         cdef ncclResult_t result
-        cdef ncclComm_t raw, guard = self.comm.guard_now(True)
+        cdef ncclComm_t raw, guard = self.comm.guard_handle(True)
         if guard != NULL:
-            self.comm.flagged = True
+            self.comm.guard_aborted = True
             nccl.ncclCommAbort(guard)
-        raw = self.comm.take_raw()
+        raw = self.comm.detach_handle()
         if raw == NULL:
             return <ncclResult_t>WAS_ABORTED
         if self.apart:
@@ -180,7 +180,7 @@ cdef double LOOK = 0.01
 _log = logging.getLogger("ncclpy.core")
 
 
-cdef class Destruction(Upkeep):
+cdef class Destruction(CommCall):
     """Finalize and destroy a communicator, and wait for that: but not for ranks of this process that are still open.
 
     One thread that closes the communicators of several devices one after the other would wait in the first for ever. So
@@ -192,7 +192,7 @@ cdef class Destruction(Upkeep):
     cdef bint left
 
     cdef int make(self) except -1:
-        Upkeep.make(self)
+        CommCall.make(self)
         self.over = True
         if self.left:
             self.comm.unkeep_all()
@@ -229,7 +229,7 @@ cdef class Destruction(Upkeep):
                 return True
         return True
 
-    cdef int see_off(self, double deadline) except -1:
+    cdef int wait_for_local_peers(self, double deadline) except -1:
         """Wait for local peers whose end has waited for this one."""
         if _are_open(local_peers_of(self.comm)):
             return 0
@@ -251,9 +251,9 @@ cdef bint _are_open(list local_peers) except -1:
     return False
 
 
-cdef int keep_up(Handle handle, int kind) except -1:
+cdef int call_blocking(Handle handle, int kind) except -1:
     """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
-    cdef Upkeep call = Upkeep()
+    cdef CommCall call = CommCall()
     cdef str what = UPKEEP[kind]
     if handle.state != SUSPENDED or kind not in (SUSPEND, RESUME):
         check_alive(handle)
@@ -266,7 +266,7 @@ cdef int keep_up(Handle handle, int kind) except -1:
         require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
     else:
         require(<void*>nccl.ncclCommResume, b"ncclCommResume")
-    call.see_through(what, handle.limit)
+    call.run_blocking(what, handle.limit)
     if call.result == ncclInProgress:
         return finish(handle, what, deadline_after(handle.limit))
     return handle.check_call(call.result, what.encode())
@@ -303,7 +303,7 @@ cdef int give_back(Handle handle, object timeout) except -1:
 cdef int _give_back(Handle handle, double limit) except -1:
     failures = [] if is_over(handle.state) else _close_all(handle.children)
     if handle.state == INITIALISING:
-        if handle.init_state.stage != IN_PARENT:
+        if handle.init_state.stage != INIT_IN_PARENT:
             abort_now(handle, ABORT_DEADLINE)
             _release(handle)
             return 0
@@ -378,11 +378,11 @@ cdef list _end(Handle handle, double limit):
     # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
     if handle.peer_status is not None:  # first: whom the end of this one meets in an operation asks why
         handle.peer_status.leave()
-    call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
+    call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
     if call.left:
         handle.become(CLOSED)
         return failures
-    call.see_off(now() + <double>_ENDING)
+    call.wait_for_local_peers(now() + <double>_ENDING)
     handle.unkeep_all()
     if handle.state == ABORTED:
         return failures

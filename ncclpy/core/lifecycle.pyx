@@ -12,12 +12,12 @@ from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, nccl
 from ncclpy.core.handles cimport handle as _observers
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_local_peer
 from ncclpy.core.runtime.device cimport as_device, context_of
-from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, keep_up
+from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, call_blocking
 from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
 from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
-from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
-from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, InitState, is_over
-from ncclpy.core.calls.submit cimport give_birth
+from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, InitArgs, Operation
+from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, DEFERRED, InitState, is_over
+from ncclpy.core.calls.submit cimport issue_init
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now
 from ncclpy.core.handles.watch cimport check_alive, finish
 
@@ -70,7 +70,7 @@ cdef object _caller():
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-cdef int _conceive(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
+cdef int _prepare_init(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
     """Prepare what NCCL is told and decide how it is waited for."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
@@ -94,14 +94,14 @@ cdef int _conceive(Handle made, object config, object timeout, object abortable,
     made.waits = blocking is not False if not inherits or ends else parent.waits
     made.init_state = InitState()
     made.init_state.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
-    made.init_state.birth.inherits = inherits and not ends
+    made.init_state.init_args.inherits = inherits and not ends
     if guarded:
         look_up_overrides()  # before anything is made, as far as that shows
     if parent is not None:
         made.parent = parent
         made.asked = <void*>parent
         made.device = parent.device
-        made.init_state.birth.context = context_of(parent.device)
+        made.init_state.init_args.context = context_of(parent.device)
     return 0
 
 
@@ -111,8 +111,8 @@ cdef int _make(Handle parent, Handle made, int kind) except -1:
     memset(&operation, 0, sizeof(operation))
     note_local_peer(made)
     operation.kind = kind
-    operation.birth = made.init_state.birth
-    return give_birth(parent, made, &operation)
+    operation.init_args = made.init_state.init_args
+    return issue_init(parent, made, &operation)
 
 
 cdef int init_comm(
@@ -121,14 +121,14 @@ cdef int init_comm(
 ) except -1:
     nranks, rank = _as_place(nranks, rank)
     made.device = as_device(device)
-    _conceive(made, config, timeout, abortable, None)
-    _as_unique_id(unique_id, &made.init_state.birth.id)
+    _prepare_init(made, config, timeout, abortable, None)
+    _as_unique_id(unique_id, &made.init_state.init_args.id)
     made.group_name = _name_of(unique_id)
-    made.rank = made.init_state.birth.rank = rank
-    made.nranks = made.init_state.birth.nranks = nranks
+    made.rank = made.init_state.init_args.rank = rank
+    made.nranks = made.init_state.init_args.nranks = nranks
     if _observers.listener is not None:
         _observers.listener.named(nranks, rank)
-    made.init_state.birth.context = context_of(made.device)
+    made.init_state.init_args.context = context_of(made.device)
     return _make(None, made, INIT_RANK)
 
 
@@ -220,16 +220,16 @@ cdef int take_over_comm(Handle made, object pointer) except -1:
 cdef bint split_comm(
     Handle child, Handle parent, object color, object key, object config, object timeout, object abortable
 ) except -1:
-    cdef Birth* birth
+    cdef InitArgs* init_args
     cdef int number = -1 if color is None else _as_color(color)
     cdef int order = as_integer(key, "key")
     check_alive(parent)
-    _conceive(child, config, timeout, abortable, parent)
-    birth = child.init_state.birth
-    birth.color, birth.key = number, order
+    _prepare_init(child, config, timeout, abortable, parent)
+    init_args = child.init_state.init_args
+    init_args.color, init_args.key = number, order
     child.group_name = parent.name_next(f".{number}")
     if number < 0:
-        child.nranks = 0  # see born()
+        child.nranks = 0  # see end_init()
     _make(parent, child, SPLIT)
     return number >= 0
 
@@ -246,7 +246,7 @@ cdef object _as_color(object color):
 cdef int shrink_comm(
     Handle child, Handle parent, object exclude, bint abort, object config, object timeout, object abortable
 ) except -1:
-    cdef Birth* birth
+    cdef InitArgs* init_args
     cdef size_t i
     if isinstance(exclude, int):
         raise TypeError(f"exclude: pass the ranks that leave in a list: [{exclude}]")
@@ -258,15 +258,15 @@ cdef int shrink_comm(
         raise ValueError(f"exclude: {ranks} names ranks outside 0..{parent.nranks - 1}")
     if parent.rank in ranks:
         raise ValueError(f"exclude: rank {parent.rank} leaves and must not call shrink")
-    _conceive(child, config, timeout, abortable, parent)
-    birth = child.init_state.birth
-    birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
-    if birth.exclude == NULL:
+    _prepare_init(child, config, timeout, abortable, parent)
+    init_args = child.init_state.init_args
+    init_args.exclude = <int*>malloc(len(ranks) * sizeof(int))
+    if init_args.exclude == NULL:
         raise MemoryError
     for i, rank in enumerate(ranks):
-        birth.exclude[i] = rank
-    birth.nexclude = len(ranks)
-    birth.flags = 1 if abort else 0
+        init_args.exclude[i] = rank
+    init_args.nexclude = len(ranks)
+    init_args.flags = 1 if abort else 0
     child.group_name = parent.name_next("-")
     try:
         return _make(parent, child, SHRINK)
@@ -282,7 +282,7 @@ cdef int grow_comm(
     nranks = as_integer(nranks, "nranks")
     if nranks <= parent.nranks:
         raise ValueError(f"nranks: {nranks} is not more than the {parent.nranks} ranks there are")
-    _conceive(child, config, timeout, abortable, parent)
+    _prepare_init(child, config, timeout, abortable, parent)
     child.group_name = parent.name_next("+")
     return _grow(parent, child, nranks, -1, unique_id)
 
@@ -293,19 +293,19 @@ cdef int join_comm(
 ) except -1:
     nranks, rank = _as_place(nranks, rank)
     made.device = as_device(device)
-    _conceive(made, config, timeout, abortable, None)
-    made.init_state.birth.context = context_of(made.device)
+    _prepare_init(made, config, timeout, abortable, None)
+    made.init_state.init_args.context = context_of(made.device)
     if unique_id is not None:
         made.group_name = _name_of(unique_id)
     return _grow(None, made, nranks, rank, unique_id)
 
 
 cdef int _grow(Handle parent, Handle made, int nranks, int rank, object unique_id) except -1:
-    cdef Birth* birth = made.init_state.birth
-    birth.nranks, birth.rank = nranks, rank
-    birth.has_id = unique_id is not None
+    cdef InitArgs* init_args = made.init_state.init_args
+    init_args.nranks, init_args.rank = nranks, rank
+    init_args.has_id = unique_id is not None
     if unique_id is not None:
-        _as_unique_id(unique_id, &birth.id)
+        _as_unique_id(unique_id, &init_args.id)
     elif parent is None:
         raise TypeError("unique_id: a rank that joins needs it")
     return _make(parent, made, GROW)
@@ -682,14 +682,14 @@ cdef class Lifecycle(Handle):
 
     def finalize(self):
         """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
-        keep_up(self, FINALIZE)
+        call_blocking(self, FINALIZE)
         self.become(FINALIZED)  # unless it was aborted meanwhile
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
         before, self.revoked = self.revoked, True  # first: whoever waits for what it ends is not to take that for done
         try:
-            keep_up(self, REVOKE)
+            call_blocking(self, REVOKE)
         except BaseException:
             self.revoked = before
             raise
@@ -715,7 +715,7 @@ cdef class Lifecycle(Handle):
         require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
         self.become(SUSPENDED)  # first: nobody is to begin anything meanwhile
         try:
-            keep_up(self, SUSPEND)
+            call_blocking(self, SUSPEND)
         except BaseException:
             self.become(READY)  # unless it was aborted
             raise
@@ -725,7 +725,7 @@ cdef class Lifecycle(Handle):
         if self.state != SUSPENDED and self.owned:  # what is somebody else's may have been suspended by them
             check_alive(self)
             raise ValueError(f"{self!r} is not suspended")
-        keep_up(self, RESUME)
+        call_blocking(self, RESUME)
         self.become(READY)  # unless it was aborted meanwhile
 
     def memory_stats(self):
@@ -770,7 +770,7 @@ cdef class Lifecycle(Handle):
     def close(self, timeout=None):
         """Give the communicator back, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
 
-        It takes its turn behind a thread that is inside a call, waits for all work that was issued, and refuses new
+        It takes its turn behind a thread that is in_call_since a call, waits for all work that was issued, and refuses new
         work meanwhile. A communicator that is still initialising is aborted instead, as it would have to wait for
         ranks that may never come. Closing twice does nothing. A child or a resource that cannot be given back keeps
         nothing else from it; its error is raised in the end.
@@ -794,7 +794,7 @@ cdef class Lifecycle(Handle):
         give_back(self, timeout)
 
     def __enter__(self):
-        if self.state not in (UNBORN, INITIALISING):  # these become ready inside the block
+        if self.state not in (DEFERRED, INITIALISING):  # these become ready inside the block
             check_alive(self)
         return self
 

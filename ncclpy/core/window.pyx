@@ -14,7 +14,7 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, Buffer, View, read_view
 from ncclpy.core.arguments.datatypes cimport BYTES, ITEMSIZE, ElementType, encoded, name_of, of_anything
-from ncclpy.core.ending cimport LET_WINDOW_GO, Upkeep
+from ncclpy.core.ending cimport LET_WINDOW_GO, CommCall
 from ncclpy.core.calls.group cimport current_group
 from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, run_if_wanted, lock_within
 from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_let_window_go, nccl, require
@@ -457,7 +457,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         """
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
-        cdef Upkeep call
+        cdef CommCall call
         if comm is None:
             return
         if self.recorded(False):
@@ -468,9 +468,9 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         self.comm = self.memory = self.group = None
         if self.cell[0] != NULL:
             self.background = False  # it has been written
-            call = Upkeep()
+            call = CommCall()
             call.comm, call.kind, call.window, call.keeps = comm, LET_WINDOW_GO, self.cell, self
-            call.see_through("ncclCommWindowDeregister", comm.limit)
+            call.run_blocking("ncclCommWindowDeregister", comm.limit)
             result = call.result
         if result == ncclInProgress:
             finish(comm, "ncclCommWindowDeregister", deadline_after(comm.limit))

@@ -3,7 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult, CUstream
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.calls.stretch cimport Step, Stretch
+from ncclpy.core.calls.batch cimport Step, CallBatch
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Together
 from ncclpy.engine.native cimport ncclpy_job
@@ -57,7 +57,7 @@ cdef struct Batch:
     int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
     const int* lent  # the lanes that were borrowed for it
     size_t nlent
-    Stretch calls  # and what has become of them
+    CallBatch calls  # and what has become of them
     CUresult driver  # of the calls of the driver around them
 
 

@@ -28,7 +28,7 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, current_stream
 from ncclpy.core.arguments.datatypes cimport ITEMSIZE
 from ncclpy.core.arguments.operation cimport has_root
-from ncclpy.core.calls.stretch cimport make_calls, poll_calls
+from ncclpy.core.calls.batch cimport make_calls, poll_calls
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles
 from ncclpy.core.handles.handle cimport WAS_ABORTED
@@ -262,7 +262,7 @@ cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogi
     """Make the calls of a batch and record the events behind them."""
     cdef size_t i
     cdef Part* part
-    cdef Stretch* calls = &batch.calls
+    cdef CallBatch* calls = &batch.calls
     batch.driver = CUDA_SUCCESS
     calls.result = ncclSuccess
     calls.failed = batch.count
@@ -312,7 +312,7 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
     """
     cdef size_t i
     for i in range(batch.count):
-        if load(&(<Handle>batch.parts[i].step.handle).troubled):
+        if load(&(<Handle>batch.parts[i].step.handle).engine_failed):
             batch.driver = CUDA_SUCCESS
             batch.calls.result, batch.calls.failed = <ncclResult_t><int>WAS_ABORTED, i
             return True
@@ -320,7 +320,7 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
         return False
     if batch.calls.result != ncclSuccess or batch.driver != CUDA_SUCCESS:
         for i in range(batch.count):
-            store(&(<Handle>batch.parts[i].step.handle).troubled, 1)
+            store(&(<Handle>batch.parts[i].step.handle).engine_failed, 1)
     return True
 
 

@@ -16,14 +16,14 @@ from ncclpy.core.runtime.library cimport check_driver, driver, driver_error, ncc
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device
 from ncclpy.core.calls.group cimport Group, check_memory, check_together, current_group
 from ncclpy.core.handles.handle cimport (
-    PAST_DEADLINE, Handle, begin_whole, count_waits, end_whole, in_lock_order, lock_within, note_failure,
+    PAST_DEADLINE, Handle, suppress_reports, count_waits, resume_reports, in_lock_order, lock_within, note_failure,
     tell_trouble,
 )
 from ncclpy.core.arguments.operation cimport NOT_THERE, Operation, function_of, raise_issue, reduces
 from ncclpy.core.window cimport CustomOp, HeldRanges, Window, hold_ranges
 from ncclpy.core.handles.state cimport READY, Mark
 from ncclpy.core.runtime.stream cimport Stream, owner_of
-from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls, note_arrival
+from ncclpy.core.calls.batch cimport Step, CallBatch, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause, this_thread
 from ncclpy.core.handles.watch cimport be_watched, check_alive, wait_stream
 from ncclpy.engine.launcher cimport (
@@ -488,8 +488,8 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
     cdef CUgraph* graphs = <CUgraph*>calloc(count, sizeof(CUgraph))
     cdef CUcontext saved = enter_device(replays[0].device)
     cdef CUresult failed = CUDA_SUCCESS, one
-    cdef Stretch calls
-    memset(&calls, 0, sizeof(Stretch))
+    cdef CallBatch calls
+    memset(&calls, 0, sizeof(CallBatch))
     calls.steps, calls.stride, calls.count = <char*>steps, sizeof(Step), plan.count
     calls.handles, calls.nhandles = locked, len(plan.handles)
     calls.grouped = True
@@ -618,7 +618,7 @@ Record a group of operations once and launch it many times.
         cdef list errors = [], late = [], ends = []
         cdef str why = "Plan.launch passed its deadline"
         self.take_turn("Plan.launch", limit)
-        begin_whole()  # nobody is told of anything under the mutex
+        suppress_reports()  # nobody is told of anything under the mutex
         try:
             self.whole.calls.limit = limit
             for i in range(self.nbatches):
@@ -645,7 +645,7 @@ Record a group of operations once and launch it many times.
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
-            end_whole()
+            resume_reports()
             mutex_unlock(&self.mutex)
         try:
             if late:

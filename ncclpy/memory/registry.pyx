@@ -242,7 +242,7 @@ cdef extern from *:
     struct ncclpy_taken {
       void* ranges;
       size_t count;
-      bool flagged;
+      bool guard_aborted;
     };
 
     /* Those that one thread aborts together, for the sake of one segment. */
@@ -276,7 +276,7 @@ cdef extern from *:
     cdef cppclass Taken "ncclpy_taken":
         void* ranges
         size_t count
-        bint flagged
+        bint guard_aborted
     cdef cppclass Endings "ncclpy_endings":
         vector[Resident*] residents
         vector[ncclComm_t] raws
@@ -428,7 +428,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     for i in range(endings.residents.size()):
         raws[0][i] = _raw_of(endings.residents[i], until, &endings.taken[i])
     for i in range(endings.residents.size()):  # before the group begins, as in `core/handles/abort`
-        deregister_all(raws[0][i], <Range*>endings.taken[i].ranges, endings.taken[i].count, endings.taken[i].flagged)
+        deregister_all(raws[0][i], <Range*>endings.taken[i].ranges, endings.taken[i].count, endings.taken[i].guard_aborted)
     _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
         resident = endings.residents[i]
@@ -445,9 +445,9 @@ cdef void _abort(Endings* endings) noexcept nogil:
 cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
     cdef ncclComm_t guard = NULL
     if pin_handle(resident.weak):
-        guard = (<Handle>resident.weak.target).guard_now(True)
+        guard = (<Handle>resident.weak.target).guard_handle(True)
         if guard != NULL:
-            (<Handle>resident.weak.target).flagged = True
+            (<Handle>resident.weak.target).guard_aborted = True
         unpin_handle(resident.weak)
     return guard
 
@@ -467,11 +467,11 @@ cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept
         locked = lock_within(&(<Handle>handle).mutex, 0)
         if locked or now() >= until:
             if locked or abort_preempts or (<Handle>handle).nonblocking:
-                raw = (<Handle>handle).take_raw()
+                raw = (<Handle>handle).detach_handle()
                 resident.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
-                if raw != NULL and locked and not abort_preempts and (<Handle>handle).apart:
+                if raw != NULL and locked and not abort_preempts and (<Handle>handle).frees_alone:
                     taken.ranges = (<Handle>handle).ranges.take_all(&taken.count)
-                    taken.flagged = (<Handle>handle).flagged
+                    taken.guard_aborted = (<Handle>handle).guard_aborted
             else:
                 resident.ending.store(LEFT_BEHIND)
             if locked:

@@ -19,7 +19,7 @@ from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
-from ncclpy.core.handles.abort cimport is_freed, let_graphs_go, mark_local_peer_aborted
+from ncclpy.core.handles.abort cimport is_freed, destroy_graphs, mark_local_peer_aborted
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
 from ncclpy.core.handles.handle cimport (
     HookOwner, PreCallHook, ready_handles, free_weak_handle, has_ended, lock_within, new_weak_handle, set_hook_owner, settle,
@@ -212,7 +212,7 @@ cdef class _Registrar(HookOwner):
             free_weak_handle(hook_keeper.resident.weak)  # the handle's part of it
             raise MemoryError
         handle.weak = hook_keeper.resident.weak
-        handle.apart = is_freed(handle, [handle])  # all its ranks have come by now
+        handle.frees_alone = is_freed(handle, [handle])  # all its ranks have come by now
         hook_keeper.left = False
         hook_keeper.ref = weakref.ref(handle)
         hook_keeper.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -347,9 +347,9 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
         return 0
     mark_local_peer_aborted(handle)
     handle.reason = f"its allocator freed the memory at {hook_keeper.resident.ended_for.load():#x}, which it still used"
-    handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
-    log.error("%r was aborted: %s", handle, handle.verdict)
-    let_graphs_go(handle)
+    handle.abort_error = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
+    log.error("%r was aborted: %s", handle, handle.abort_error)
+    destroy_graphs(handle)
     if hook_keeper.resident.ending.load() == LEFT_BEHIND:
         log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
     return 0

@@ -15,7 +15,7 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.core.handles.abort import GIVEN_UP, abort_for, account_of, name_of
+from ncclpy.core.handles.abort import ABANDONED, abort_for, name_of, rank_status_of
 from ncclpy.core.handles.handle import PeerStatusHook
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
 from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
@@ -164,13 +164,13 @@ class LauncherPeers(PeerStatusHook):
 
 def _look(comm: Communicator, rank: int) -> dict[str, Any]:
     """Return what a rank does, see `CommunicatorStatus`."""
-    return standing_of(account_of(comm))
+    return standing_of(rank_status_of(comm))
 
 
 def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
     """Return what a rank does as `Reports` tells it, from the account that its communicator gives."""
     told: dict[str, Any] = {"current": None, "finished": None, "since": None}
-    if account[0] == GIVEN_UP[0]:
+    if account[0] == ABANDONED[0]:
         told["closed"] = True
     if account[1] is None:
         return told
@@ -183,7 +183,7 @@ def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
         "op": None if op < 0 else op_name(op),
         "root": None if root < 0 else root,
     }
-    told["finished" if state in ("done", GIVEN_UP[0]) else "current"] = began
+    told["finished" if state in ("done", ABANDONED[0]) else "current"] = began
     if state == "launched":
         told["launched"] = True
     told["since"] = time.time() - seconds

@@ -29,9 +29,9 @@ from ncclpy.core.lifecycle cimport init_comm
 from ncclpy.core.arguments.operation cimport (
     ALL_GATHER, GATHER, NOT_THERE, RECV, REDUCE_SCATTER, SCATTER, SEND, function_of, is_pair,
 )
-from ncclpy.core.handles.state cimport UNBORN
+from ncclpy.core.handles.state cimport DEFERRED
 from ncclpy.core.runtime.stream cimport Stream, is_captured
-from ncclpy.core.calls.stretch cimport Step, Stretch, make_calls
+from ncclpy.core.calls.batch cimport Step, CallBatch, make_calls
 from ncclpy.core.arguments.validation cimport Fingerprint, take_fingerprint, type_of
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.work cimport Work, believe, stops
@@ -41,7 +41,7 @@ from ncclpy.engine.callbacks cimport LaunchOwner, Together
 from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
 
 from ncclpy.core.runtime import device as _device
-from ncclpy.core.handles.abort import await_birth
+from ncclpy.core.handles.abort import await_init
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported
 from ncclpy.core.calls.group import Group
 from ncclpy.types import UniqueId
@@ -298,7 +298,7 @@ cdef class Connection(CommunicatorSet):
         if comm.nranks > 1:
             believe(comm, load(&stops))  # all ranks have met just now
         self.name = f"{self.title} {comm.group_name}"
-        comm.limit = comm.shortest = FOREVER
+        comm.limit = comm.shortest_limit = FOREVER
         return 0
 
     def _is_wanted(self):
@@ -324,7 +324,7 @@ cdef class Connection(CommunicatorSet):
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
-        if making is not None and making.state == UNBORN:  # the call that begins it has yet to return
+        if making is not None and making.state == DEFERRED:  # the call that begins it has yet to return
             threading.Thread(target=_abort_soon, args=(making, text_of(error)), name="ncclpy-abort-aside", daemon=True).start()
             making = None
         return comms if making is None else [*comms, making]
@@ -444,7 +444,7 @@ cdef class Connection(CommunicatorSet):
     cdef bint is_well(self) except -1:
         cdef Communicator comm
         for comm in self.comms:
-            if comm.troubled or comm.peek() != ncclSuccess:
+            if comm.engine_failed or comm.peek() != ncclSuccess:
                 return False
         return self.state == MADE and not self.late()
 
@@ -459,7 +459,7 @@ cdef class Connection(CommunicatorSet):
 
 def _abort_soon(Communicator comm not None, reason):
     """Abort a communicator as soon as there is something to abort."""
-    await_birth(comm)
+    await_init(comm)
     abort_in_background([comm], reason).join()
 
 
@@ -480,7 +480,7 @@ cdef object capture(Connection connection, Request request):
     """Make the calls of a request on streams that are being captured; its work is then a captured one."""
     cdef Handle comm
     cdef Work work = request.work
-    cdef Stretch calls
+    cdef CallBatch calls
     cdef CUcontext saved
     cdef Step* steps
     cdef size_t i
@@ -489,7 +489,7 @@ cdef object capture(Connection connection, Request request):
     if not connection.comms:  # an abort has taken it
         return NcclAborted(work.say("was not captured: its communicator was aborted"))
     comm = connection.comms[0]
-    if load(&comm.troubled):
+    if load(&comm.engine_failed):
         return NcclAborted(work.say("was not captured: a call before it on this communicator has failed"))
     if comm.nonblocking:
         raise ValueError(f"{comm!r} is nonblocking, as NCCL_COMM_BLOCKING=0 makes it; such a one cannot be captured")
@@ -500,7 +500,7 @@ cdef object capture(Connection connection, Request request):
     for i in range(request.count):
         steps[i].operation = request.steps[i]
         steps[i].handle = <PyObject*>comm
-    memset(&calls, 0, sizeof(Stretch))
+    memset(&calls, 0, sizeof(CallBatch))
     calls.steps, calls.stride, calls.count = <char*>steps, sizeof(Step), request.count
     calls.grouped = request.count > 1
     calls.watched, calls.limit = True, request.limit  # NCCL may wait in it for other ranks, to connect them
@@ -511,7 +511,7 @@ cdef object capture(Connection connection, Request request):
         finally:
             leave_device(saved)
         if calls.result != ncclSuccess:
-            store(&comm.troubled, 1)
+            store(&comm.engine_failed, 1)
             return _error(&calls, comm, work)
     finally:
         free(steps)
@@ -535,7 +535,7 @@ cdef int _await_launches(Connection connection, double deadline) except -1:
     return 0
 
 
-cdef int _call(Stretch* calls, Work work, double deadline) except -1:
+cdef int _call(CallBatch* calls, Work work, double deadline) except -1:
     """Make the calls, when the threads before this one are through with the communicator."""
     cdef CUstreamCaptureMode mode
     cdef bint made
@@ -551,7 +551,7 @@ cdef int _call(Stretch* calls, Work work, double deadline) except -1:
             raise NcclTimeout(work.say("was not captured in time: another thread is inside its communicator"))
 
 
-cdef object _error(const Stretch* calls, Handle comm, Work work):
+cdef object _error(const CallBatch* calls, Handle comm, Work work):
     """Return what NCCL has against it as an exception."""
     cdef size_t failed = min(calls.failed, calls.count - 1)
     cdef const char* function = function_of((<Step*>calls.steps)[failed].operation.kind)

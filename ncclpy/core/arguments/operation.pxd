@@ -24,7 +24,7 @@ cdef enum:
 
 
 # What it takes to make a communicator. It lives on the heap until NCCL has written `*cell`.
-cdef struct Birth:
+cdef struct InitArgs:
     ncclConfig_t config
     bint inherits  # no configuration was given: the parent's is inherited
     ncclUniqueId id
@@ -52,7 +52,7 @@ cdef struct Operation:
     size_t offset  # of PUT_SIGNAL alone
     ncclComm_t comm
     cudaStream_t stream
-    Birth* birth
+    InitArgs* init_args
     Operation* receive  # of SENDRECV alone
     long long sequence  # which call of its communicator it was, once it is made
 

@@ -66,7 +66,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
         if nccl.ncclCommWindowRegister != NULL:
             return nccl.ncclCommWindowRegister(o.comm, <void*>o.send, o.count, <ncclWindow_t*>o.recv, o.op)
     else:
-        return _issue_birth(o)
+        return _issue_init(o)
     return <ncclResult_t>NOT_THERE
 
 
@@ -135,9 +135,9 @@ cdef inline bint _goes_on(ncclResult_t result) noexcept nogil:
     return result == ncclSuccess or result == ncclInProgress
 
 
-cdef ncclResult_t _issue_birth(const Operation* o) noexcept nogil:
+cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
     """Make a communicator, with its device current as NCCL wants it."""
-    cdef Birth* b = o.birth
+    cdef InitArgs* b = o.init_args
     cdef CUcontext saved = NULL
     cdef ncclResult_t result = <ncclResult_t>NOT_THERE
     cdef ncclConfig_t* config = NULL if b.inherits else &b.config

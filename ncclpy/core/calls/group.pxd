@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.calls.stretch cimport Step, Stretch
+from ncclpy.core.calls.batch cimport Step, CallBatch
 
 
 cdef enum:
@@ -24,7 +24,7 @@ cdef class Group:
     cdef size_t capacity
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
-    cdef list births  # (index of the operation, the communicator that it makes)
+    cdef list inits  # (index of the operation, the communicator that it makes)
     cdef list waits  # (handle, stream as int, seconds) of host memory, whose data must be there when the group ends
     cdef PyObject* awaited  # the last of them
     cdef CUstream awaited_stream
@@ -33,7 +33,7 @@ cdef class Group:
     cdef bint watched  # a communicator of it has a deadline that the watcher keeps
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
-    cdef Stretch calls  # and what has become of them
+    cdef CallBatch calls  # and what has become of them
     cdef ncclSimInfo_t info
     cdef list places  # where each operation was recorded, for the tracer; None without one
     cdef list aborts
@@ -76,4 +76,4 @@ cdef int await_member(list errors, Handle handle, double deadline, double starte
 cdef int end_orphans(list children, list errors) except -1
 
 # Poll all children that NCCL is making; `whole` are the seconds of the group.
-cdef int bring_up(list children, double whole, list errors) except -1
+cdef int poll_inits(list children, double whole, list errors) except -1

@@ -1,8 +1,8 @@
 """Groups of calls, and waits for all communicators of one.
 
-A group records what is called inside its block and makes the calls when the outermost block ends, between
-`ncclGroupStart` and `ncclGroupEnd`, all in one stretch without the GIL. NCCL itself cannot take a call back once it is
-inside a group; recording can, so an exception inside the block launches nothing.
+A group records what is called in_call_since its block and makes the calls when the outermost block ends, between
+`ncclGroupStart` and `ncclGroupEnd`, all in one batch without the GIL. NCCL itself cannot take a call back once it is
+in_call_since a group; recording can, so an exception in_call_since the block launches nothing.
 
 A member that fails hides no other: its error goes to the list of all, and the rest have their deadlines, or, where they
 have none, a patience.
@@ -21,15 +21,15 @@ from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
-from ncclpy.core.handles.handle cimport CallTracer, begin_whole, count_waits, end_whole, in_lock_order, tell_trouble
+from ncclpy.core.handles.handle cimport CallTracer, suppress_reports, count_waits, resume_reports, in_lock_order, tell_trouble
 from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
-from ncclpy.core.handles.state cimport ABORTED, ASKED, FINALIZED, INITIALISING, READY
+from ncclpy.core.handles.state cimport ABORTED, INIT_PENDING, FINALIZED, INITIALISING, READY
 from ncclpy.core.runtime.stream cimport hold
-from ncclpy.core.calls.stretch cimport follow_late, make_calls, note_arrival
+from ncclpy.core.calls.batch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 from ncclpy.core.handles.watch cimport (
-    Waiting, begin_wait, born, check_alive, end_wait, finish, forget_wait, give_up, make_wait, raise_if_fenced,
+    Waiting, begin_wait, end_init, check_alive, end_wait, finish, forget_wait, give_up, make_wait, raise_if_fenced,
     wait_stream,
 )
 
@@ -162,7 +162,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         """Note another communicator. The lists are made here: an empty group costs next to nothing."""
         if self.handles is None:
             self.handles = []
-            self.births = []
+            self.inits = []
             self.waits = []
         if handle not in self.handles:
             self.handles.append(handle)
@@ -187,7 +187,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         if ncclpy_current_group != NULL:
             self.outer = <Group>ncclpy_current_group
             if self.simulate and not self.outer.simulate:
-                raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
+                raise ValueError("group(simulate=True) cannot stand in_call_since a group that is not simulated")
             self.mark = self.outer.count
             return self
         Py_INCREF(self)
@@ -212,7 +212,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         finally:
             aborts = self.aborts
             self.recent = self.awaited = NULL
-            self.handles = self.births = self.waits = self.aborts = self.places = None
+            self.handles = self.inits = self.waits = self.aborts = self.places = None
             self.drop(0)
             Py_DECREF(self)
             # Whatever became of the calls: who asks for an abort wants an end.
@@ -253,10 +253,10 @@ cdef int _forget(Group group, size_t mark) except -1:
     cdef size_t i
     if group.count == mark:
         return 0
-    for index, child in group.births:
+    for index, child in group.inits:
         if index >= mark:
-            child.unborn()
-    group.births = [birth for birth in group.births if birth[0] < mark]
+            child.cancel_init()
+    group.inits = [init_args for init_args in group.inits if init_args[0] < mark]
     group.drop(mark)
     group.handles = []
     for i in range(mark):
@@ -328,7 +328,7 @@ cdef str _called(Group group, size_t place):
 
 cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
     """Make the recorded calls; return False if other threads are inside the communicators until a moment."""
-    cdef Stretch* calls = &group.calls
+    cdef CallBatch* calls = &group.calls
     calls.steps = <char*>group.held
     calls.stride = sizeof(Held)
     calls.count = group.count
@@ -392,18 +392,18 @@ cdef class _Stretch(Call):
 
 cdef int _call_aside(Group group) except -1:
     """Make the calls in another thread and wait for it, under the communicators' deadlines, with signal handlers."""
-    cdef _Stretch stretch = _Stretch()
+    cdef _Stretch batch = _Stretch()
     cdef Handle handle
     cdef double started = now()
-    stretch.group = group
-    stretch.locked = in_lock_order(group.handles)
-    stretch.nlocked = len(group.handles)
-    concerned = [child for _, child in group.births] + group.handles
-    stretch.start("ncclpy-call")
-    for _, child in group.births:
+    batch.group = group
+    batch.locked = in_lock_order(group.handles)
+    batch.nlocked = len(group.handles)
+    concerned = [child for _, child in group.inits] + group.handles
+    batch.start("ncclpy-call")
+    for _, child in group.inits:
         (<Handle>child).called()
     try:
-        if stretch.wait(started + _limit_of(group, concerned)):
+        if batch.wait(started + _limit_of(group, concerned)):
             return 0
         handle = concerned[0]
         what = "ncclGroupEnd" if not group.bare else function_of(group.held[0].step.operation.kind).decode()
@@ -411,9 +411,9 @@ cdef int _call_aside(Group group) except -1:
     except BaseException as error:
         why = f"a call was left early: {type(error).__name__}"
         try:
-            end_call(concerned, stretch, [child for _, child in group.births], why, error)
+            end_call(concerned, batch, [child for _, child in group.inits], why, error)
         finally:  # also if Ctrl-C comes a second time
-            hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {why}")
+            hold([group.everything(), concerned, group], [batch], f"what a call of NCCL needs that was left: {why}")
         raise
 
 
@@ -444,21 +444,21 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
         place = group.places[i] if <Py_ssize_t>i < nplaces else None
         noted.append(tracer.begin(<Handle>step.handle, &step.operation, place))
     failure = None
-    begin_whole()
+    suppress_reports()
     try:
         _launch_and_wait(group)
     except BaseException as error:
         failure = error
         raise
     finally:
-        end_whole()
+        resume_reports()
         for i in range(group.count):
             step = &group.held[i].step
             if noted[i] is not None:
                 done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
                 tracer.end(noted[i], &step.operation, done, failure)
         if failure is not None:
-            tell_trouble(group.handles + [child for _, child in group.births], failure)
+            tell_trouble(group.handles + [child for _, child in group.inits], failure)
             _explain(tracer, noted, failure)
     return 0
 
@@ -491,7 +491,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
-    cdef Stretch* calls = &group.calls
+    cdef CallBatch* calls = &group.calls
     cdef Waiting* waiting = NULL
     cdef CUstream stream = NULL
     try:
@@ -502,7 +502,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             group.info.magic = NCCLPY_SIM_INFO_MAGIC
             group.info.version = struct_version()
             group.info.estimatedTime = NCCL_UNDEF_FLOAT
-        check_together(group.handles, {id(born) for _, born in group.births} if group.births else None)
+        check_together(group.handles, {id(end_init) for _, end_init in group.inits} if group.inits else None)
         check_memory(group)
         if group.limit != FOREVER:
             for handle in group.handles:
@@ -522,21 +522,21 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
                 waiting = wait
             _make_in_turn(group, locked, nlocked, waiting, stream)
     except BaseException:
-        for _, child in group.births:
-            child.unborn()
+        for _, child in group.inits:
+            child.cancel_init()
         raise
     finally:
         free(locked)
     if calls.failed < group.count or (calls.result != ncclSuccess and calls.result != ncclInProgress):
-        for _, child in group.births:
-            child.unborn()
+        for _, child in group.inits:
+            child.cancel_init()
         try:
             _raise_failed(group)
         except BaseException as error:
-            leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
+            leave([child for _, child in group.inits if (<Handle>child).is_stray()], "its group failed", error)
             if abort_preempts:  # as in is_stray()
                 more = []
-                end_orphans([child for _, child in group.births], more)
+                end_orphans([child for _, child in group.inits], more)
                 attach(error, more)
             if calls.failed == group.count:
                 _hold_all(group)
@@ -546,7 +546,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
     if group.simulate:
         group.estimated_time_us = group.info.estimatedTime
         return 0
-    if group.births or group.waits or calls.result == ncclInProgress:
+    if group.inits or group.waits or calls.result == ncclInProgress:
         _see_through(group, waiting if calls.result == ncclSuccess else NULL)
     return 0
 
@@ -554,7 +554,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
 cdef int _raise_failed(Group group) except -1:
     """Raise what the call that failed, or the group's end, has said."""
     cdef Handle handle
-    cdef Stretch* calls = &group.calls
+    cdef CallBatch* calls = &group.calls
     cdef int kind
     if calls.failed < group.count:
         handle = <Handle>group.held[calls.failed].step.handle
@@ -580,15 +580,15 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
     """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles
-    if group.births:  # most have none, and each list costs a small group a hundredth of its time
-        children = [child for _, child in group.births]
+    if group.inits:  # most have none, and each list costs a small group a hundredth of its time
+        children = [child for _, child in group.inits]
         together = children + handles
     try:
         if children:
             for child in children:  # all of them before any is waited for: NCCL may write into any of them
                 adopt(errors, child, group.calls.result)
             end_orphans(children, errors)
-            bring_up([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
+            poll_inits([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
@@ -656,16 +656,16 @@ cdef double patience(double whole, double limit, list errors) noexcept:
 cdef int end_orphans(list children, list errors) except -1:
     """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
     cdef Handle child
-    orphans = [child for child in children if child.state == ABORTED and child.init_state.stage == ASKED]
-    if orphans:
+    abandoned = [child for child in children if child.state == ABORTED and child.init_state.stage == INIT_PENDING]
+    if abandoned:
         try:
-            abort_late(orphans, "aborted while its group ended")
+            abort_late(abandoned, "aborted while its group ended")
         except NcclError as error:
             errors.append(error)
     return 0
 
 
-cdef int bring_up(list children, double whole, list errors) except -1:
+cdef int poll_inits(list children, double whole, list errors) except -1:
     """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
     cdef Handle child
     cdef ncclResult_t result
@@ -711,7 +711,7 @@ cdef int _give_up(list late, list errors, double started) except -1:
 
 cdef int adopt(list errors, Handle child, ncclResult_t result) except -1:
     try:
-        born(child, result)
+        end_init(child, result)
     except NcclError as error:
         errors.append(error)
     return 0

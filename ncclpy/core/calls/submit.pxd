@@ -14,4 +14,4 @@ cdef bint makes_pairs() noexcept
 # The same for a call that waits for other ranks: it is made in a thread of its own.
 cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1
 # The same for one that makes a communicator; `parent` is None for a new clique.
-cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
+cdef int issue_init(Handle parent, Handle child, Operation* operation) except -1

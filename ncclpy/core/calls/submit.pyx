@@ -9,7 +9,7 @@ from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport open_group
 from ncclpy.core.handles.handle cimport (
-    LOCK_BUSY, WAS_ABORTED, CallTracer, begin_whole, end_whole, follow, run_if_wanted, lock_within, tell_trouble,
+    LOCK_BUSY, WAS_ABORTED, CallTracer, suppress_reports, resume_reports, follow, run_if_wanted, lock_within, tell_trouble,
 )
 from ncclpy.core.runtime.library cimport host_engine, nccl
 from ncclpy.core.handles.state cimport ABORTED, READY, Mark
@@ -71,7 +71,7 @@ cdef int _submit_traced(
     """Make a call at once, and have it told of."""
     operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
     noted = tracer.begin(handle, operation, None)
-    begin_whole()
+    suppress_reports()
     try:
         if wait_host:
             _submit_and_wait(handle, operation, send, recv, limit)
@@ -80,12 +80,12 @@ cdef int _submit_traced(
             if result != ncclSuccess:
                 _see_to(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
-        end_whole()
+        resume_reports()
         tracer.end(noted, operation, False, error)
         tell_trouble([handle], error)
         tracer.explain(noted, error)
         raise
-    end_whole()
+    resume_reports()
     return tracer.end(noted, operation, wait_host, None)
 
 
@@ -232,23 +232,23 @@ cdef int _follow_late(Handle handle, CUstream stream) except -1:
 cdef int check_makes(Group group, str what) except -1:
     """Refuse to make something in a group that calls NCCL never, or many times."""
     if group.simulate:
-        raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
+        raise ValueError(f"a {what} cannot be made in_call_since group(simulate=True)")
     if group.keeps:
-        raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
+        raise ValueError(f"a {what} cannot be made in_call_since plan.record(): a plan is launched many times")
     return 0
 
 
-cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
+cdef int issue_init(Handle parent, Handle child, Operation* operation) except -1:
     """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
     cdef Group group
     if open_group() != NULL:
         group = <Group>open_group()
         check_makes(group, "communicator")
-        return _record_birth(group, parent, child, operation)
+        return _record_init(group, parent, child, operation)
     group = Group()
     group.bare = True
     try:
-        _record_birth(group, parent, child, operation)
+        _record_init(group, parent, child, operation)
         group.finish()
     finally:
         group.drop(0)
@@ -270,8 +270,8 @@ cdef int make_alone(Handle handle, Operation* operation, object send, object rec
     return 0
 
 
-cdef int _record_birth(Group group, Handle parent, Handle child, Operation* operation) except -1:
+cdef int _record_init(Group group, Handle parent, Handle child, Operation* operation) except -1:
     group.record(child if parent is None else parent, operation, None, None)
-    group.births.append((group.count - 1, child))
+    group.inits.append((group.count - 1, child))
     group.blocks = True
     return 0

@@ -57,4 +57,4 @@ cdef int abort_late(list handles, object reason, bint called=*) except -1
 cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 
 # Destroy a communicator's graphs, for which NCCL waits.
-cdef int let_graphs_go(Handle handle) except -1
+cdef int destroy_graphs(Handle handle) except -1

@@ -1,6 +1,6 @@
 """Aborts, and the ranks of one communicator in one process, which end together; what each was doing.
 
-NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
+NCCL asks that no thread is in_call_since a communicator that is aborted, and joins none on a blocking one. So an abort first
 gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
 and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
 the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
@@ -28,7 +28,7 @@ from ncclpy.core.handles.handle cimport (
     BELIEVED, BROKEN, LOOK_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
 )
 from ncclpy.core.handles.state cimport (
-    ABORTED, FINALIZED, READY, SUSPENDED, UNBORN, Mark, Range, deregister_all, first_marked, is_over,
+    ABORTED, FINALIZED, READY, SUSPENDED, DEFERRED, Mark, Range, deregister_all, first_marked, is_over,
 )
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
@@ -116,7 +116,7 @@ cdef bint is_freed(Handle handle, list these) except -1:
     To close connections without the abort of a guard, it waits for the proxy's thread, and so for local_peers.
     """
     cdef Handle other
-    cdef bint guarded = handle.flagged or handle.guard != NULL
+    cdef bint guarded = handle.guard_aborted or handle.guard != NULL
     if handle.config is not None and handle.config.split_share:
         return False
     if handle.local_peer_aborted and not guarded:
@@ -175,7 +175,7 @@ cdef double CALL_PATIENCE = 5.0
 cdef double LOOK_AGAIN = 0.02
 
 # How often it is looked whether there is something to abort of a communicator that is being made.
-cdef double BIRTH_LOOKS = 0.002
+cdef double INIT_POLL_INTERVAL = 0.002
 
 # How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
 cdef double HANDLER_PATIENCE = 0.1
@@ -217,9 +217,9 @@ cdef struct _Turn:  # of one communicator, or of its guard, in an abort
 
 cdef void _abort_guard(_Turn* turn) noexcept nogil:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
-    cdef ncclComm_t guard = (<Handle>turn.handle).guard_now(True)
+    cdef ncclComm_t guard = (<Handle>turn.handle).guard_handle(True)
     if guard != NULL:
-        (<Handle>turn.handle).flagged = True
+        (<Handle>turn.handle).guard_aborted = True
     turn.result = _abort_raw(guard)
 
 
@@ -233,7 +233,7 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
     if abort_preempts or raw == NULL or nccl.ncclCommDeregister == NULL:
         return
     taken = (<Handle>handle).ranges.take_all(&count)
-    deregister_all(raw, taken, count, (<Handle>handle).flagged)
+    deregister_all(raw, taken, count, (<Handle>handle).guard_aborted)
 
 
 cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
@@ -256,7 +256,7 @@ cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
     turn.stuck = not locked and not goes_on
     if turn.stuck:
         return
-    raw = (<Handle>handle).take_raw()
+    raw = (<Handle>handle).detach_handle()
     turn.taken = raw != NULL
     turn.result = _abort_raw(raw)
     if locked:
@@ -324,7 +324,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     return 0
 
 
-cdef int let_graphs_go(Handle handle) except -1:
+cdef int destroy_graphs(Handle handle) except -1:
     """Destroy its graphs, with the GIL and without a wait for anybody stuck: NCCL waits for all that refer to it."""
     for each in list(handle.resources):
         if hasattr(each, "_let_go"):
@@ -367,7 +367,7 @@ cdef class _Abort(Call):
             if not self._tell():
                 return 0
             self._end(self.handles)
-            late = [handle for handle in self.handles if handle.take_late(False)]
+            late = [handle for handle in self.handles if handle.adopt_late_handle(False)]
             if late:
                 self._end(late)
         finally:
@@ -417,8 +417,8 @@ cdef class _Abort(Call):
         cdef Handle handle, other
         told = {self.caller}
         for handle in self.handles:
-            kind = same_class_as(handle.failed_as or "") if handle.verdict is None else type(handle.verdict)
-            why = handle.reason if handle.verdict is None else handle.verdict
+            kind = same_class_as(handle.failed_as or "") if handle.abort_error is None else type(handle.abort_error)
+            why = handle.reason if handle.abort_error is None else handle.abort_error
             _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
         for handle in self.handles:
             for other in local_peers_of(handle):
@@ -438,7 +438,7 @@ cdef class _Abort(Call):
             try:
                 if handle.hook_keeper is not None:
                     handle.hook_keeper.let_go(handle)
-                let_graphs_go(handle)
+                destroy_graphs(handle)
             except BaseException as error:
                 self.failures.append(error)
         try:
@@ -490,18 +490,18 @@ cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
     return 0
 
 
-def await_birth(Handle handle not None, double seconds=ABORT_DEADLINE):
+def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
     """Wait until an abort finds something of a communicator that is being made, if it is; some seconds at most.
 
     NCCL has that when the call has returned, and a communicator without a deadline not before all ranks have come. The
     host engine has it as soon as its call has begun. What comes later is aborted by the thread that has called.
     """
     cdef double deadline = deadline_after(seconds)
-    while handle.state == UNBORN and now() < deadline:
+    while handle.state == DEFERRED and now() < deadline:
         handle.tied()
         if handle.raw != NULL:
             break
-        time.sleep(BIRTH_LOOKS)
+        time.sleep(INIT_POLL_INTERVAL)
 
 
 def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
@@ -509,12 +509,12 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
 
     One that is being made is aborted as soon as there is something to abort, or after so many seconds.
     """
-    cdef bint made = handle.state != UNBORN
-    await_birth(handle, seconds)
+    cdef bint made = handle.state != DEFERRED
+    await_init(handle, seconds)
     if is_over(handle.state):
         return
-    handle.verdict = error
-    handle.idle_at_end = not handle.waiters and handle.inside == 0
+    handle.abort_error = error
+    handle.idle_at_end = not handle.waiters and handle.in_call_since == 0
     text = str(error)
     if made:  # else it has had no operation
         note_failure([handle], error)
@@ -601,7 +601,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
             mark_local_peer_aborted(handle)
     if handles:
         warnings.warn(
-            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
+            f"a thread is in_call_since NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
             "communicator made with timeout= or abortable=True can be ended at any time",
             RuntimeWarning,
             stacklevel=2,
@@ -612,7 +612,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
 cdef int abort_late(list handles, object reason, bint called=True) except -1:
     cdef Handle handle
     cdef _Abort call
-    late = [handle for handle in handles if handle.take_late(called)]
+    late = [handle for handle in handles if handle.adopt_late_handle(called)]
     if not late:
         return 0
     call = _Abort(late)
@@ -683,17 +683,17 @@ cdef enum:
 _NAMES = (None, "within", "launched", "done")
 
 #: The account of a communicator that was aborted for no error of NCCL's; with the last operation, if that was done.
-GIVEN_UP = ("given up", None, 0.0)
+ABANDONED = ("given up", None, 0.0)
 
 
-def account_of(Handle handle not None):
+def rank_status_of(Handle handle not None):
     """Return what this rank does on a communicator that was told to note that.
 
     Returns
     -------
     tuple of (str or None, tuple or None, float)
         ``"within"`` an operation; ``"launched"`` one, of which no end is known; ``"done"`` with all; None before the
-        first; or `GIVEN_UP`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds
+        first; or `ABANDONED`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds
         since then.
     """
     cdef Operation what
@@ -701,7 +701,7 @@ def account_of(Handle handle not None):
     cdef long long arrived = handle.arrived
     cdef int state
     # Aborted for no error that it has to tell of.
-    cdef bint given_up = handle.state == ABORTED and not handle.failing and handle.verdict is None
+    cdef bint given_up = handle.state == ABORTED and not handle.failing and handle.abort_error is None
     memset(&what, 0, sizeof(what))
     with nogil:
         state = _look(handle, &what, &since, arrived)
@@ -709,12 +709,12 @@ def account_of(Handle handle not None):
     if state == DONE and arrived == what.sequence:
         since = max(since, ended)
     if given_up and state != DONE:
-        return GIVEN_UP
+        return ABANDONED
     if state == NOTHING:
         return None, None, 0.0
     op = what.op if reduces(what.kind) else -1
     root = what.root if has_root(what.kind) else -1
-    name = GIVEN_UP[0] if given_up else _NAMES[state]
+    name = ABANDONED[0] if given_up else _NAMES[state]
     return name, (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
 
 
@@ -747,7 +747,7 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
         what[0], since[0] = marked.what, marked.made
     else:
         what[0], since[0] = handle.latest, handle.began
-    within = handle.waiters or handle.inside != 0
+    within = handle.waiters or handle.in_call_since != 0
     within = within or ((handle.failing or handle.state == ABORTED) and not handle.idle_at_end)
     # A call that an abort has brought back has passed its mark and has not run.
     within = marked != NULL or (within and (broken or not handle.marked or handle.unissued))

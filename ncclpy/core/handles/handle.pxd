@@ -26,9 +26,9 @@ cdef int set_listener(FailureListener new) except -1
 cdef int tell_failed(object error, bint wait=*) except -1
 
 # Between these, in one thread, nothing is told: the caller of these two tells of the outcome.
-cdef void begin_whole() noexcept nogil
-cdef void end_whole() noexcept nogil
-cdef bint in_whole() noexcept nogil
+cdef void suppress_reports() noexcept nogil
+cdef void resume_reports() noexcept nogil
+cdef bint reports_suppressed() noexcept nogil
 
 
 # The other ranks of a communicator: an interface by which core asks a layer above what they do.
@@ -144,9 +144,9 @@ cdef class Handle:
     cdef int contact  # BELIEVED, FENCED or a count
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
-    cdef bint flagged  # that guard was aborted: what NCCL still does for this one waits for nobody
+    cdef bint guard_aborted  # that guard was aborted: what NCCL still does for this one waits for nobody
     cdef mutex_t mutex
-    cdef mutex_t gate  # see take_raw
+    cdef mutex_t gate  # see detach_handle
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint owned
     cdef bint revoked  # or it is about to be: what runs on it may not come to its end
@@ -161,24 +161,24 @@ cdef class Handle:
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     # Of its other ranks in this process: an abort of this one alone frees it (`abort.is_freed`), for who has no GIL; one was
     # aborted.
-    cdef bint apart
+    cdef bint frees_alone
     cdef bint local_peer_aborted
     cdef bint fenced  # another rank of this process is about to be aborted: no end of an operation is a success any more
     cdef object abort_of_local_peer  # and the error of such an operation
     cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
     cdef set informed  # threads in which a call has raised that it has ended; or None
     # Its end before its time.
-    cdef int troubled  # a call of the engine's has failed: no other of its is made
+    cdef int engine_failed  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted
-    cdef object verdict  # the exception that tells why it was aborted, for those who come later
+    cdef object abort_error  # the exception that tells why it was aborted, for those who come later
     cdef list aborting  # the threads that abort it, of the last abort
     # For the watcher, of a communicator that can be ended and has a deadline.
     cdef bint watched
     cdef Marks* marks
-    cdef double inside  # since when a thread is in a call of NCCL; 0 if none is
-    cdef double inside_limit
-    cdef bint inside_main  # it is the main thread
-    cdef double shortest  # the shortest deadline of any operation
+    cdef double in_call_since  # since when a thread is in a call of NCCL; 0 if none is
+    cdef double in_call_limit
+    cdef bint in_call_on_main  # it is the main thread
+    cdef double shortest_limit  # the shortest deadline of any operation
     # What lives beside it, or NULL, and the object that it is in; they stay as long as this.
     cdef PreCallHook* precall_hook
     cdef object hook_keeper
@@ -230,9 +230,9 @@ cdef class Handle:
     cdef void lock(self) noexcept nogil
     cdef void unlock(self) noexcept nogil
     cdef bint lock_alive(self) noexcept nogil
-    cdef ncclComm_t take_raw(self) noexcept nogil
+    cdef ncclComm_t detach_handle(self) noexcept nogil
     # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
-    cdef ncclComm_t guard_now(self, bint take) noexcept nogil
+    cdef ncclComm_t guard_handle(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
     # for a thread that waits for this one, or, if that is 0, for itself.
@@ -245,7 +245,7 @@ cdef class Handle:
 
     # What NCCL says of it, asked once.
     cdef ncclResult_t poll_once(self) noexcept nogil
-    cdef ncclResult_t poll_birth(self) noexcept nogil
+    cdef ncclResult_t poll_init(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
     cdef int ask_who(self) except -1
     # Who knows why it failed, and what NCCL says of the error that polling has found, or NULL.
@@ -256,11 +256,11 @@ cdef class Handle:
     # While it is made.
     cdef void take_cell(self) noexcept nogil
     cdef int called(self) except -1  # the call that makes it has begun in another thread
-    cdef int unborn(self) except -1  # the group in which it was to be made came to nothing
+    cdef int cancel_init(self) except -1  # the group in which it was to be made came to nothing
     # Whether NCCL has made it all the same, and it is in nobody's hands: then this takes it over, to be aborted.
     cdef bint is_stray(self) noexcept
     cdef bint is_in_parent(self) noexcept  # it is a child of which only its parent knows
-    cdef bint take_late(self, bint called) except -1
+    cdef bint adopt_late_handle(self, bint called) except -1
     cdef bint _take_cell_late(self, bint called) noexcept nogil
 
     # How it can be ended: whether an abort ends any call and any operation of it; everything that has to be aborted

@@ -1,7 +1,7 @@
 """A communicator's handle: what it is at this moment, what has to be known to use it safely, and its observers.
 
 Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `state`), the parent that
-still makes it. All that happens to a communicator, its birth, waits, aborts and end, is done to a `Handle` by modules
+still makes it. All that happens to a communicator, its init_args, waits, aborts and end, is done to a `Handle` by modules
 that are built on this one; here no other rank is waited for, and nothing is ended.
 
 NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
@@ -27,8 +27,8 @@ from ncclpy.abi.locks cimport (
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.handles.state cimport (
-    ABORTED, ASKED, BY_ITSELF, CLOSED, FAILED, FINALIZED, FROM_GUARD, INITIALISING, IN_PARENT, MADE, READY, SUSPENDED,
-    UNBORN, Ranges, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
+    ABORTED, INIT_PENDING, INIT_POLLED, CLOSED, FAILED, FINALIZED, INIT_IN_GUARD, INITIALISING, INIT_IN_PARENT, INIT_DONE, READY, SUSPENDED,
+    DEFERRED, Ranges, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (
@@ -43,7 +43,7 @@ from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteE
 
 cdef extern from *:
     """
-    /* How many calls this thread is inside of whose outcome is told as a whole. */
+    /* How many calls this thread is in_call_since of whose outcome is told as a whole. */
     static __thread int ncclpy_wholes = 0;
     """
     int ncclpy_wholes
@@ -83,17 +83,17 @@ cdef int tell_failed(object error, bint wait=True) except -1:
     return listener.failed(error, wait)
 
 
-cdef void begin_whole() noexcept nogil:
+cdef void suppress_reports() noexcept nogil:
     global ncclpy_wholes
     ncclpy_wholes += 1
 
 
-cdef void end_whole() noexcept nogil:
+cdef void resume_reports() noexcept nogil:
     global ncclpy_wholes
     ncclpy_wholes -= 1
 
 
-cdef bint in_whole() noexcept nogil:
+cdef bint reports_suppressed() noexcept nogil:
     return ncclpy_wholes > 0
 
 
@@ -299,10 +299,10 @@ cdef class Handle:
     def __cinit__(self, *args, **kwargs):
         mutex_init(&self.mutex, LOCK_COMM)
         mutex_init(&self.gate, LOCK_GATE)
-        self.state = UNBORN
+        self.state = DEFERRED
         self.contact = BELIEVED
         self.owned = self.waits = True
-        self.limit = self.shortest = FOREVER
+        self.limit = self.shortest_limit = FOREVER
         self.rank = self.nranks = self.device = -1
         self.arrived = -1
         self.children = weakref.WeakSet()
@@ -343,7 +343,7 @@ cdef class Handle:
             raise ValueError(f"{self!r} is suspended; call resume() first")
         if self.state == FAILED:
             raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
-        if self.state == UNBORN:
+        if self.state == DEFERRED:
             raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
         return 0
 
@@ -361,7 +361,7 @@ cdef class Handle:
         self.unlock()
         return False
 
-    cdef ncclComm_t take_raw(self) noexcept nogil:
+    cdef ncclComm_t detach_handle(self) noexcept nogil:
         """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
         cdef bint locked = lock_within(&self.gate, now() + GATE_PATIENCE)
         cdef ncclComm_t raw = self.raw
@@ -370,7 +370,7 @@ cdef class Handle:
             mutex_unlock(&self.gate)
         return raw
 
-    cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
+    cdef ncclComm_t guard_handle(self, bint take) noexcept nogil:
         """Return the guard or, to abort or destroy it, take it away: only one does so."""
         cdef ncclComm_t guard
         mutex_lock(&self.gate)
@@ -381,21 +381,21 @@ cdef class Handle:
         return guard
 
     cdef void enter(self, double limit) noexcept nogil:
-        self.inside_main = on_main_thread()
-        self.inside_limit = limit
-        self.inside = now()
+        self.in_call_on_main = on_main_thread()
+        self.in_call_limit = limit
+        self.in_call_since = now()
 
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=0) noexcept nogil:
         self.enter(limit)
         cdef Mark* mark = mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
         if mark != NULL:
-            mark.made = self.inside
+            mark.made = self.in_call_since
             mark.thread = thread or this_thread()
             self.marked = True
         return mark
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
-        self.inside = 0
+        self.in_call_since = 0
         self.unissued = not issued
         if mark != NULL:
             mark_end(self.marks, mark, issued)
@@ -416,7 +416,7 @@ cdef class Handle:
         cdef ncclResult_t state = ncclSuccess
         cdef ncclResult_t result
         if self.state == INITIALISING:
-            return self.poll_birth()
+            return self.poll_init()
         self.lock()
         if self.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
             self.unlock()
@@ -425,38 +425,38 @@ cdef class Handle:
         self.unlock()
         return state if result == ncclSuccess else result
 
-    cdef ncclResult_t poll_birth(self) noexcept nogil:
+    cdef ncclResult_t poll_init(self) noexcept nogil:
         """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
         cdef ncclResult_t result
-        if self.init_state.stage == IN_PARENT:
+        if self.init_state.stage == INIT_IN_PARENT:
             # First and without this one's lock: the order of locks is that of their addresses.
             result = (<Handle>self.asked).poll_once()
             if result != ncclSuccess or self.nranks == 0:
                 return result
         self.lock()
-        if self.init_state.stage == IN_PARENT and self.state == INITIALISING:
+        if self.init_state.stage == INIT_IN_PARENT and self.state == INITIALISING:
             self.take_cell()
-            self.init_state.stage = BY_ITSELF
+            self.init_state.stage = INIT_POLLED
         if self.state != INITIALISING and self.state != READY:
             result = <ncclResult_t>WAS_ABORTED
-        elif self.init_state.stage == MADE:
+        elif self.init_state.stage == INIT_DONE:
             result = ncclSuccess
-        elif self.init_state.is_asking():
+        elif self.init_state.is_splitting_guard():
             result = ncclInProgress
-        elif self.init_state.question.failed != ncclSuccess:
-            result = self.init_state.question.failed
+        elif self.init_state.guard_split.failed != ncclSuccess:
+            result = self.init_state.guard_split.failed
         elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.init_state.guarded else self.raw) == NULL:
             result = <ncclResult_t>WAS_ABORTED
         else:
             result = self._ask_maker()
-            if result == ncclSuccess and self.init_state.guarded and self.init_state.stage == BY_ITSELF:
-                self.init_state.ask_guard(self.guard)
+            if result == ncclSuccess and self.init_state.guarded and self.init_state.stage == INIT_POLLED:
+                self.init_state.start_guard_split(self.guard)
                 result = ncclInProgress
             elif result == ncclSuccess:
                 if self.init_state.guarded:
-                    self.raw = self.init_state.question.cell
+                    self.raw = self.init_state.guard_split.cell
                 if self.raw != NULL:
-                    self.init_state.stage = MADE
+                    self.init_state.stage = INIT_DONE
                 else:  # not written yet
                     result = ncclInProgress
         self.unlock()
@@ -512,28 +512,28 @@ cdef class Handle:
             return self.guard
         if self.parent is not None:
             return self.parent.raw
-        if self.state == UNBORN and abort_preempts and self.init_state is not None:
-            return self.init_state.birth.cell
+        if self.state == DEFERRED and abort_preempts and self.init_state is not None:
+            return self.init_state.init_args.cell
         return NULL
 
     cdef const char* last_words(self) noexcept:
-        if self.init_state is not None and self.init_state.question.words != NULL and not self.init_state.is_asking():
-            return self.init_state.question.words
+        if self.init_state is not None and self.init_state.guard_split.words != NULL and not self.init_state.is_splitting_guard():
+            return self.init_state.guard_split.words
         return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
 
     cdef void take_cell(self) noexcept nogil:
         if self.init_state.guarded:
-            self.guard = self.init_state.birth.cell
+            self.guard = self.init_state.init_args.cell
         else:
-            self.raw = self.init_state.birth.cell
+            self.raw = self.init_state.init_args.cell
 
     cdef int called(self) except -1:
         self.init_state.lent = True
         return 0
 
-    cdef int unborn(self) except -1:
+    cdef int cancel_init(self) except -1:
         """Note that the group in which this communicator was to be made came to nothing."""
-        if self.state == UNBORN:
+        if self.state == DEFERRED:
             self.become(FAILED)
             if self.init_state is not None and self.raw == NULL and self.guard == NULL:
                 self.init_state.lent = False
@@ -546,9 +546,9 @@ cdef class Handle:
         return self.raw != NULL or self.guard != NULL
 
     cdef bint is_in_parent(self) noexcept:
-        return self.init_state is not None and self.init_state.stage == IN_PARENT
+        return self.init_state is not None and self.init_state.stage == INIT_IN_PARENT
 
-    cdef bint take_late(self, bint called) except -1:
+    cdef bint adopt_late_handle(self, bint called) except -1:
         """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
 
         Nobody polls for it any more, and it would stay behind. `called` says that the call that makes it has returned,
@@ -557,12 +557,12 @@ cdef class Handle:
         cdef bint taken
         if self.state != ABORTED or self.init_state is None:
             return False
-        if not called and abort_preempts and self.init_state.stage == ASKED and self.parent is None:
+        if not called and abort_preempts and self.init_state.stage == INIT_PENDING and self.parent is None:
             # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
-            if self.init_state.birth.cell == NULL:
+            if self.init_state.init_args.cell == NULL:
                 return False
             self.take_cell()
-            self.init_state.stage = BY_ITSELF
+            self.init_state.stage = INIT_POLLED
             return True
         with nogil:
             taken = self._take_cell_late(called)
@@ -573,15 +573,15 @@ cdef class Handle:
         cdef bint taken
         if not lock_within(&self.mutex, until):
             return False
-        while self.init_state.is_asking() and now() < until:  # the guard is gone, which brings it back
+        while self.init_state.is_splitting_guard() and now() < until:  # the guard is gone, which brings it back
             pause(0.001)
-        taken = self.init_state.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
+        taken = self.init_state.stage != INIT_PENDING or (called and self.raw == NULL)  # else the call has not returned
         if taken:
-            if self.raw == NULL and self.init_state.stage == FROM_GUARD:
-                self.raw = self.init_state.question.cell
-            elif self.raw == NULL and (self.init_state.stage == IN_PARENT or self.init_state.stage == ASKED):
-                self.raw = self.init_state.birth.cell
-            self.init_state.stage = MADE
+            if self.raw == NULL and self.init_state.stage == INIT_IN_GUARD:
+                self.raw = self.init_state.guard_split.cell
+            elif self.raw == NULL and (self.init_state.stage == INIT_IN_PARENT or self.init_state.stage == INIT_PENDING):
+                self.raw = self.init_state.init_args.cell
+            self.init_state.stage = INIT_DONE
             taken = self.raw != NULL
         self.unlock()
         return taken
@@ -591,12 +591,12 @@ cdef class Handle:
 
     cdef list tied(self):
         """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
-        asked = self.state == UNBORN and self.init_state is not None and self.parent is None and self.raw == NULL
+        asked = self.state == DEFERRED and self.init_state is not None and self.parent is None and self.raw == NULL
         if asked and abort_preempts:
             self.take_cell()  # NCCL has written it, and works on it in another thread
-            if self.init_state.birth.cell != NULL:
-                self.init_state.stage = BY_ITSELF
-        unmade = self.state == UNBORN or self.state == INITIALISING
+            if self.init_state.init_args.cell != NULL:
+                self.init_state.stage = INIT_POLLED
+        unmade = self.state == DEFERRED or self.state == INITIALISING
         if unmade and self.raw == NULL and self.guard == NULL and self.parent is not None:
             return [self, self.parent]
         return [self, *self.making]
@@ -610,7 +610,7 @@ cdef class Handle:
         return 0
 
     cdef bint in_background(self) noexcept:
-        if self.state == UNBORN and self.init_state is not None:
+        if self.state == DEFERRED and self.init_state is not None:
             return self.init_state.guarded or self.nonblocking
         return self.nonblocking
 
@@ -640,15 +640,15 @@ cdef class Handle:
     cdef object aborted_error(self, object what):
         """Return the exception of an operation that met an abort, with the reason that was given for it."""
         self.inform()
-        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
-            error = type(self.verdict)(f"{what}: {self.verdict}")
+        if self.abort_error is not None:  # not the one that is kept: it would grow with every frame that it passes
+            error = type(self.abort_error)(f"{what}: {self.abort_error}")
             tell_trouble([self], error)
             return error
         return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
 
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; it looks around, so before the abort."""
-        if self.state == INITIALISING and self.init_state.stage == IN_PARENT:
+        if self.state == INITIALISING and self.init_state.stage == INIT_IN_PARENT:
             missing = who_is_missing(self.speaker())
             missing += ". " if missing else ""
             return NcclTimeout(
@@ -676,7 +676,7 @@ cdef class Handle:
     cdef int explain(self, object error) except -1:
         if self.peer_status is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
             return 0
-        if in_whole():  # who calls that does so behind it
+        if reports_suppressed():  # who calls that does so behind it
             return 0
         # They are asked once: not for what a rank has got wrong alone and can go on from.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:

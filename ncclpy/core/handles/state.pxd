@@ -2,13 +2,13 @@ from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.nccl cimport ncclComm_t, ncclConfig_t, ncclResult_t
-from ncclpy.core.arguments.operation cimport Birth, Operation
+from ncclpy.core.arguments.operation cimport InitArgs, Operation
 
 
 # States of a communicator, and which may follow upon which. Only READY takes operations without a second look.
 cdef enum:
     READY = 0
-    UNBORN = 1  # recorded in a group that has not ended
+    DEFERRED = 1  # recorded in a group that has not ended
     INITIALISING = 2  # NCCL has been asked
     FAILED = 3
     ABORTED = 4
@@ -31,14 +31,14 @@ cdef str shown(int state)
 
 # How far the making of a communicator has come.
 cdef enum:
-    ASKED  # the call was not made yet, or waits in another thread
-    IN_PARENT  # the parent makes it: its cell is written when the parent leaves ncclInProgress
-    BY_ITSELF  # it is asked itself
-    FROM_GUARD  # the guard is there and makes the communicator
-    MADE
+    INIT_PENDING  # the call was not made yet, or waits in another thread
+    INIT_IN_PARENT  # the parent makes it: its cell is written when the parent leaves ncclInProgress
+    INIT_POLLED  # it is asked itself
+    INIT_IN_GUARD  # the guard is there and makes the communicator
+    INIT_DONE
 
-# What a guard is asked to make, in a thread of its own; on the heap like a `Birth`.
-cdef struct Question:
+# What a guard is asked to make, in a thread of its own; on the heap like `InitArgs`.
+cdef struct GuardSplit:
     ncclComm_t guard
     ncclConfig_t config
     CUcontext context
@@ -49,8 +49,8 @@ cdef struct Question:
 
 
 cdef class InitState:
-    cdef Birth* birth  # the call that makes it, or its guard
-    cdef Question* question
+    cdef InitArgs* init_args  # the call that makes it, or its guard
+    cdef GuardSplit* guard_split
     cdef object strings  # of the configurations
     cdef bint guarded
     cdef bint lent  # NCCL may still write into the cells
@@ -58,9 +58,9 @@ cdef class InitState:
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1
     # Ask the guard to make the communicator, and do not wait for what it says.
-    cdef void ask_guard(self, ncclComm_t guard) noexcept nogil
+    cdef void start_guard_split(self, ncclComm_t guard) noexcept nogil
     # Whether the call by which it is asked is under way, and nothing else is to be asked of it.
-    cdef bint is_asking(self) noexcept nogil
+    cdef bint is_splitting_guard(self) noexcept nogil
 
 
 # An operation between two events, on the stream that it was given.
@@ -133,4 +133,4 @@ cdef class Ranges:
 
 # Deregister what was taken away of a communicator that is about to be destroyed or aborted, and free the list; whether its
 # guard was aborted. No other thread is in a call of the communicator by then.
-cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagged) noexcept nogil
+cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint guard_aborted) noexcept nogil

@@ -1,6 +1,6 @@
 """What a communicator is made of: its states, its creation, the events around its operations, the ranges it registered.
 
-UNBORN -> INITIALISING -> READY -> FINALIZED -> CLOSED
+DEFERRED -> INITIALISING -> READY -> FINALIZED -> CLOSED
                               READY <-> SUSPENDED -> FINALIZED
                                     (and from each of them to ABORTED)
 
@@ -45,12 +45,12 @@ from ncclpy.core.runtime.wait cimport now, pause
 
 
 cdef dict _NAMES = {
-    READY: "ready", UNBORN: "not initialised", INITIALISING: "initialising", FAILED: "failed", ABORTED: "aborted",
+    READY: "ready", DEFERRED: "not initialised", INITIALISING: "initialising", FAILED: "failed", ABORTED: "aborted",
     CLOSED: "closed", FINALIZED: "finalized", SUSPENDED: "suspended",
 }
 
 cdef dict _MOVES = {
-    UNBORN: (
+    DEFERRED: (
         INITIALISING,  # the call that makes it has returned
         READY,  # somebody else has made it: from_handle()
         FAILED,  # its group came to nothing
@@ -117,17 +117,17 @@ cdef extern from * nogil:
 
 
 cdef void* _ask(void* argument) noexcept nogil:
-    cdef Question* question = <Question*>argument
+    cdef GuardSplit* guard_split = <GuardSplit*>argument
     cdef ncclResult_t result = ncclUnhandledCudaError
     cdef CUstreamCaptureMode mode = relax()
-    if driver.cuCtxSetCurrent(question.context) == 0:
-        result = nccl.ncclCommSplit(question.guard, 0, 0, &question.cell, &question.config)  # equal keys: ranks stay
+    if driver.cuCtxSetCurrent(guard_split.context) == 0:
+        result = nccl.ncclCommSplit(guard_split.guard, 0, 0, &guard_split.cell, &guard_split.config)  # equal keys: ranks stay
     restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
         # Of which the guard itself, which is well, will not tell whoever asks next.
-        question.words = keep_words(result)
-        question.failed = result
-    __atomic_store_n(&question.under_way, 0, __ATOMIC_RELEASE)
+        guard_split.words = keep_words(result)
+        guard_split.failed = result
+    __atomic_store_n(&guard_split.under_way, 0, __ATOMIC_RELEASE)
     return NULL
 
 
@@ -135,52 +135,52 @@ cdef class InitState:
     """Own the cells of a communicator, and what NCCL reads to make it."""
 
     def __cinit__(self):
-        self.birth = <Birth*>calloc(1, sizeof(Birth))
-        self.question = <Question*>calloc(1, sizeof(Question))
-        if self.birth == NULL or self.question == NULL:
+        self.init_args = <InitArgs*>calloc(1, sizeof(InitArgs))
+        self.guard_split = <GuardSplit*>calloc(1, sizeof(GuardSplit))
+        if self.init_args == NULL or self.guard_split == NULL:
             raise MemoryError
 
     def __dealloc__(self):
         if self.lent:  # nobody knows when NCCL reads and writes: then the memory stays
             Py_INCREF(self.strings)
             return
-        if self.birth != NULL:
-            free(self.birth.exclude)
-        free(self.birth)
-        if self.question != NULL:
-            free(self.question.words)
-        free(self.question)
+        if self.init_args != NULL:
+            free(self.init_args.exclude)
+        free(self.init_args)
+        if self.guard_split != NULL:
+            free(self.guard_split.words)
+        free(self.guard_split)
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1:
         """Fill in the configurations. `blocking` is what the communicator is to be; None leaves it to NCCL."""
         self.guarded = guarded
-        self.strings = [fill_config(&self.birth.config, config)]
+        self.strings = [fill_config(&self.init_args.config, config)]
         if guarded:
-            self.strings.append(fill_config(&self.question.config, config))
-            self.question.config.blocking = 1
-            self.birth.config.blocking = 0
-            self.birth.config.splitShare = 1  # a guard is none unless the abort flag is shared
+            self.strings.append(fill_config(&self.guard_split.config, config))
+            self.guard_split.config.blocking = 1
+            self.init_args.config.blocking = 0
+            self.init_args.config.splitShare = 1  # a guard is none unless the abort flag is shared
         elif blocking is not None:
-            self.birth.config.blocking = 1 if blocking else 0
+            self.init_args.config.blocking = 1 if blocking else 0
         return 0
 
-    cdef void ask_guard(self, ncclComm_t guard) noexcept nogil:
+    cdef void start_guard_split(self, ncclComm_t guard) noexcept nogil:
         cdef pthread_t thread
         cdef CUcontext saved = NULL
-        self.stage = FROM_GUARD
-        self.question.guard = guard
-        self.question.context = self.birth.context
-        self.question.under_way = 1
-        if pthread_create(&thread, NULL, _ask, self.question) == 0:
+        self.stage = INIT_IN_GUARD
+        self.guard_split.guard = guard
+        self.guard_split.context = self.init_args.context
+        self.guard_split.under_way = 1
+        if pthread_create(&thread, NULL, _ask, self.guard_split) == 0:
             pthread_setname_np(thread, b"ncclpy-call")
             pthread_detach(thread)
         else:  # no more threads; here it may block, but it would never be made else
             driver.cuCtxGetCurrent(&saved)
-            _ask(self.question)
+            _ask(self.guard_split)
             driver.cuCtxSetCurrent(saved)
 
-    cdef bint is_asking(self) noexcept nogil:
-        return __atomic_load_n(&self.question.under_way, __ATOMIC_ACQUIRE)
+    cdef bint is_splitting_guard(self) noexcept nogil:
+        return __atomic_load_n(&self.guard_split.under_way, __ATOMIC_ACQUIRE)
 
 
 # So many marks are there before the first is looked for to be used again; and at most.
@@ -440,7 +440,7 @@ cdef class Ranges:
         return numbers
 
 
-cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagged) noexcept nogil:
+cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint guard_aborted) noexcept nogil:
     """Deregister what NCCL itself would deregister too late, and free the list; errors are dropped.
 
     Where the memory was used between processes, to deregister asks a proxy of the peer's. The end of a communicator frees
@@ -459,9 +459,9 @@ cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagg
         if taken[i].raw != NULL:
             taken[left].raw = taken[i].raw
             left += 1
-    if left > 0 and flagged and nccl.ncclCommFinalize != NULL:
+    if left > 0 and guard_aborted and nccl.ncclCommFinalize != NULL:
         result = nccl.ncclCommFinalize(comm)
-    elif left > 0 and not flagged and nccl.ncclCommRevoke != NULL:
+    elif left > 0 and not guard_aborted and nccl.ncclCommRevoke != NULL:
         result = nccl.ncclCommRevoke(comm, 0)
     while result == ncclInProgress and now() < started + CLOSING:
         pause(now() - started)

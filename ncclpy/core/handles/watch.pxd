@@ -7,7 +7,7 @@ from ncclpy.core.runtime.wait cimport Waiting
 
 
 # Take over what NCCL has made, is making, or failed to make; wait for nothing.
-cdef int born(Handle child, ncclResult_t result) except -1
+cdef int end_init(Handle child, ncclResult_t result) except -1
 
 # Have the watcher keep deadlines, of which this is one.
 cdef int be_watched(Handle handle, double limit) except -1

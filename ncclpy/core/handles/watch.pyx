@@ -35,14 +35,14 @@ from ncclpy.core.handles.handle cimport (
 )
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
-    ABORTED, BY_ITSELF, CLOSED, FAILED, FINALIZED, INITIALISING, IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
+    ABORTED, INIT_POLLED, CLOSED, FAILED, FINALIZED, INITIALISING, INIT_IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
 )
 from ncclpy.core.runtime.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause, this_thread
 
 from ncclpy.errors import NcclError
 
 
-cdef int born(Handle child, ncclResult_t result) except -1:
+cdef int end_init(Handle child, ncclResult_t result) except -1:
     """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it."""
     if child.state == READY or child.state == ABORTED:
         return 0
@@ -52,8 +52,8 @@ cdef int born(Handle child, ncclResult_t result) except -1:
     child.init_state.lent = True
     child.become(INITIALISING)
     # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
-    in_parent = child.parent is not None and child.parent.in_background() and child.init_state.birth.cell == NULL
-    child.init_state.stage = IN_PARENT if in_parent else BY_ITSELF
+    in_parent = child.parent is not None and child.parent.in_background() and child.init_state.init_args.cell == NULL
+    child.init_state.stage = INIT_IN_PARENT if in_parent else INIT_POLLED
     if not in_parent:
         child.take_cell()
     if child.parent is not None:
@@ -65,7 +65,7 @@ cdef int born(Handle child, ncclResult_t result) except -1:
         # A blocking communicator says nothing else; one that works in the background may still be in progress.
         if child.nranks != 0:
             with nogil:
-                result = child.poll_birth()
+                result = child.poll_init()
         if result == ncclSuccess and child.state == INITIALISING:  # without the GIL it may have been aborted
             _grown(child)
     if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
@@ -100,8 +100,8 @@ cdef int _grown(Handle child) except -1:
 
 cdef int be_watched(Handle handle, double limit) except -1:
     """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
-    if limit < handle.shortest:
-        handle.shortest = limit
+    if limit < handle.shortest_limit:
+        handle.shortest_limit = limit
         look_sooner()
     if limit != FOREVER and handle.marks == NULL:
         handle.marks = new_marks(context_of(handle.device))
@@ -142,7 +142,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             raise handle.aborted_error(f"{what} of {handle!r} ended: the communicator was aborted")
         if result == ncclSuccess:
             if handle.state == INITIALISING:
-                born(handle, result)
+                end_init(handle, result)
             return 0
         initialising = handle.state == INITIALISING
         if initialising:
@@ -498,30 +498,30 @@ cdef int _look_on() except -1:
 cdef double _round() except? -1:
     """Look at every communicator once; return the pause until the next round."""
     cdef Handle handle
-    cdef double shortest = SELDOM * 8
+    cdef double shortest_limit = SELDOM * 8
     cdef bint asked_to_stop = _is_interrupted()
     for reference in list(_watched):
         handle = reference()
         if handle is None or is_over(handle.state):
             _watched.remove(reference)
             continue
-        shortest = min(shortest, handle.limit, handle.shortest)
+        shortest_limit = min(shortest_limit, handle.limit, handle.shortest_limit)
         if handle.state in (READY, FINALIZED):  # what was begun before a close has its deadline still
             try:
                 _look_at(handle, asked_to_stop)
             except Exception as error:  # the others are watched all the same
                 _watched.remove(reference)
                 _log.error("%r is no longer watched", handle, exc_info=error)
-    return shortest / 8
+    return shortest_limit / 8
 
 
 cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
-    cdef double moment = now(), inside = handle.inside
+    cdef double moment = now(), in_call_since = handle.in_call_since
     cdef Mark late
     cdef bint overdue = False
-    if inside != 0 and moment - inside > handle.inside_limit and handle.state == READY:
-        return _end(handle, "a call of NCCL", moment - inside)
-    if inside != 0 and asked_to_stop and handle.inside_main and inside < ncclpy_sigint_at:
+    if in_call_since != 0 and moment - in_call_since > handle.in_call_limit and handle.state == READY:
+        return _end(handle, "a call of NCCL", moment - in_call_since)
+    if in_call_since != 0 and asked_to_stop and handle.in_call_on_main and in_call_since < ncclpy_sigint_at:
         begin_abort(handle.tied(), "KeyboardInterrupt came while a call of NCCL was stuck")
         return 0
     if handle.marks != NULL:
@@ -540,8 +540,8 @@ cdef int _end(Handle handle, str what, double waited, const Operation* operation
     error = handle.timeout_error(what, waited)
     if operation != NULL and tracer is not None:
         tracer.explain(tracer.find(handle, operation), error)
-    handle.verdict = error
-    note_failure([handle], handle.verdict)  # what is stuck is known now: the abort ends it on the device
+    handle.abort_error = error
+    note_failure([handle], handle.abort_error)  # what is stuck is known now: the abort ends it on the device
     begin_abort(handle.tied(), f"{what} passed its deadline")
     return 0
 

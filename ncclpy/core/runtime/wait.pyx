@@ -33,7 +33,7 @@ cdef extern from *:
     #include <stdlib.h>
     #include <unistd.h>
 
-    /* Threads that are inside a call of NCCL which may never return. */
+    /* Threads that are in_call_since a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
 
     /* Ends the process where such a thread still runs: it uses what the destructors of NCCL and CUDA are about to free. */

@@ -1,4 +1,4 @@
-"""A stretch of calls: lock, look, ncclGroupStart, issue, ncclGroupEnd, poll.
+"""A batch of calls: lock, look, ncclGroupStart, issue, ncclGroupEnd, poll.
 
 It is the only place where several calls of NCCL are made: for a group's end, a plan, a graph that is captured, and a
 launch of the Manager's, in whichever thread. All of it is done without the GIL.
@@ -17,68 +17,68 @@ cdef extern from "sched.h" nogil:
     int sched_yield()
 
 
-cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
+cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
     cdef size_t i
     cdef ncclResult_t result
-    cdef char* at = stretch.steps
+    cdef char* at = batch.steps
     cdef bint watched = False, precall_hooks = False, lent
-    if not _lock(stretch, until):
+    if not _lock(batch, until):
         return False
-    stretch.failed = stretch.count
-    result = _look(stretch, &watched, &precall_hooks)
-    watched = watched and stretch.watched
+    batch.failed = batch.count
+    result = _look(batch, &watched, &precall_hooks)
+    watched = watched and batch.watched
     if result == ncclSuccess:
-        lent = not host_engine and stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
+        lent = not host_engine and batch.count and lend_device((<Handle>step_of(batch, 0).handle).device)
         if watched:
-            _enter(stretch)
+            _enter(batch)
         if precall_hooks:
-            _let_in(stretch)
-        if stretch.grouped:
+            _let_in(batch)
+        if batch.grouped:
             result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
         if result == ncclSuccess:
-            for i in range(stretch.count):
+            for i in range(batch.count):
                 result = issue(&(<Step*>at).operation)
                 if result != ncclSuccess and result != ncclInProgress:
-                    stretch.failed = i
+                    batch.failed = i
                     break
-                at += stretch.stride
-            if stretch.grouped:
-                result = _end_group(stretch, result)
+                at += batch.stride
+            if batch.grouped:
+                result = _end_group(batch, result)
         if watched:
-            _leave(stretch, result == ncclSuccess)
+            _leave(batch, result == ncclSuccess)
         if precall_hooks:
-            _follow(stretch, result != ncclInProgress)
+            _follow(batch, result != ncclInProgress)
         if lent:
             take_device_back()
-    stretch.result = result
-    stretch.words = keep_words(result)
-    _unlock(stretch, <size_t>-1)
+    batch.result = result
+    batch.words = keep_words(result)
+    _unlock(batch, <size_t>-1)
     return True
 
 
-cdef ncclResult_t _end_group(const Stretch* stretch, ncclResult_t refused) noexcept nogil:
+cdef ncclResult_t _end_group(const CallBatch* batch, ncclResult_t refused) noexcept nogil:
     """End the group; a refused call has marked it: its end launches nothing and returns the same error."""
     cdef ncclResult_t ended
-    if stretch.simulated != NULL:
-        ended = nccl.ncclGroupSimulateEnd(stretch.simulated)
+    if batch.simulated != NULL:
+        ended = nccl.ncclGroupSimulateEnd(batch.simulated)
     else:
         ended = nccl.ncclGroupEnd()
-    return ended if stretch.failed == stretch.count else refused
+    return ended if batch.failed == batch.count else refused
 
 
-cdef inline char* _handles(const Stretch* stretch, size_t* count, size_t* pitch) noexcept nogil:
+cdef inline char* _handles(const CallBatch* batch, size_t* count, size_t* pitch) noexcept nogil:
     """Return where the first handle stands, how many there are, and the bytes from one to the next."""
-    if stretch.handles != NULL:
-        count[0], pitch[0] = stretch.nhandles, sizeof(PyObject*)
-        return <char*>stretch.handles
-    count[0], pitch[0] = stretch.count, stretch.stride
-    return <char*>&(<Step*>stretch.steps).handle
+    if batch.handles != NULL:
+        count[0], pitch[0] = batch.nhandles, sizeof(PyObject*)
+        return <char*>batch.handles
+    count[0], pitch[0] = batch.count, batch.stride
+    return <char*>&(<Step*>batch.steps).handle
 
 
-cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
+cdef bint _lock(const CallBatch* batch, double until) noexcept nogil:
     """Take the locks of the communicators, each once, in the order of their addresses."""
     cdef size_t i, count, pitch
-    cdef char* at = _handles(stretch, &count, &pitch)
+    cdef char* at = _handles(batch, &count, &pitch)
     cdef PyObject* last = NULL
     for i in range(count):
         if (<PyObject**>at)[0] != last:
@@ -88,16 +88,16 @@ cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
             else:
                 lock_wanted(LOCK_COMM, &(<Handle>last).mutex)
                 if not lock_within(&(<Handle>last).mutex, until):
-                    _unlock(stretch, i)
+                    _unlock(batch, i)
                     return False
         at += pitch
     return True
 
 
-cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
+cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
     """Give the locks back, of the first so many entries."""
     cdef size_t i, count, pitch
-    cdef char* at = _handles(stretch, &count, &pitch)
+    cdef char* at = _handles(batch, &count, &pitch)
     cdef PyObject* last = NULL
     for i in range(min(first, count)):
         if (<PyObject**>at)[0] != last:
@@ -106,17 +106,17 @@ cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
         at += pitch
 
 
-cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* precall_hooks) noexcept nogil:
+cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) noexcept nogil:
     """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
     cdef size_t i
-    cdef char* at = stretch.steps
+    cdef char* at = batch.steps
     cdef Operation* operation
     cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
     cdef ncclComm_t comm = NULL
     cdef long long sequence = 0
     cdef bint aborted = False, told = False
-    cdef int counted = stretch.simulated == NULL
-    for i in range(stretch.count):
+    cdef int counted = batch.simulated == NULL
+    for i in range(batch.count):
         operation = &(<Step*>at).operation
         if (<Step*>at).handle != last:
             if last != NULL:
@@ -132,93 +132,93 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* precall_hooks) no
                 precall_hooks[0] = True
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
         if aborted or (comm == NULL and operation.kind < INIT_RANK):
-            stretch.failed = i
+            batch.failed = i
             return <ncclResult_t>WAS_ABORTED
         operation.comm = comm
         operation.sequence = sequence
         if told and operation.kind < WINDOW:
             (<Handle>last).note(operation)
         sequence += counted if operation.kind < WINDOW else 0
-        at += stretch.stride
+        at += batch.stride
     if last != NULL:
         (<Handle>last).sequence = sequence
     return ncclSuccess
 
 
-cdef void _enter(Stretch* stretch) noexcept nogil:
+cdef void _enter(CallBatch* batch) noexcept nogil:
     """Tell the watcher, with a mark for each stream of each communicator if that is asked for."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
     cdef double limit
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
+    for i in range(batch.count):
+        step = step_of(batch, i)
         step.mark = NULL
         if step.operation.kind < WINDOW and (<Handle>step.handle).watched and not (
             before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream
         ):
-            limit = (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit
-            if stretch.marked:
-                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit, stretch.caller)
+            limit = (<Handle>step.handle).limit if batch.limit < 0 else batch.limit
+            if batch.marked:
+                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit, batch.caller)
             else:
                 (<Handle>step.handle).enter(limit)
         before = step
 
 
-cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
+cdef void _leave(CallBatch* batch, bint issued) noexcept nogil:
     cdef size_t i
     cdef Step* step
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
+    for i in range(batch.count):
+        step = step_of(batch, i)
         if step.operation.kind < WINDOW and (<Handle>step.handle).watched:
             (<Handle>step.handle).leave_call(step.mark, issued)
 
 
-cdef void _let_in(Stretch* stretch) noexcept nogil:
+cdef void _let_in(CallBatch* batch) noexcept nogil:
     """Run the communicators' hooks that are wanted."""
     cdef size_t i
     cdef PyObject* last = NULL
     cdef Step* step
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
+    for i in range(batch.count):
+        step = step_of(batch, i)
         if step.handle != last:
             last = step.handle
             if (<Handle>last).precall_hook != NULL and (<Handle>last).raw != NULL:
                 run_if_wanted((<Handle>last).precall_hook, (<Handle>last).raw)
 
 
-cdef void _follow(Stretch* stretch, bint issued) noexcept nogil:
+cdef void _follow(CallBatch* batch, bint issued) noexcept nogil:
     """Tell the hooks, once for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
+    for i in range(batch.count):
+        step = step_of(batch, i)
         if not (before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream):
             if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW:
                 follow((<Handle>step.handle).precall_hook, step.operation.stream, issued)
         before = step
 
 
-cdef void follow_late(const Stretch* stretch) noexcept nogil:
+cdef void follow_late(const CallBatch* batch) noexcept nogil:
     cdef size_t i
     cdef Step* step
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
+    for i in range(batch.count):
+        step = step_of(batch, i)
         if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
             follow((<Handle>step.handle).precall_hook, step.operation.stream, True)
             (<Handle>step.handle).unlock()
 
 
-cdef void poll_calls(Stretch* stretch) noexcept nogil:
-    """Poll; each step gets its own result, so that all that are late can be aborted; the stretch the first bad one."""
+cdef void poll_calls(CallBatch* batch) noexcept nogil:
+    """Poll; each step gets its own result, so that all that are late can be aborted; the batch the first bad one."""
     cdef size_t i
     cdef Step* step
     cdef double limit, begun = now()
-    stretch.result = ncclSuccess
-    for i in range(stretch.count):
-        step = step_of(stretch, i)
-        limit = stretch.limit if stretch.limit >= 0 else (<Handle>step.handle).limit
+    batch.result = ncclSuccess
+    for i in range(batch.count):
+        step = step_of(batch, i)
+        limit = batch.limit if batch.limit >= 0 else (<Handle>step.handle).limit
         while True:
             step.polled = (<Handle>step.handle).poll_once()
             if step.polled != ncclInProgress:
@@ -227,20 +227,20 @@ cdef void poll_calls(Stretch* stretch) noexcept nogil:
                 step.polled = <ncclResult_t>PAST_DEADLINE
                 break
             sched_yield()
-        if step.polled != ncclSuccess and stretch.result == ncclSuccess:
-            stretch.result = step.polled
-            stretch.failed = i
-    if stretch.result == ncclSuccess:
-        follow_late(stretch)
-    stretch.words = keep_words(stretch.result)
+        if step.polled != ncclSuccess and batch.result == ncclSuccess:
+            batch.result = step.polled
+            batch.failed = i
+    if batch.result == ncclSuccess:
+        follow_late(batch)
+    batch.words = keep_words(batch.result)
 
 
-cdef int note_arrival(const Stretch* stretch, Handle handle) except -1:
+cdef int note_arrival(const CallBatch* batch, Handle handle) except -1:
     cdef const Operation* last = NULL
     cdef size_t i
     cdef Step* step
-    for i in range(stretch.count if handle.told else 0):
-        step = step_of(stretch, i)
+    for i in range(batch.count if handle.told else 0):
+        step = step_of(batch, i)
         if step.handle == <PyObject*>handle and step.operation.kind < WINDOW:
             last = &step.operation
     return 0 if last == NULL else handle.note_arrival(last)

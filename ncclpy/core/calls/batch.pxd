@@ -6,7 +6,7 @@ from ncclpy.core.handles.state cimport Mark
 from ncclpy.core.arguments.operation cimport Operation
 
 
-# One call of a stretch. Whoever has it keeps the handle.
+# One call of a batch. Whoever has it keeps the handle.
 cdef struct Step:
     Operation operation
     PyObject* handle  # a Handle
@@ -15,7 +15,7 @@ cdef struct Step:
 
 
 # Calls that are made together. Its steps may be parts of something larger, `stride` bytes from one to the next.
-cdef struct Stretch:
+cdef struct CallBatch:
     char* steps
     size_t stride
     size_t count
@@ -33,15 +33,15 @@ cdef struct Stretch:
     char* words  # NCCL's last ones on it, of the thread that has made the calls; from malloc
 
 
-cdef inline Step* step_of(const Stretch* stretch, size_t index) noexcept nogil:
-    return <Step*>(stretch.steps + index * stretch.stride)
+cdef inline Step* step_of(const CallBatch* batch, size_t index) noexcept nogil:
+    return <Step*>(batch.steps + index * batch.stride)
 
 
 # Make the calls; False, with nothing called, if other threads are inside the communicators until a moment.
-cdef bint make_calls(Stretch* stretch, double until) noexcept nogil
+cdef bint make_calls(CallBatch* batch, double until) noexcept nogil
 # Poll the communicators of calls that have returned ncclInProgress, each until it has left that, is aborted, or late.
-cdef void poll_calls(Stretch* stretch) noexcept nogil
+cdef void poll_calls(CallBatch* batch) noexcept nogil
 # Tell the hooks of calls that NCCL has issued after they had returned; a caller that does not poll does so then.
-cdef void follow_late(const Stretch* stretch) noexcept nogil
+cdef void follow_late(const CallBatch* batch) noexcept nogil
 # Note, for the other ranks, that the data of a communicator's last operation of them are there.
-cdef int note_arrival(const Stretch* stretch, Handle handle) except -1
+cdef int note_arrival(const CallBatch* batch, Handle handle) except -1

@@ -29,6 +29,7 @@ from ncclpy.engine.native cimport load
 from ncclpy.engine.callbacks cimport Awaited, Together, is_plain, message
 from ncclpy.engine.recorder cimport Ledger, began_of
 
+from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.engine import work
 from ncclpy.engine.launcher import abort_in_background
@@ -565,6 +566,9 @@ cdef class Ensemble(CommunicatorSet):
             ended = peer_status.told() is not None
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
+            return
+        except LeaseEnded as failure:  # they have gone on without it
+            self.ended(f": the other processes take this one for lost: {failure}", NcclRemoteError.__name__)
             return
         except (NcclError, ValueError):  # there is nothing to ask any more: the program is to go on
             _log.warning(

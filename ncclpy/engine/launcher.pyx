@@ -604,8 +604,23 @@ def abort_in_background(handles, reason, others=()):
     threading.Thread
     """
     thread = threading.Thread(target=_abort, args=(handles, reason, others), name="ncclpy-abort-aside", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is to be had; what waits for these communicators would never end else
+        _abort(handles, reason, others)
+        return _Done()
     return thread
+
+
+class _Done:
+    """Stand for a thread whose work was done by its caller."""
+
+    def join(self, timeout=None):
+        """Return at once."""
+
+    def is_alive(self):
+        """Return False."""
+        return False
 
 
 def _abort(handles, reason, others):

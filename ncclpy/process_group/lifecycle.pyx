@@ -581,8 +581,12 @@ cdef class Lifecycle:
                     f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
                 )
                 telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
-                telling.start()
-                self.tell_thread = telling
+                try:
+                    telling.start()
+                    self.tell_thread = telling
+                except RuntimeError:  # no thread is to be had
+                    telling = None
+                    notices.tell(*told)
             is_abort = type(error) is NcclAborted
             others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
             self.failures = [error, others] if in_flight else []
@@ -612,7 +616,11 @@ cdef class Lifecycle:
             target=_abort_when_heard, args=(notices, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
             daemon=True,
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is to be had
+            _abort_when_heard(notices, telling, comms, reason, tell_readers)
+            return 0
         self.abort_thread = thread  # others join it
         return 0
 

@@ -1,5 +1,6 @@
 """Every way out of a wait keeps its promises: the exception that the caller is told, the memory, the communicator."""
 
+import _thread
 import contextlib
 import threading
 import time
@@ -500,3 +501,24 @@ def test_abort_of_what_nobody_makes_comes_to_its_deadline(host_engine):
     comm = ncclpy.Communicator.__new__(ncclpy.Communicator)
     testing.run_with_deadline(lambda: abort_for(comm, ncclpy.NcclRemoteError("rank 1 has failed"), 0.05))
     assert comm.closed
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_abort_without_a_thread_ends_what_is_stuck_in_the_thread_of_its_caller(monkeypatch, timeout):
+    comms, refused = ncclpy.Communicator.init_all([0, 1], timeout=timeout), []
+
+    def refuse(*_):
+        refused.append(threading.current_thread())
+        raise RuntimeError("can't start new thread")
+
+    with testing.device_memory(0, 16) as pointer, ncclpy.Stream(0) as stream:
+        comms[0].all_reduce((pointer, 4, "float32"), stream=stream)  # rank 1 does not come
+        assert not stream.is_done()
+        monkeypatch.setattr(_thread, "start_new_thread", refuse)
+        comms[0].abort()
+        monkeypatch.undo()
+        testing.wait_for(stream.is_done, "the operation")
+    assert refused and comms[0].closed
+    with pytest.raises(ncclpy.NcclAborted):
+        comms[0].all_reduce(np.ones(2))
+    comms[1].abort()

@@ -500,6 +500,33 @@ def test_a_process_may_end_with_its_group(on_error):
     assert ("ncclpy-recorder" in done.stderr) == (on_error == "exit")
 
 
+def test_process_without_a_thread_for_its_exit_ends_all_the_same():
+    done = testing.run_python(
+        """
+        import threading, time, numpy as np, ncclpy, testing
+        from ncclpy.bootstrap import LocalStore
+        start = threading.Thread.start
+
+        def refused(thread):
+            if thread.name == "ncclpy-group-exit":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threading.Thread.start = refused
+        store = LocalStore()
+        group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=0.2, on_error="exit")
+        store.watch("ncclpy/group/default/1/told/", lambda change: print("told", change.value, flush=True))
+        work = group.all_reduce(testing.arrays().argument(testing.arrays().make(np.ones(3), 0)))
+        time.sleep(30)
+        """,
+        check=False,
+        warm=True,
+    )
+    assert done.returncode == 70, done.stderr
+    assert "as on_error='exit' says" in done.stderr and "rank 1" in done.stderr
+    assert "rank 1 of 2 did not come" in done.stdout, "the other ranks were not told before"
+
+
 def test_an_abort_that_was_asked_for_does_not_end_the_process():
     def body(group):
         if group.rank == 0:

@@ -1,6 +1,6 @@
 """Aborts, and the ranks of one communicator in one process, which end together; what each was doing.
 
-NCCL asks that no thread is in_call_since a communicator that is aborted, and joins none on a blocking one. So an abort first
+NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
 gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
 and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
 the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
@@ -538,7 +538,7 @@ cdef int start_or_run(Call call) except -1:
     try:
         call.start("ncclpy-abort")
     except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
-        call._run()
+        call.run_here()
     return 0
 
 
@@ -601,7 +601,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
             mark_local_peer_aborted(handle)
     if handles:
         warnings.warn(
-            f"a thread is in_call_since NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
+            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
             "communicator made with timeout= or abortable=True can be ended at any time",
             RuntimeWarning,
             stacklevel=2,
@@ -645,6 +645,8 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     ends, stays = [], []
     for each in handles:
         for handle in (<Handle>each).tied():
+            if handle in ends or handle in stays:
+                continue
             if handle.can_be_ended():
                 ends.append(handle)
             elif not is_over(handle.state):

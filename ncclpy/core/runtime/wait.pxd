@@ -70,3 +70,4 @@ cdef class Call:
     cdef int make(self) except -1  # by those who know what to call; without the GIL as far as it may block
     cdef int start(self, str name) except -1  # whoever starts it and is interrupted has started it
     cdef bint wait(self, double deadline) except -1
+    cdef int run_here(self) except -1

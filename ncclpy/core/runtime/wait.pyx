@@ -33,7 +33,7 @@ cdef extern from *:
     #include <stdlib.h>
     #include <unistd.h>
 
-    /* Threads that are in_call_since a call of NCCL which may never return. */
+    /* Threads that are inside a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
 
     /* Ends the process where such a thread still runs: it uses what the destructors of NCCL and CUDA are about to free. */
@@ -249,9 +249,18 @@ cdef class Call:
             raise
         return 0
 
+    cdef int run_here(self) except -1:
+        """Make the call in this thread, which may block in it, where no other is to be had."""
+        self.ended.acquire()
+        self._make()
+        return 0
+
     def _run(self):
         name_this_thread(self.name)
         relax()
+        self._make()
+
+    def _make(self):
         if not self.serves:
             __atomic_add_fetch(&ncclpy_calls, 1, __ATOMIC_SEQ_CST)
         try:

@@ -21,7 +21,7 @@ import threading
 
 from libc.string cimport strncpy
 
-from ncclpy.abi.nccl cimport ncclInvalidUsage
+from ncclpy.abi.nccl cimport ncclInvalidUsage, ncclSystemError
 from ncclpy.core.arguments.datatypes cimport NAME
 from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
@@ -524,12 +524,27 @@ cdef int look_after(Lifecycle group) except -1:
     if begins:
         try:
             threading.Thread(target=holder._serve, name="ncclpy-group-check", daemon=True).start()
-        except BaseException:
+        except BaseException as failure:
             holder.serves, holder.group = False, None
+            if isinstance(failure, RuntimeError):  # no thread is to be had
+                _lose_all(group, holder, failure)
             raise
     if holder.urgent:  # else its peer's note wakes the thread, if nobody has been faster
         holder.urgent = False
         holder.ring()
+    return 0
+
+
+cdef int _lose_all(Lifecycle group, Holder holder, failure) except -1:
+    """Give up what is held: peers that were told of it may launch what it meets, and would then meet the next message."""
+    cdef Connection one
+    error = NcclError(
+        f"process group {group.name!r}: messages cannot be compared with those of other ranks: {text_of(failure)}",
+        result=ncclSystemError,
+    )
+    for one in list(group.connections.values()):
+        if one.held:
+            holder._lose(group, one, error)
     return 0
 
 

@@ -470,7 +470,7 @@ class Session:
             self._fail_set(key, lambda name: ends.overdue("process_set", name, have, missing, self._options.timeout))
             return
         if number == 0 and key == BEGINNING:
-            self._began.fail(ends.overdue("", key, have, missing, self._options.timeout))
+            self._began.fail(ends.overdue(f"coordinator {self.name!r}", key, have, missing, self._options.timeout))
             return
         member = self._members.get(number)
         if member is not None:

@@ -770,7 +770,7 @@ cdef class Lifecycle(Handle):
     def close(self, timeout=None):
         """Give the communicator back, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
 
-        It takes its turn behind a thread that is in_call_since a call, waits for all work that was issued, and refuses new
+        It takes its turn behind a thread that is inside a call, waits for all work that was issued, and refuses new
         work meanwhile. A communicator that is still initialising is aborted instead, as it would have to wait for
         ranks that may never come. Closing twice does nothing. A child or a resource that cannot be given back keeps
         nothing else from it; its error is raised in the end.

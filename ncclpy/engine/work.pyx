@@ -9,7 +9,7 @@ without such a channel is always believed.
 A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
 When it goes on it believes nothing before it has asked.
 
-The monitor and its quiet stretches see that something is wrong; an exception takes Python, so an task makes it.
+The monitor and its quiet stretches see that something is wrong; an exception takes Python, so a task makes it.
 """
 
 import concurrent.futures

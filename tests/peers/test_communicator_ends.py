@@ -155,6 +155,46 @@ if rank == 0:
         assert "raised NcclTimeout" in line, line
 
 
+@pytest.mark.parametrize("step", ["tell", "confirm", "wait_until_heard"])
+def test_abort_that_cannot_tell_the_other_ranks_ends_the_communicator_and_raises_why(tmp_path, step):
+    """What the device was stuck in ends, and the other rank is told by the steps that can be made."""
+    testing.need_processes(2)
+    program = f"""
+from ncclpy.peers import confirmation
+from ncclpy.peers.launcher_peers import LauncherPeers
+
+confirmation._LIVES = 0.3  # seconds for which a rank is waited for that was not told
+
+def failing(self, *arguments):
+    raise MemoryError('no room to {step}')
+
+make(timeout=60)
+begin()
+if rank == 0:
+    LauncherPeers.{step} = failing
+    stream = ncclpy.Stream(device)
+    comm.all_reduce((ncclpy.core.runtime.device.allocate(32, device), 8, 'float32'), stream=stream)
+    try:
+        comm.abort()
+    except MemoryError as error:
+        print('rank 0 raised', error, flush=True)
+    testing.wait_for(stream.is_done, 'the operation', 20)
+    try:
+        comm.all_reduce(array(2))
+    except ncclpy.NcclAborted as error:
+        print('rank 0 is refused', comm.closed, flush=True)
+    store.set('rank 0 has aborted', b'')
+else:
+    store.get('rank 0 has aborted')
+    if {step != "tell"}:
+        testing.wait_for(lambda: comm.closed, 'the news', 20)
+        print('rank 1 was told', flush=True)
+"""
+    said = run_ranks(tmp_path, 2, PROGRAM + program, only=[0, 1])[1]
+    assert f"rank 0 raised no room to {step}" in said and "rank 0 is refused True" in said, said
+    assert ("rank 1 was told" in said) == (step != "tell"), said
+
+
 def run_beside(function):
     """Run a function in a thread; return what joins it and returns its exception."""
     ended = []

@@ -252,18 +252,18 @@ def test_a_suspicion_is_looked_at_again(monkeypatch):
         looks.append(rank)
         return None if len(looks) == 2 else ("it is not there", 2)
 
-    comm_set = Arrivals(store, "a comm_set", 0, 2, is_lost=is_lost)
+    group = Arrivals(store, "a group", 0, 2, is_lost=is_lost)
     with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not come to meet: it is not there"):
-        comm_set.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
+        group.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
     assert looks == [1] * 4
 
 
 def test_of_many_that_are_missing_a_few_are_looked_for_at_a_time(monkeypatch):
     monkeypatch.setattr(arrivals, "_SLICE", 0.1)
     store, looks = LocalStore(), []
-    comm_set = Arrivals(store, "a comm_set", 0, 100, is_lost=lambda rank: looks.append(rank))
+    group = Arrivals(store, "a group", 0, 100, is_lost=lambda rank: looks.append(rank))
     with pytest.raises(ncclpy.NcclTimeout):
-        comm_set.meet("here", range(100), "to meet", b"", lambda come: b"", 0.35, lambda: True)
+        group.meet("here", range(100), "to meet", b"", lambda come: b"", 0.35, lambda: True)
     assert 8 <= len(looks) <= 24 and len(set(looks)) == len(looks)
 
 

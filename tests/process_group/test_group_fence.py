@@ -122,6 +122,87 @@ def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_en
         group.close()
 
 
+#: Two ranks stand still; the store then fails with an error where they ask, until it answers.
+STOOD_STILL = """
+import logging, threading
+import numpy as np
+import ncclpy, testing
+from group_ranks import run_groups
+from ncclpy.bootstrap import StoreLost
+from ncclpy.process_group.notices import Notices
+from stops import stand_still
+
+answers, asked, said, told = threading.Event(), [], [], Notices.told
+together, handler = threading.Barrier(2), logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ncclpy").addHandler(handler)
+
+def tell(self):
+    asked.append(self.rank)
+    if not answers.is_set():
+        raise failure
+    return told(self)
+
+def begun_after_a_stop(group):
+    group.all_reduce(np.ones(4)).wait(20)
+    together.wait(20)
+    if group.rank == 0:
+        Notices.told = tell
+        stand_still()
+    together.wait(20)
+    work = group.all_reduce(array := np.ones(4))
+    testing.wait_for(lambda: group.rank in asked, "a question", 10)
+    return work, array
+"""
+
+
+def test_rank_that_stood_still_asks_again_until_the_store_answers(host_engine):
+    """No end of an operation is a success before."""
+    testing.run_python(
+        STOOD_STILL
+        + """
+failure = ncclpy.NcclTimeout("it is stuck")
+
+def body(group):
+    work, array = begun_after_a_stop(group)
+    try:
+        work.wait(0.2)
+    except ncclpy.NcclTimeout:
+        assert work.state == "launched", work.state
+    else:
+        raise AssertionError("the end of an operation was believed")
+    together.wait(20)
+    answers.set()
+    work.wait(10)
+    assert asked.count(group.rank) >= 2 and array.tolist() == [2.0] * 4, (asked, array)
+
+run_groups(2, body)
+assert not said, said
+""",
+        warm=True,
+    )
+
+
+def test_rank_that_stood_still_and_whose_store_is_gone_goes_on_with_a_warning(host_engine):
+    testing.run_python(
+        STOOD_STILL
+        + """
+failure = StoreLost("the server is gone")
+
+def body(group):
+    work, array = begun_after_a_stop(group)
+    work.wait(10)
+    assert group.error is None and array.tolist() == [2.0] * 4, array
+
+run_groups(2, body)
+what = "has stood still, and cannot ask whether the group was ended meanwhile: it takes what it sees for success"
+words = [f"rank {rank} of process group 'default' {what} (the server is gone)" for rank in range(2)]
+testing.wait_for(lambda: sorted(set(said)) == words, "the warnings", 10)
+""",
+        warm=True,
+    )
+
+
 def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):
     """A coordinator's ranks hear of its end by its control plane; only one that has stood still asks the store."""
     told = threading.Barrier(2)

@@ -302,7 +302,7 @@ def put_signal(
     Parameters
     ----------
     localbuff : int
-        Address of the data, in_call_since a window of this rank.
+        Address of the data, inside a window of this rank.
     count : int
         Elements of `datatype`.
     datatype : int or DataType

@@ -40,7 +40,7 @@ cdef class PendingHandle:
 
 Hold a communicator or window that NCCL hands over now or later; it serves wherever its int does.
 
-    On a nonblocking communicator, or in_call_since a group, NCCL writes the handle after the call has returned. The place it
+    On a nonblocking communicator, or inside a group, NCCL writes the handle after the call has returned. The place it
     writes to belongs to this object. An object dropped before NCCL has written leaves that place to NCCL for good:
     a few bytes are lost, and nothing is overwritten.
 

@@ -1,8 +1,8 @@
 """Groups of calls, and waits for all communicators of one.
 
-A group records what is called in_call_since its block and makes the calls when the outermost block ends, between
+A group records what is called inside its block and makes the calls when the outermost block ends, between
 `ncclGroupStart` and `ncclGroupEnd`, all in one batch without the GIL. NCCL itself cannot take a call back once it is
-in_call_since a group; recording can, so an exception in_call_since the block launches nothing.
+inside a group; recording can, so an exception inside the block launches nothing.
 
 A member that fails hides no other: its error goes to the list of all, and the rest have their deadlines, or, where they
 have none, a patience.
@@ -187,7 +187,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         if ncclpy_current_group != NULL:
             self.outer = <Group>ncclpy_current_group
             if self.simulate and not self.outer.simulate:
-                raise ValueError("group(simulate=True) cannot stand in_call_since a group that is not simulated")
+                raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
             self.mark = self.outer.count
             return self
         Py_INCREF(self)
@@ -256,7 +256,7 @@ cdef int _forget(Group group, size_t mark) except -1:
     for index, child in group.inits:
         if index >= mark:
             child.cancel_init()
-    group.inits = [init_args for init_args in group.inits if init_args[0] < mark]
+    group.inits = [each for each in group.inits if each[0] < mark]
     group.drop(mark)
     group.handles = []
     for i in range(mark):
@@ -502,7 +502,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             group.info.magic = NCCLPY_SIM_INFO_MAGIC
             group.info.version = struct_version()
             group.info.estimatedTime = NCCL_UNDEF_FLOAT
-        check_together(group.handles, {id(end_init) for _, end_init in group.inits} if group.inits else None)
+        check_together(group.handles, {id(child) for _, child in group.inits} if group.inits else None)
         check_memory(group)
         if group.limit != FOREVER:
             for handle in group.handles:

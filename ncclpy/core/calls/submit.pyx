@@ -232,9 +232,9 @@ cdef int _follow_late(Handle handle, CUstream stream) except -1:
 cdef int check_makes(Group group, str what) except -1:
     """Refuse to make something in a group that calls NCCL never, or many times."""
     if group.simulate:
-        raise ValueError(f"a {what} cannot be made in_call_since group(simulate=True)")
+        raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
     if group.keeps:
-        raise ValueError(f"a {what} cannot be made in_call_since plan.record(): a plan is launched many times")
+        raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
     return 0
 
 

@@ -1,7 +1,7 @@
 """A communicator's handle: what it is at this moment, what has to be known to use it safely, and its observers.
 
 Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `state`), the parent that
-still makes it. All that happens to a communicator, its init_args, waits, aborts and end, is done to a `Handle` by modules
+still makes it. All that happens to a communicator, its initialisation, waits, aborts and end, is done to a `Handle` by modules
 that are built on this one; here no other rank is waited for, and nothing is ended.
 
 NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
@@ -43,7 +43,7 @@ from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteE
 
 cdef extern from *:
     """
-    /* How many calls this thread is in_call_since of whose outcome is told as a whole. */
+    /* How many calls this thread is inside of whose outcome is told as a whole. */
     static __thread int ncclpy_wholes = 0;
     """
     int ncclpy_wholes

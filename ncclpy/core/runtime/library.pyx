@@ -45,7 +45,7 @@ cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 
 cdef dict _LOST = {
     (_BLOCKING, 1): (
-        "init, split and all else that makes communicators now waits for missing ranks in_call_since NCCL, where nobody can "
+        "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where nobody can "
         "end it: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
     ),
     (_BLOCKING, 0): (
@@ -53,7 +53,7 @@ cdef dict _LOST = {
         "and cannot be captured into graphs. Deadlines still hold"
     ),
     (_SHARE, 0): (
-        "an abort now does not reach what is stuck on the device or in_call_since a call, so that deadlines end neither, and "
+        "an abort now does not reach what is stuck on the device or inside a call, so that deadlines end neither, and "
         "leave them behind"
     ),
 }

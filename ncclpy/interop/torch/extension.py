@@ -12,6 +12,7 @@ import atexit
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ _READER = BACKEND._replace(
 _loading = threading.Lock()
 
 
-def wrapped(rank: int, size: int, backend: TorchBackend) -> Any:
-    """Return a ``torch.distributed.Backend`` whose operations are those of `backend`, which it keeps."""
-    return _extension().ForwardedBackend(rank, size, backend)
+def wrapped(rank: int, size: int, make: Callable[[], TorchBackend]) -> Any:
+    """Return a ``torch.distributed.Backend`` whose operations are those of the backend that it makes, and keeps.
+
+    The extension is loaded first: a group's heartbeats begin with it, in a thread of C++ if that is there.
+    """
+    extension = _extension()
+    return extension.ForwardedBackend(rank, size, make())
 
 
 @atexit.register

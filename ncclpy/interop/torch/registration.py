@@ -117,8 +117,11 @@ def _made(
         more = {name: value for name, value in options.items() if name != "timeout"}
         return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
 
+    def backend() -> TorchBackend:
+        return TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options)
+
     try:
-        return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))
+        return wrapped(rank, len(ranks), backend)
     except RuntimeError as error:
         raise backend_error(error) from error
 

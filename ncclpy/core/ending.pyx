@@ -102,8 +102,8 @@ cdef class CommCall(Call):
             nccl.ncclCommAbort(raw)
         if abort_preempts:
             raw = self.comm.detach_handle()
-        if raw != NULL and self.comm.precall_hook != NULL:  # else who aborts it says so
-            self.comm.precall_hook.over(self.comm.precall_hook)  # now: who frees its memory may have the GIL, and wait for that
+        if raw != NULL and self.comm.precall_hook != NULL:  # else the thread that aborts it tells the hook
+            self.comm.precall_hook.over(self.comm.precall_hook)  # now: a thread that frees its memory may hold the GIL, and wait for that
         # The guard is there until its own end: its abort is what brings this thread back.
         guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:

@@ -11,7 +11,7 @@ dropping, what may be the last reference to an object of the user. One thing rem
 of a container may start a collection of garbage, whose finalisers are anybody's, and from 3.12 on any bytecode may.
 The collector is off for the length of the stretch.
 
-A `Executor` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
+An `Executor` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
 order, so that callbacks that come back soon run in the order in which their works were done. When a task does not come
 back, the monitor has another thread lead. So a task may wait for anything, even for one behind it in the queue.
 Handing a task over runs no Python and waits for nobody.
@@ -178,7 +178,7 @@ cdef class Together:
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done and abort their communicators.
 
-        In a thread for internal_executor, under no lock: it may run Python, wait for the Manager's lock and start threads.
+        In a thread of the internal executor, under no lock: it may run Python, wait for the Manager's lock and start threads.
         """
         raise NotImplementedError
 
@@ -229,7 +229,7 @@ cdef class Together:
 cdef class LaunchOwner:
     """What a launch tells of itself.
 
-    Below: `launcher`. Above: `comm_set`.
+    Below: `launcher`. Above: `CommunicatorSet`.
     """
 
     cdef int launch_done(self, Together launch) except -1:
@@ -250,7 +250,7 @@ cdef class LaunchOwner:
 cdef class SetOwner:
     """What a set of communicators tells of itself.
 
-    Below: `comm_set`. Above: the Manager.
+    Below: `CommunicatorSet`. Above: the Manager.
     """
 
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:

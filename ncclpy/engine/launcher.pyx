@@ -682,7 +682,7 @@ cdef class CommunicatorSet(LaunchOwner):
         Parameters
         ----------
         unique_id : bytes
-            Of the comm_set; empty if these are all of its ranks: then one is made.
+            Of the communicators; empty if these are all of their ranks: then one is made.
         config : Config or None
             NCCL's configuration.
         """

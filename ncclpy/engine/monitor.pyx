@@ -317,7 +317,7 @@ def call_at(double when, callback):
     when : float
         Seconds, as `time.monotonic` counts.
     callback : callable
-        It runs in a thread for internal_executor; a weak method if it is not to keep its owner alive.
+        The internal executor runs it; a weak method if it is not to keep its owner alive.
     """
     ensure_running()
     _agenda.timers_made += 1

@@ -618,7 +618,7 @@ Record a group of operations once and launch it many times.
         cdef list errors = [], late = [], ends = []
         cdef str why = "Plan.launch passed its deadline"
         self.take_turn("Plan.launch", limit)
-        suppress_reports()  # nobody is told of anything under the mutex
+        suppress_reports()  # no listener is called under the mutex
         try:
             self.whole.calls.limit = limit
             for i in range(self.nbatches):

@@ -72,7 +72,7 @@ cdef class Work:
     cdef list callbacks
     cdef Together launch  # that it is part of, until the monitor lets go of it
     cdef int failing  # whether a task is about to fail it, or was: NOT_FAILING to HAS_FAILED
-    cdef bint over  # whether lane and device are done with it, should that task have to let go of it
+    cdef bint over  # whether lane and device are done with it; the monitor lets go of it once it is settled
     cdef Awaited gathering  # what it waits for before the launch
     cdef bint loose  # its arrays were let go of while it runs
     cdef bint lent  # the user alone keeps it: the reference that the monitor would give back was given back then

@@ -582,7 +582,7 @@ cdef class Ensemble(CommunicatorSet):
         """Abort communicators once all processes have heard that they end, in a thread of its own.
 
         The threads that read by a stream raise the error before. Once: a second end, of another launch or another
-        process, would find no peer_status, and abort before the others have heard.
+        process, would find `peer_status` taken, and abort before the other processes have heard.
         """
         if self.over:
             return

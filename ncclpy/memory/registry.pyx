@@ -419,7 +419,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     name_this_thread(b"ncclpy-abort")
     relax()
     for i in range(endings.residents.size()):
-        ends(<PreCallHook*>endings.residents[i])  # from here on it is so: without this thread nobody would abort them
+        ends(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread would abort them
     has_been_ended()
     lent = lend_device(endings.residents[0].device)
     for i in range(endings.residents.size()):
@@ -462,7 +462,7 @@ cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept
     cdef double started = now()
     cdef bint locked = False
     cdef void* handle
-    while pin_handle(resident.weak):  # again each time: who frees the handle waits for those within
+    while pin_handle(resident.weak):  # pinned anew each time: the thread that frees the handle waits for the pins
         handle = resident.weak.target
         locked = lock_within(&(<Handle>handle).mutex, 0)
         if locked or now() >= until:

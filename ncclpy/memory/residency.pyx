@@ -1,8 +1,7 @@
 """The communicators' part in the registry of segments: how they come and go, and how what was taken away leaves them.
 
-`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`HookOwner`) and go, and here is who sees to it
-that what was taken away leaves them: whoever waits for that, and the reaper, a thread that has nothing to do most of the
-time.
+`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`HookOwner`) and go, and what was taken
+away leaves them: by the thread that waits for that, or by the reaper, a thread that is idle most of the time.
 """
 
 import atexit
@@ -200,7 +199,7 @@ cdef class _Registrar(HookOwner):
             settled = settle(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
-        if handle.precall_hook != NULL:  # whoever opens the registry has asked it in as well
+        if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook as well
             return 0
         if not settled:
             raise MemoryError

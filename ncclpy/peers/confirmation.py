@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.errors import NcclTimeout
 
-__all__ = ["TELLS", "Confirmation", "Patience", "wait_for_ends"]
+__all__ = ["HEARS", "TELLS", "Confirmation", "Patience", "wait_for_ends"]
 
 _log = logging.getLogger("ncclpy.peers")
 
@@ -33,16 +33,18 @@ _exits = threading.Event()
 atexit.register(_exits.set)
 #: Seconds for the end to be in the store, before the wait for confirmations begins.
 TELLS = _LIVES
+#: Seconds for which a process that is about to end waits for the others to hear of the end that it tells.
+HEARS = 1.0
 #: The ends that this process is telling, see `Confirmation.begin`.
 _ends: set[Confirmation] = set()
 
 
-def wait_for_ends(seconds: float) -> None:
-    """Wait until the other ranks have heard of the ends that this process tells, so many seconds at most.
+def wait_for_ends() -> None:
+    """Wait until the other ranks have heard of the ends that this process tells, `HEARS` seconds at most.
 
     A process that serves a store calls it before that ends: the other ranks read there what the ranks do.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HEARS
     while _ends and time.monotonic() < deadline:
         time.sleep(0.002)
 

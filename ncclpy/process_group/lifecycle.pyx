@@ -36,7 +36,7 @@ from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
-from ncclpy.peers.confirmation import TELLS as _TOLD_WITHIN
+from ncclpy.peers.confirmation import HEARS, TELLS as _TOLD_WITHIN
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
@@ -47,8 +47,6 @@ _MAIN = "all"
 _TELLS = 1.0
 #: The same for a process that ends then.
 _EXITS = 3.0
-#: How long such a process waits for the others to hear of it.
-_HEARS = 1.0
 #: How often a rank that has stood still asks a store that does not answer.
 _ASKS_AGAIN = 1.0
 #: What a rank that is gone has taken part in may yet be seen to be done for so long.
@@ -653,7 +651,7 @@ cdef class Lifecycle:
                 goes_on = notices.goes_on(self.handle)
             if not goes_on:
                 notices.confirm()
-                notices.wait_until_confirmed(_HEARS)  # with this process the store may end, in which the others read why
+                notices.wait_until_confirmed(HEARS)  # with this process the store may end, in which the others read why
         except Exception:  # the process ends in any case
             _log.debug("rank %d could not wait until the others have heard of the end", self.rank, exc_info=True)
         if goes_on:  # another rank has ended it on purpose, and that is what this one has seen

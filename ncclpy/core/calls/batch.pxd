@@ -6,7 +6,7 @@ from ncclpy.core.handles.state cimport Mark
 from ncclpy.core.arguments.operation cimport Operation
 
 
-# One call of a batch. Whoever has it keeps the handle.
+# One call of a batch. The owner of the batch keeps the handle.
 cdef struct Step:
     Operation operation
     PyObject* handle  # a Handle

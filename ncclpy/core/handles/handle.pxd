@@ -144,7 +144,7 @@ cdef class Handle:
     cdef int contact  # BELIEVED, FENCED or a count
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
-    cdef bint guard_aborted  # that guard was aborted: what NCCL still does for this one waits for nobody
+    cdef bint guard_aborted  # that guard was aborted: what NCCL still does for this one waits for no other rank
     cdef mutex_t mutex
     cdef mutex_t gate  # see detach_handle
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
@@ -170,7 +170,7 @@ cdef class Handle:
     # Its end before its time.
     cdef int engine_failed  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted
-    cdef object abort_error  # the exception that tells why it was aborted, for those who come later
+    cdef object abort_error  # the exception that tells why it was aborted, for later calls
     cdef list aborting  # the threads that abort it, of the last abort
     # For the watcher, of a communicator that can be ended and has a deadline.
     cdef bint watched
@@ -184,7 +184,7 @@ cdef class Handle:
     cdef object hook_keeper
     cdef WeakHandle* weak  # for threads of the hook's owner without the GIL
     # Where it comes from.
-    cdef InitState init_state  # what it was made in; None of a handle that somebody else made
+    cdef InitState init_state  # what it was made in; None of a handle that ncclpy has not made
     cdef object config  # that was asked for, and that children inherit
     cdef bint abortable  # it was asked for by name
     cdef object site  # where it was made

@@ -676,7 +676,7 @@ cdef class Handle:
     cdef int explain(self, object error) except -1:
         if self.peer_status is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
             return 0
-        if reports_suppressed():  # who calls that does so behind it
+        if reports_suppressed():  # the caller that suppresses them tells of the outcome
             return 0
         # They are asked once: not for what a rank has got wrong alone and can go on from.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:

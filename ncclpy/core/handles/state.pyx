@@ -14,7 +14,7 @@ The split is called in a thread of its own. NCCL makes it in the background and 
 whoever polls is stuck in nothing, and an abort of the guard brings that thread back.
 
 The cells lie on the heap, and are given back when it is known that NCCL will not write into them any more: never
-while somebody may be polling, since whoever polls holds the communicator, and the communicator its init_state.
+while a thread may be polling, since that thread holds the communicator, and the communicator its `InitState`.
 
 They are recorded by the thread that makes the call, directly before and behind it: nobody else may touch a stream of
 the user's, which may be destroyed, captured, or mean another one in another thread. The clock of an operation starts

@@ -26,8 +26,8 @@ from ncclpy.peers.reports import MACHINE, has_begun_to_end, process, process_sta
 
 __all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
 
-#: Seconds for the other processes to confirm; and before that for their ranks to hear why a group ends, if one does.
-_CONFIRM, _HEARS = 5.0, 1.0
+#: Seconds for the other processes to confirm.
+_CONFIRM = 5.0
 #: Between two looks of a process whether it is asked to; the server answers so many of all processes in a second.
 _LOOKS = 0.1
 _LOOKS_A_SECOND = 500
@@ -162,7 +162,7 @@ class StoreShutdown:
         """Make no more calls, and tell that; in the process that serves, wait until the others do not either."""
         if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
             return
-        wait_for_ends(_HEARS)
+        wait_for_ends()
         with self._lock:
             if self._has_ended:
                 return

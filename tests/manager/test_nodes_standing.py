@@ -266,14 +266,7 @@ def some_managers(store, size):
 
 
 def test_it_ends_no_less_where_no_thread_can_be_had_to_tell_the_others(monkeypatch):
-    start = threading.Thread.start
-
-    def refused(thread):
-        if thread.name == "ncclpy-leave":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    testing.refuse_threads("ncclpy-leave", monkeypatch.setattr)
     error, managers = one_stays_away(LocalStore())
     assert isinstance(error, ncclpy.NcclTimeout) and managers[0].stats()["communicators"] == 0
     close(managers)

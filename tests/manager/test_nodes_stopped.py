@@ -60,14 +60,7 @@ def test_process_without_a_thread_for_the_abort_tells_readers_and_leaves(host_en
     testing.run_python(
         TWO_MANAGERS
         + """
-start = threading.Thread.start
-
-def refused(thread):
-    if thread.name == "ncclpy-manager-abort":
-        raise RuntimeError("can't start new thread")
-    start(thread)
-
-threading.Thread.start = refused
+testing.refuse_threads("ncclpy-manager-abort")
 [work] = begun("second", [0], timeout=0.3)
 work.synchronize()
 try:

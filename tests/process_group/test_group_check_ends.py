@@ -168,14 +168,7 @@ def refused(*offered):
 
 def test_message_without_a_thread_to_compare_it_ends_the_group_and_close_returns(monkeypatch):
     """The peer may have launched what meets it, which the next message would meet in its place."""
-    start = threading.Thread.start
-
-    def started(thread):
-        if thread.name == "ncclpy-group-check":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", started)
+    testing.refuse_threads("ncclpy-group-check", monkeypatch.setattr)
 
     def body(group):
         array = np.full(1, 2.0 - 2 * group.rank)

@@ -503,16 +503,9 @@ def test_a_process_may_end_with_its_group(on_error):
 def test_process_without_a_thread_for_its_exit_ends_all_the_same():
     done = testing.run_python(
         """
-        import threading, time, numpy as np, ncclpy, testing
+        import time, numpy as np, ncclpy, testing
         from ncclpy.bootstrap import LocalStore
-        start = threading.Thread.start
-
-        def refused(thread):
-            if thread.name == "ncclpy-group-exit":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        threading.Thread.start = refused
+        testing.refuse_threads("ncclpy-group-exit")
         store = LocalStore()
         group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=0.2, on_error="exit")
         store.watch("ncclpy/group/default/1/told/", lambda change: print("told", change.value, flush=True))

@@ -440,6 +440,18 @@ def own_sum(lib, comm, value):
     return float(lib.read(part)[0])
 
 
+def refuse_threads(name, patch=setattr):
+    """Have threads of this name not start, as where the system has none to give; `patch` may be monkeypatch's."""
+    start = threading.Thread.start
+
+    def started(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch(threading.Thread, "start", started)
+
+
 def wait_for(condition, what: str = "it", timeout: float = 30.0) -> None:
     """Ask until the answer is yes; fail if it does not happen in time."""
     end = time.monotonic() + timeout

@@ -135,13 +135,14 @@ class Failing(LocalStore):
 def test_store_that_fails_while_a_message_is_compared_fails_the_message(monkeypatch, caplog, on_error):
     """The group ends with it, or goes on without that communicator."""
     monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
-    store, failed = Failing(), threading.Event()
+    store, failed, both_have = Failing(), threading.Event(), threading.Barrier(2)
 
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         got = np.zeros(1)
         way = [group.send, group.recv][group.rank]
         way(got, 1 - group.rank).wait(DEADLINE)
+        both_have.wait(DEADLINE)
         if group.rank == 0:
             store.fails = True
             error = way(got, 1).exception(DEADLINE)

@@ -94,6 +94,7 @@ class Reports:
         self._thread = thread
         self._told: dict[str, Any] | None = None
         self._closed = False
+        self._setting = threading.RLock()  # the status that says "closed" is the last one; no answer follows it
         self._answered = 0
         self._telling: Telling | None = None
 
@@ -119,16 +120,16 @@ class Reports:
         elif self._telling is not None:
             return
         standing = self._look()
-        if closed:
-            self._closed = standing["closed"] = True
-            standing["begun"] = dict(begun or {})
-        since = standing.pop("since", None)  # in which a clock's grain shows
-        if standing != self._told:
-            self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
-            self._told = standing
-            if self._closed and not closed:  # meanwhile, and this has been written over it
-                self._told = None
-                self.publish(closed=True)
+        with self._setting:
+            if closed:
+                self._closed = standing["closed"] = True
+                standing["begun"] = dict(begun or {})
+            elif self._closed:  # meanwhile: other ranks may have cleared this rank's keys away
+                return
+            since = standing.pop("since", None)  # in which a clock's grain shows
+            if standing != self._told:
+                self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
+                self._told = standing
 
     def answer_all(self, number: int) -> None:
         """Tell all who have asked, of whom this is the last one's number, and were not answered.
@@ -143,7 +144,9 @@ class Reports:
 
     def _answer_one(self, number: int) -> None:
         told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
-        self.store.set(self._answer(number, self.rank), self._packed(told))
+        with self._setting:
+            if not self._closed:
+                self.store.set(self._answer(number, self.rank), self._packed(told))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
         """Ask all ranks; return what each does, by rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 from group_ranks import DEADLINE, run_groups
@@ -39,6 +40,29 @@ def test_question_is_answered_once(store):
     for number in (0, 1, 1, 3, 3):
         reports.answer_all(number)
     assert len(answers) == 3
+
+
+@pytest.mark.parametrize("tells", [lambda each: each.publish(), lambda each: each.answer_all(1)])
+def test_rank_that_has_closed_writes_nothing_behind_that(store, tells):
+    """A thread has looked what the rank does, and writes it once the last rank has cleared all away."""
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def look():
+        if threading.current_thread() is thread:
+            looks.set()
+            assert goes_on.wait(DEADLINE)
+        return dict(IDLE)
+
+    reports = Reports(store, 0, 2, look, lambda rank: False, lambda rank: True)
+    thread = threading.Thread(target=tells, args=(reports,))
+    thread.start()
+    assert looks.wait(DEADLINE)
+    reports.publish(closed=True)
+    assert reports.has_closed(0)
+    store.delete(reports.key(0))
+    goes_on.set()
+    thread.join(DEADLINE)
+    assert store.keys() == []
 
 
 def test_ranks_of_a_group_answer_behind_a_number_that_none_has_counted_to(host_engine, store):

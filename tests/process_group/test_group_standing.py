@@ -576,15 +576,18 @@ def test_a_handler_may_abort_while_its_thread_asks(host_engine):
         assert took and took[0] < 2.5 and group.error is not None
 
 
-def test_what_a_rank_tells_now_and_then_does_not_undo_that_it_has_closed(host_engine):
+def test_rank_that_closes_while_its_status_is_written_has_closed(host_engine):
     reports = Reports(LocalStore(), 0, 2, lambda: {"current": None, "finished": None}, bool, bool)
     store, inner = reports.store, reports.store.set
+    closing = threading.Thread(target=reports.publish, kwargs={"closed": True})
 
-    def late(key, value):  # close comes while this is on its way
+    def late(key, value):
         store.set = inner
-        reports.publish(closed=True)
+        closing.start()
+        closing.join(0.2)  # it waits for this
         inner(key, value)
 
     store.set = late
     reports.publish()
+    closing.join(DEADLINE)
     assert reports.has_closed(0)

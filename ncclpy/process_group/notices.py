@@ -7,9 +7,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ncclpy.bootstrap.arrivals import Arrivals, refuse
@@ -19,7 +19,7 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.engine.known import note_group
-from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, spans
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.reports import begun_until_closed
@@ -37,6 +37,8 @@ _log = logging.getLogger("ncclpy.process_group")
 
 #: Below it the ranks are told whose lease has ended; all watch it.
 _GONE = "told/gone/"
+
+_T = TypeVar("_T")
 
 #: How many ranks have closed the group.
 _CLOSED = "closed"
@@ -124,6 +126,8 @@ class Notices(StatusService):
             self.before = self._before
         self._meetings: list[tuple[str, float]] = []  # this rank is at, and since when
         self._joins: list[str] = []  # the communicators that this rank meets others to make
+        self._at_no_meeting = threading.Condition()  # guards both lists
+        self._leaving = False
         self._begun = look
         self._look_for_closed: Callable[[], object] | None = None
         self.known = note_group(name, self.number, rank, size, device, self._look)
@@ -148,22 +152,36 @@ class Notices(StatusService):
         """
         what = f"to make communicator {label!r} of process group {self.name!r}"
         place = f"communicator/{label}"
-        try:
-            mine = bytes(get_unique_id()) if self.rank == members[0] else b""
-        except BaseException as error:
-            why = f"{type(error).__name__}: {error}"
-            self.arrivals.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
-            raise
 
         def first(come: list[bytes]) -> bytes:
             return bytes(decode(UniqueId, come[0], self.store, f"{place}/here/{members[0]}", members[0]))
 
-        self._joins.append(label)
-        try:
+        with self._at_meeting(self._joins, label):
+            try:
+                mine = bytes(get_unique_id()) if self.rank == members[0] else b""
+            except BaseException as error:
+                why = f"{type(error).__name__}: {error}"
+                self.arrivals.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
+                raise
             met = self.arrivals.meet(place, members, what, mine, first, timeout, wanted)
-        finally:
-            self._joins.remove(label)
         return bytes(decode(UniqueId, met, self.store, f"{place}/outcome", members[0]))
+
+    @contextlib.contextmanager
+    def _at_meeting(self, meetings: list[_T], meeting: _T) -> Iterator[None]:
+        """Note that a thread is at a meeting; `leave` waits for it, as it writes keys until it has left that.
+
+        Raises `NcclAborted` once this rank leaves the group: another rank may have cleared its keys away.
+        """
+        with self._at_no_meeting:
+            if self._leaving:
+                raise NcclAborted(f"process group {self.name!r} was closed")
+            meetings.append(meeting)
+        try:
+            yield
+        finally:
+            with self._at_no_meeting:
+                meetings.remove(meeting)
+                self._at_no_meeting.notify_all()
 
     def made(self, label: str, members: list[int]) -> None:
         """Clear away what a communicator was made by: it stands, so that all of its ranks have had that."""
@@ -191,13 +209,10 @@ class Notices(StatusService):
             return read(json.loads(packed))
 
         meeting = _call_of(name), time.time()
-        self._meetings.append(meeting)
-        try:
+        with self._at_meeting(self._meetings, meeting):
             packed = self.arrivals.meet(
                 name, everyone, what, brought, self.arrivals.combined(name, read_one), timeout, wanted
             )
-        finally:
-            self._meetings.remove(meeting)
         return self.arrivals.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
@@ -388,6 +403,9 @@ class Notices(StatusService):
             else:
                 leave(self.store, self.rank, self.size, is_gone)
 
+        with self._at_no_meeting:
+            self._leaving = True
+            self._at_no_meeting.wait_for(lambda: not self._joins and not self._meetings, _TELLS)
         _within(_TELLS, go)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:

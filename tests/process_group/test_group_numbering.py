@@ -329,11 +329,29 @@ def test_a_group_that_all_ranks_have_closed_leaves_its_number_alone(host_engine)
 
 
 @stores
-def test_the_last_rank_that_lives_leaves_nothing_of_a_group(host_engine, store):
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_the_last_rank_that_lives_leaves_nothing_of_a_group(host_engine, store, late):
+    """Both ranks give up making the communicator, and close the group at once; with 0.5 s they say so behind that."""
     run_processes(
         store,
+        f"""
+LATE = {late}
+"""
         """
+from ncclpy.bootstrap.arrivals import Arrivals
+
+leaves, exits = Arrivals._leave, os._exit
+
+def leaves_late(*args, **kwargs):
+    testing.time.sleep(LATE)
+    return leaves(*args, **kwargs)
+
+def exits_late(code):
+    testing.time.sleep(2 * LATE)
+    exits(code)
+
 def hears(group):
+    Arrivals._leave, os._exit = leaves_late, exits_late
     error = group.barrier().exception(60)
     return type(error).__name__
 

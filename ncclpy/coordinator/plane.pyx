@@ -464,7 +464,7 @@ cdef class Plane:
             self._plain(work, &o)
         else:
             spread = self._parts()
-            spread.all_gather_v(sent, into, counts)
+            spread.all_gather_by_counts(sent, into, counts)
             self._spread(work, spread)
         return self._back(carried, brought, result)
 
@@ -482,7 +482,7 @@ cdef class Plane:
             self._plain(work, &o)
         else:
             spread = self._parts()
-            spread.reduce_scatter_v(sent, into, counts)
+            spread.reduce_scatter_by_counts(sent, into, counts)
             spread.operation.op = self._operator(spread.operation.datatype, op, factor, work)
             self._spread(work, spread)
         return self._back(carried, brought, result)
@@ -501,7 +501,7 @@ cdef class Plane:
             self._plain(work, &o)
         else:
             spread = self._parts()
-            spread.all_to_all_v(sent, into, send_counts, recv_counts)
+            spread.all_to_all_by_counts(sent, into, send_counts, recv_counts)
             self._spread(work, spread)
         return self._back(carried, brought, result)
 

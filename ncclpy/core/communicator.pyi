@@ -37,6 +37,7 @@ class Communicator(Lifecycle):
         self,
         send: BufferLike,
         recv: BufferLike | list[BufferLike],
+        counts: Sequence[int] | None = ...,
         *,
         stream: StreamLike = ...,
         timeout: float | None = ...,
@@ -46,6 +47,7 @@ class Communicator(Lifecycle):
         send: BufferLike | list[BufferLike],
         recv: BufferLike,
         op: OpLike = ...,
+        counts: Sequence[int] | None = ...,
         *,
         stream: StreamLike = ...,
         timeout: float | None = ...,
@@ -54,6 +56,8 @@ class Communicator(Lifecycle):
         self,
         send: BufferLike | list[BufferLike],
         recv: BufferLike | list[BufferLike],
+        send_counts: Sequence[int] | None = ...,
+        recv_counts: Sequence[int] | None = ...,
         *,
         stream: StreamLike = ...,
         timeout: float | None = ...,
@@ -76,43 +80,18 @@ class Communicator(Lifecycle):
         stream: StreamLike = ...,
         timeout: float | None = ...,
     ) -> None: ...
-    def send(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
-    def recv(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
+    def send(
+        self, buf: BufferLike, peer: int | None, *, stream: StreamLike = ..., timeout: float | None = ...
+    ) -> None: ...
+    def recv(
+        self, buf: BufferLike, peer: int | None, *, stream: StreamLike = ..., timeout: float | None = ...
+    ) -> None: ...
     def sendrecv(
         self,
         send: BufferLike,
-        dest: int,
+        dest: int | None,
         recv: BufferLike,
-        source: int,
-        *,
-        stream: StreamLike = ...,
-        timeout: float | None = ...,
-    ) -> None: ...
-    def all_gather_v(
-        self,
-        send: BufferLike,
-        recv: BufferLike,
-        counts: Sequence[int],
-        *,
-        stream: StreamLike = ...,
-        timeout: float | None = ...,
-    ) -> None: ...
-    def reduce_scatter_v(
-        self,
-        send: BufferLike,
-        recv: BufferLike,
-        counts: Sequence[int],
-        op: OpLike = ...,
-        *,
-        stream: StreamLike = ...,
-        timeout: float | None = ...,
-    ) -> None: ...
-    def all_to_all_v(
-        self,
-        send: BufferLike,
-        recv: BufferLike,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
+        source: int | None,
         *,
         stream: StreamLike = ...,
         timeout: float | None = ...,

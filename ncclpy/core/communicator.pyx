@@ -47,11 +47,15 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
 
     Attributes
     ----------
-    rank, nranks : int
-        This rank and how many there are.
+    rank, size : int
+        This rank and how many there are; `nranks`, NCCL's word, is the same as `size`.
     device : int
         The ordinal of the device.
     """
+
+    @property
+    def size(self):
+        return self.nranks
 
     def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
@@ -130,16 +134,21 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         start(self, &o, &s if recv is None else &r, send, recv, stream, timeout)
 
-    def all_gather(self, send, recv, *, stream=None, timeout=None):
+    def all_gather(self, send, recv, counts=None, *, stream=None, timeout=None):
         """Collect every rank's `send` on all ranks, in the order of the ranks (`ncclAllGather`).
+
+        Parts of different sizes, by a list or by `counts`, are gathered by a group of broadcasts.
 
         Parameters
         ----------
         send : buffer
             This rank's part; in place it is part ``rank`` of `recv`.
         recv : buffer or list of buffer
-            ``nranks`` times as many elements of the same type; or, on all ranks, a list of ``nranks`` buffers, one for
-            each rank's part, whose sizes may differ: then it is a group of broadcasts.
+            ``size`` times as many elements of the same type; or, on all ranks, a list of ``size`` buffers, one for
+            each rank's part, whose sizes may differ.
+        counts : sequence of int, optional
+            The elements of each rank's part, the same on all ranks; then `recv` is one buffer of ``sum(counts)``
+            elements.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -150,26 +159,34 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Spread spread
         if self.state != READY:
             check_alive(self)
-        if isinstance(recv, list):
+        if counts is not None or isinstance(recv, list):
             spread = spread_over(self)
-            spread.all_gather(send, recv)
+            if counts is None:
+                spread.all_gather(send, recv)
+            else:
+                spread.all_gather_by_counts(send, recv, counts)
             start_spread(self, spread, stream, timeout)
             return
         shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
         start(self, &o, &s, send, recv, stream, timeout)
 
-    def reduce_scatter(self, send, recv, op=_SUM, *, stream=None, timeout=None):
+    def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, stream=None, timeout=None):
         """Reduce over all ranks and leave part ``rank`` of the result on each (`ncclReduceScatter`).
+
+        Parts of different sizes, by a list or by `counts`, are reduced by a group of reduces.
 
         Parameters
         ----------
         send : buffer or list of buffer
-            The input, ``nranks`` times as many elements as `recv`; or, on all ranks, a list of ``nranks`` buffers, the
-            part of each rank, whose sizes may differ: then it is a group of reduces.
+            The input, ``size`` times as many elements as `recv`; or, on all ranks, a list of ``size`` buffers, the
+            part of each rank, whose sizes may differ.
         recv : buffer
             This rank's part of the result; in place it is part ``rank`` of `send`.
         op : ReduceOp, str or CustomOp
             The reduction, as for `all_reduce`.
+        counts : sequence of int, optional
+            The elements of each rank's part, the same on all ranks; then `send` is one buffer of ``sum(counts)``
+            elements.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -180,9 +197,12 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Spread spread
         if self.state != READY:
             check_alive(self)
-        if isinstance(send, list):
+        if counts is not None or isinstance(send, list):
             spread = spread_over(self)
-            spread.reduce_scatter(send, recv)
+            if counts is None:
+                spread.reduce_scatter(send, recv)
+            else:
+                spread.reduce_scatter_by_counts(send, recv, counts)
             spread.operation.op = op_code(self, op, &spread.view)
             start_spread(self, spread, stream, timeout)
             return
@@ -190,17 +210,21 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
 
-    def all_to_all(self, send, recv, *, stream=None, timeout=None):
+    def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, stream=None, timeout=None):
         """Send part i of `send` to rank i and receive part i of `recv` from it (`ncclAlltoAll`).
 
-        Before NCCL 2.28 it is a group of sends and receives.
+        Parts of different sizes, by lists or by counts, are a group of sends and receives, as everything is before
+        NCCL 2.28.
 
         Parameters
         ----------
         send, recv : buffer or list of buffer
-            As many elements of the same type, a multiple of ``nranks``; not the same memory. Or, on all ranks, two
-            lists of ``nranks`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
-            on rank i has as many elements as ``recv[i]`` on rank j. Then it is a group of sends and receives.
+            As many elements of the same type, a multiple of ``size``; not the same memory. Or, on all ranks, two
+            lists of ``size`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
+            on rank i has as many elements as ``recv[i]`` on rank j.
+        send_counts, recv_counts : sequence of int, optional
+            How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
+            ``send_counts[j]`` on rank i is ``recv_counts[i]`` on rank j.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -211,9 +235,12 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Spread spread
         if self.state != READY:
             check_alive(self)
-        if isinstance(send, list) or isinstance(recv, list):
+        if send_counts is not None or recv_counts is not None or isinstance(send, list) or isinstance(recv, list):
             spread = spread_over(self)
-            spread.all_to_all(send, recv)
+            if send_counts is None and recv_counts is None:
+                spread.all_to_all(send, recv)
+            else:
+                spread.all_to_all_by_counts(send, recv, send_counts, recv_counts)
             start_spread(self, spread, stream, timeout)
             return
         shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
@@ -292,8 +319,9 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         buf : buffer
             What is sent.
-        peer : int
-            The rank that receives. Sends and receives that need each other belong into one ``ncclpy.group()``.
+        peer : int or None
+            The rank that receives; with None, as MPI's ``PROC_NULL``, the call does nothing. Sends and receives that
+            need each other belong into one ``ncclpy.group()``.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -303,6 +331,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation o
         if self.state != READY:
             check_alive(self)
+        if peer is None:
+            return
         o.root = root_rank(self.nranks, peer, "peer")
         shape_send(&o, &s, buf, "buf", self.device)
         start(self, &o, &s, buf, None, stream, timeout)
@@ -314,8 +344,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         buf : buffer
             Where the data arrive.
-        peer : int
-            The rank that sends.
+        peer : int or None
+            The rank that sends; with None, as MPI's ``PROC_NULL``, the call does nothing.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -325,6 +355,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation o
         if self.state != READY:
             check_alive(self)
+        if peer is None:
+            return
         o.root = root_rank(self.nranks, peer, "peer")
         shape_recv(&o, &r, buf, "buf", self.device)
         start(self, &o, &r, None, buf, stream, timeout)
@@ -338,8 +370,9 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         send, recv : buffer
             What is sent, and where the data arrive, of any sizes and types; they must not overlap.
-        dest, source : int
-            The rank that receives, and the one that sends. What they call, `sendrecv` or not, must be as much.
+        dest, source : int or None
+            The rank that receives, and the one that sends. What they call, `sendrecv` or not, must be as much. With
+            None, as MPI's ``PROC_NULL``, nothing is sent, or received.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -349,82 +382,16 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation there, here
         if self.state != READY:
             check_alive(self)
+        if dest is None:
+            return self.recv(recv, source, stream=stream, timeout=timeout)
+        if source is None:
+            return self.send(send, dest, stream=stream, timeout=timeout)
         there.root = root_rank(self.nranks, dest, "dest")
         here.root = root_rank(self.nranks, source, "source")
         shape_send(&there, &s, send, "send", self.device)
         shape_recv(&here, &r, recv, "recv", self.device)
         check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
         start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
-
-    def all_gather_v(self, send, recv, counts, *, stream=None, timeout=None):
-        """Collect parts of different sizes on all ranks: a group of broadcasts.
-
-        Parameters
-        ----------
-        send : buffer
-            This rank's part, ``counts[rank]`` elements.
-        recv : buffer
-            ``sum(counts)`` elements of the same type; the parts stand in the order of the ranks.
-        counts : sequence of int
-            The elements of each rank's part, the same on all ranks.
-        stream : optional
-            Where the work is enqueued.
-        timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
-        """
-        cdef Spread spread
-        check_alive(self)
-        spread = spread_over(self)
-        spread.all_gather_v(send, recv, counts)
-        start_spread(self, spread, stream, timeout)
-
-    def reduce_scatter_v(self, send, recv, counts, op=_SUM, *, stream=None, timeout=None):
-        """Reduce over all ranks and leave a part of its own size on each: a group of reduces.
-
-        Parameters
-        ----------
-        send : buffer
-            ``sum(counts)`` elements; the parts stand in the order of the ranks.
-        recv : buffer
-            This rank's part of the result, ``counts[rank]`` elements of the same type.
-        counts : sequence of int
-            The elements of each rank's part, the same on all ranks.
-        op : ReduceOp, str or CustomOp
-            The reduction, as for `all_reduce`.
-        stream : optional
-            Where the work is enqueued.
-        timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
-        """
-        cdef Spread spread
-        check_alive(self)
-        spread = spread_over(self)
-        spread.reduce_scatter_v(send, recv, counts)
-        spread.operation.op = op_code(self, op, &spread.view)
-        start_spread(self, spread, stream, timeout)
-
-    def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None, timeout=None):
-        """Send a part of its own size to each rank and receive one from each: a group of sends and receives.
-
-        Parameters
-        ----------
-        send : buffer
-            ``sum(send_counts)`` elements; the parts stand in the order of the ranks.
-        recv : buffer
-            ``sum(recv_counts)`` elements of the same type.
-        send_counts, recv_counts : sequence of int
-            The elements that go to, and come from, each rank. ``send_counts[j]`` on rank i is ``recv_counts[i]`` on
-            rank j.
-        stream : optional
-            Where the work is enqueued.
-        timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
-        """
-        cdef Spread spread
-        check_alive(self)
-        spread = spread_over(self)
-        spread.all_to_all_v(send, recv, send_counts, recv_counts)
-        start_spread(self, spread, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks are here: an all-reduce of one byte.
@@ -435,7 +402,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks
             have come.
         timeout : float, optional
-            As for `all_gather_v`.
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef Operation o
         check_alive(self)

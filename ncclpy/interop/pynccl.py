@@ -270,9 +270,7 @@ class PyNcclCommunicator:
         if self.disabled:
             return
         counts = self._counts(self._mine(output_tensor, "output_tensor"), "output_tensor", sizes)
-        self.comm.all_gather_v(
-            self._mine(input_tensor, "input_tensor"), output_tensor, counts, stream=self._on(stream)
-        )
+        self.comm.all_gather(self._mine(input_tensor, "input_tensor"), output_tensor, counts, stream=self._on(stream))
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = None, stream: Any = None) -> None:
         """Reduce what all ranks send; each receives its part.
@@ -316,7 +314,7 @@ class PyNcclCommunicator:
             return
         counts = self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
         self._mine(output_tensor, "output_tensor")
-        self.comm.reduce_scatter_v(input_tensor, output_tensor, counts, as_operator(op), stream=self._on(stream))
+        self.comm.reduce_scatter(input_tensor, output_tensor, as_operator(op), counts, stream=self._on(stream))
 
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = None, stream: Any = None) -> None:
         """Reduce what all ranks send; the root receives it.

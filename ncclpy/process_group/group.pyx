@@ -5,14 +5,11 @@ import functools
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.start cimport root_rank
 from ncclpy.engine.callbacks cimport user_executor
-from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.membership cimport new_membership
-from ncclpy.process_group.operations cimport new_block
 from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, stand, wrong_colors
 
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
@@ -191,9 +188,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             It gives the `Work`, which the operations in the block return as well. Its result is the list of their
             results.
         """
-        self.lifecycle.check_usable()
-        ensure_running()
-        return new_block(self.submission, self.submission.request(ALL_REDUCE, timeout))
+        return self._block(timeout)
 
     def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
         """All-reduce several arrays in place, in one launch.

@@ -32,6 +32,7 @@ cdef class Submission:
     cdef bint captures(self, array, producer) except -1
     # Whether this thread is in a coalescing block.
     cdef bint in_block(self) except -1
+    cdef Block block_here(self)
     cdef int open_block(self, Block block) except -1
     # End a block, and launch what is in it if that is asked for.
     cdef int shut_block(self, Block block, bint launches) except -1
@@ -52,6 +53,8 @@ cdef class Operations:
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
     cdef Work _spread(self, Spread spread, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
+    cdef Block _block(self, timeout)
+    cdef Work _nothing(self, output, timeout)
 
 
 # What a thread begins in a coalescing block.
@@ -60,7 +63,7 @@ cdef class Block:
     cdef Request request
     cdef Work work
     cdef list held
-    cdef list outputs
+    cdef object outputs  # a list; of `sendrecv` what it receives
     cdef list kinds  # of the operations, in their order
     cdef list ends  # how many steps the request had behind each
     cdef set producers  # streams, as numbers

@@ -46,6 +46,7 @@ class Operations:
         self,
         send: BufferLike,
         recv: BufferLike | list[BufferLike],
+        counts: Sequence[int] | None = None,
         *,
         producer: StreamLike = None,
         timeout: float | None = None,
@@ -55,6 +56,7 @@ class Operations:
         send: BufferLike | list[BufferLike],
         recv: BufferLike,
         op: OpLike = ...,
+        counts: Sequence[int] | None = None,
         *,
         producer: StreamLike = None,
         timeout: float | None = None,
@@ -88,10 +90,32 @@ class Operations:
         timeout: float | None = None,
     ) -> Work: ...
     def send(
-        self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
+        self,
+        buf: BufferLike,
+        peer: int | None,
+        tag: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
     ) -> Work: ...
     def recv(
-        self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
+        self,
+        buf: BufferLike,
+        peer: int | None,
+        tag: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def sendrecv(
+        self,
+        send: BufferLike,
+        dest: int | None,
+        recv: BufferLike,
+        source: int | None,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
     ) -> Work: ...
     def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...
 

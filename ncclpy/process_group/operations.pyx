@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
-from ncclpy.core.arguments.operation cimport BROADCAST, RECV, SCATTER, SEND, is_pair
+from ncclpy.core.arguments.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, is_pair
 from ncclpy.core.arguments.validation cimport (
     Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_spread, note_apart, shape_all_gather,
     shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather, shape_recv, shape_reduce, shape_reduce_scatter,
@@ -179,8 +179,10 @@ cdef class Operations:
         output = None if not is_root else send if recv is None else recv
         return self._plain(&o, &s, (send, recv), output, producer, timeout)
 
-    def all_gather(self, send, recv, *, producer=None, timeout=None):
+    def all_gather(self, send, recv, counts=None, *, producer=None, timeout=None):
         """Gather every rank's part on all ranks (`ncclAllGather`).
+
+        Parts of different sizes, by a list or by `counts`, are gathered by a group of broadcasts.
 
         Parameters
         ----------
@@ -188,7 +190,10 @@ cdef class Operations:
             This rank's part; in place it is part ``rank`` of `recv`.
         recv : buffer or list of buffer
             ``size`` times as many elements of the same type; or, on all ranks, a list of ``size`` buffers, one for
-            each rank's part, whose sizes may differ: then it is a group of broadcasts.
+            each rank's part, whose sizes may differ.
+        counts : sequence of int, optional
+            The elements of each rank's part, the same on all ranks; then `recv` is one buffer of ``sum(counts)``
+            elements.
         producer, timeout
             As for `all_reduce`.
 
@@ -200,25 +205,33 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef Spread spread
-        if isinstance(recv, list):
+        if counts is not None or isinstance(recv, list):
             spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-            spread.all_gather(send, recv)
+            if counts is None:
+                spread.all_gather(send, recv)
+            else:
+                spread.all_gather_by_counts(send, recv, counts)
             return self._spread(spread, recv, producer, timeout)
         shape_all_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
-    def reduce_scatter(self, send, recv, op=_SUM, *, producer=None, timeout=None):
+    def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, producer=None, timeout=None):
         """Reduce over all ranks and leave one part of the result on each (`ncclReduceScatter`).
+
+        Parts of different sizes, by a list or by `counts`, are reduced by a group of reduces.
 
         Parameters
         ----------
         send : buffer or list of buffer
             The input, ``size`` times as many elements as `recv`; or, on all ranks, a list of ``size`` buffers, the
-            part of each rank, whose sizes may differ: then it is a group of reduces.
+            part of each rank, whose sizes may differ.
         recv : buffer
             This rank's part of the result; in place it is part ``rank`` of `send`.
         op : ReduceOp or str
             As for `all_reduce`.
+        counts : sequence of int, optional
+            The elements of each rank's part, the same on all ranks; then `send` is one buffer of ``sum(counts)``
+            elements.
         producer, timeout
             As for `all_reduce`.
 
@@ -230,9 +243,12 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef Spread spread
-        if isinstance(send, list):
+        if counts is not None or isinstance(send, list):
             spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-            spread.reduce_scatter(send, recv)
+            if counts is None:
+                spread.reduce_scatter(send, recv)
+            else:
+                spread.reduce_scatter_by_counts(send, recv, counts)
             spread.operation.op = self._op_of(op, &spread.view)
             return self._spread(spread, recv, producer, timeout)
         shape_reduce_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
@@ -261,14 +277,12 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef Spread spread
-        if (send_counts is None) != (recv_counts is None):
-            raise ValueError("send_counts, recv_counts: pass both, on all ranks, or none")
-        if send_counts is not None or isinstance(send, list) or isinstance(recv, list):
+        if send_counts is not None or recv_counts is not None or isinstance(send, list) or isinstance(recv, list):
             spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-            if send_counts is None:
+            if send_counts is None and recv_counts is None:
                 spread.all_to_all(send, recv)
             else:
-                spread.all_to_all_v(send, recv, send_counts, recv_counts)
+                spread.all_to_all_by_counts(send, recv, send_counts, recv_counts)
             return self._spread(spread, recv, producer, timeout)
         shape_all_to_all(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
@@ -351,8 +365,9 @@ cdef class Operations:
         ----------
         buf : buffer
             What is sent.
-        peer : int
-            The rank that receives. What a rank sends to itself meets the receive that comes next.
+        peer : int or None
+            The rank that receives. What a rank sends to itself meets the receive that comes next. With None, as MPI's
+            ``PROC_NULL``, nothing is sent, and the work is done.
         tag : int
             0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
             and NCCL carries no tags. The recorder notes it. Other tags are an error with `check`, and of what a rank sends
@@ -368,6 +383,8 @@ cdef class Operations:
         cdef View s
         cdef Operation o
         cdef int number
+        if peer is None:
+            return self._nothing(None, timeout)
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
         shape_send(&o, &s, buf, "buf", self.lifecycle.device)
@@ -380,8 +397,9 @@ cdef class Operations:
         ----------
         buf : buffer
             Where the data arrive.
-        peer : int
-            The rank that sends. NCCL has to know it: there is no receiving from any source.
+        peer : int or None
+            The rank that sends. NCCL has to know it: there is no receiving from any source. With None, as MPI's
+            ``PROC_NULL``, nothing is received, and the work is done.
         tag : int
             As for `send`.
         producer, timeout
@@ -395,12 +413,63 @@ cdef class Operations:
         cdef View r
         cdef Operation o
         cdef int number
-        if peer is None or (isinstance(peer, int) and peer == -1):
+        if peer is None:
+            return self._nothing(buf, timeout)
+        if isinstance(peer, int) and peer == -1:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
         shape_recv(&o, &r, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &r, buf, buf, producer, timeout, number)
+
+    def sendrecv(self, send, dest, recv, source, *, producer=None, timeout=None):
+        """Send to one rank and receive from one, the same or another, in one launch of a send and a receive.
+
+        It goes by the communicator of all ranks, as operations of a `ProcessGroup.coalescing` block do: the peers
+        call `sendrecv` too, or send and receive in such a block. In a block it is a part of that.
+
+        Parameters
+        ----------
+        send, recv : buffer
+            What is sent, and where the data arrive, of any sizes and types; they must not overlap.
+        dest, source : int or None
+            The rank that receives, and the one that sends; with None, as MPI's ``PROC_NULL``, nothing is sent, or
+            received.
+        producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Its result is `recv`; in a block the work is the block's.
+        """
+        cdef Block block
+        if self.submission.in_block():
+            self.send(send, dest, producer=producer)
+            return self.recv(recv, source, producer=producer)
+        block = self._block(timeout)
+        with block:
+            self.send(send, dest, producer=producer)
+            self.recv(recv, source, producer=producer)
+            block.outputs = recv
+        return block.work
+
+    cdef Block _block(self, timeout):
+        """Return a coalescing block, to be entered."""
+        self.lifecycle.check_usable()
+        ensure_running()
+        return new_block(self.submission, self.submission.request(ALL_REDUCE, timeout))
+
+    cdef Work _nothing(self, output, timeout):
+        """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
+        cdef Block block = self.submission.block_here()
+        if block is None:
+            block = self._block(timeout)
+            with block:
+                block.outputs = output
+        else:
+            block.outputs.append(output)
+        return block.work
 
     def barrier(self, *, producer=None, timeout=None):
         """Begin an all-reduce of one byte: its work is done when all ranks have come.
@@ -635,6 +704,11 @@ cdef class Submission:
     cdef bint in_block(self) except -1:
         """Return whether this thread is in a coalescing block."""
         return PyThread_get_thread_ident() in self.blocks
+
+
+    cdef Block block_here(self):
+        """Return the block that this thread is in, or None."""
+        return self.blocks.get(PyThread_get_thread_ident())
 
 
 cdef Submission new_submission(Lifecycle group):

@@ -97,11 +97,11 @@ def every_count(test):
 
 @every_count
 @of_types(*DataType)
-def test_all_gather_v(comms, each, arrays, counts, datatype):
+def test_all_gather_by_counts(comms, each, arrays, counts, datatype):
     counts = counts(len(comms))
     sends = [arrays.make(values(datatype, r, counts[r]), comm.device) for r, comm in enumerate(comms)]
     recvs = [empty(arrays, comm, datatype, sum(counts)) for comm in comms]
-    each(lambda r, comm: comm.all_gather_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), counts))
+    each(lambda r, comm: comm.all_gather(arrays.argument(sends[r]), arrays.argument(recvs[r]), counts))
     expected = np.concatenate([values(datatype, r, count) for r, count in enumerate(counts)])
     for r, recv in enumerate(recvs):
         assert np.array_equal(arrays.read(recv), expected), f"{datatype!r}, counts {counts}, rank {r}"
@@ -109,7 +109,7 @@ def test_all_gather_v(comms, each, arrays, counts, datatype):
 
 @every_count
 @of_types_and_operators(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8, DataType.UINT64)
-def test_reduce_scatter_v(comms, each, arrays, counts, op, datatype):
+def test_reduce_scatter_by_counts(comms, each, arrays, counts, op, datatype):
     nranks = len(comms)
     counts = counts(nranks)
     total = max(sum(counts), 1)
@@ -118,7 +118,7 @@ def test_reduce_scatter_v(comms, each, arrays, counts, op, datatype):
     recvs = [empty(arrays, comm, datatype, count) for count, comm in zip(counts, comms, strict=True)]
     case = conformance.Case("reduce_scatter", datatype, op)
     ops = [conformance.Operators(comm).get(case) or op for comm in comms]
-    each(lambda r, comm: comm.reduce_scatter_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), counts, ops[r]))
+    each(lambda r, comm: comm.reduce_scatter(arrays.argument(sends[r]), arrays.argument(recvs[r]), ops[r], counts))
     whole = conformance.reduced(datatype, op, nranks, total)
     bound = conformance.tolerance(datatype, op, nranks, total)
     start = 0
@@ -131,7 +131,7 @@ def test_reduce_scatter_v(comms, each, arrays, counts, op, datatype):
 
 @every_count
 @of_types(DataType.INT8, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
-def test_all_to_all_v(comms, each, arrays, counts, datatype):
+def test_all_to_all_by_counts(comms, each, arrays, counts, datatype):
     nranks = len(comms)
     # What rank i sends to rank j: the counts turned by i, so that rows and columns differ.
     matrix = [[counts(nranks)[(i + j) % nranks] * (1 + i % 2) for j in range(nranks)] for i in range(nranks)]
@@ -140,7 +140,7 @@ def test_all_to_all_v(comms, each, arrays, counts, datatype):
     incoming = [[matrix[i][j] for i in range(nranks)] for j in range(nranks)]
     recvs = [empty(arrays, comm, datatype, sum(incoming[j])) for j, comm in enumerate(comms)]
     each(
-        lambda r, comm: comm.all_to_all_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), matrix[r], incoming[r])
+        lambda r, comm: comm.all_to_all(arrays.argument(sends[r]), arrays.argument(recvs[r]), matrix[r], incoming[r])
     )
     for j, recv in enumerate(recvs):
         parts = [np.split(outgoing[i], np.cumsum(matrix[i])[:-1])[j] for i in range(nranks)]
@@ -157,13 +157,13 @@ def test_counts_are_elements_of_complex_arrays(host_engine, comms2):
     def call():
         with ncclpy.group():
             for r, comm in enumerate(comms2):
-                comm.all_gather_v(sends[r], recvs[r], counts)
+                comm.all_gather(sends[r], recvs[r], counts)
         with ncclpy.group():
             for r, comm in enumerate(comms2):
-                comm.reduce_scatter_v(recvs[r], scattered[r], counts)
+                comm.reduce_scatter(recvs[r], scattered[r], counts=counts)
         with ncclpy.group():
             for r, comm in enumerate(comms2):
-                comm.all_to_all_v(recvs[r][:2], exchanged[r], [1, 1], [1, 1])
+                comm.all_to_all(recvs[r][:2], exchanged[r], [1, 1], [1, 1])
 
     testing.run_with_deadline(call)
     assert all(recv.tolist() == [1 + 2j, 3j, 4] for recv in recvs)
@@ -172,9 +172,9 @@ def test_counts_are_elements_of_complex_arrays(host_engine, comms2):
 
 
 V_CALLS = {
-    "all_gather_v": ([2, 3], lambda comm, send, recv, counts: comm.all_gather_v(send, recv, counts), 2, 5),
-    "reduce_scatter_v": ([2, 3], lambda comm, send, recv, counts: comm.reduce_scatter_v(send, recv, counts), 5, 2),
-    "all_to_all_v": ([2, 3], lambda comm, send, recv, counts: comm.all_to_all_v(send, recv, counts, [1, 4]), 5, 5),
+    "all_gather by counts": ([2, 3], lambda comm, send, recv, counts: comm.all_gather(send, recv, counts), 2, 5),
+    "reduce_scatter by counts": ([2, 3], lambda comm, send, recv, counts: comm.reduce_scatter(send, recv, counts=counts), 5, 2),
+    "all_to_all by counts": ([2, 3], lambda comm, send, recv, counts: comm.all_to_all(send, recv, counts, [1, 4]), 5, 5),
 }
 
 

@@ -157,7 +157,7 @@ def test_deadline_of_a_group_of_calls():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda comm, **options: comm.all_gather_v(np.ones(2), np.zeros(4), [2, 2], **options),
+        lambda comm, **options: comm.all_gather(np.ones(2), np.zeros(4), [2, 2], **options),
         lambda comm, **options: comm.all_gather(np.ones(2), [np.zeros(2), np.zeros(3)], **options),
     ],
     ids=["counts", "list"],

@@ -41,17 +41,17 @@ REFUSED = {
     "all_to_all, one array": (lambda c, b: c.all_to_all(b, b), ("recv", "send", "cannot work in place")),
     "sendrecv": (lambda c, b: c.sendrecv(b[0:4], 0, b[3:7], 0), ("recv", "send", "cannot work in place")),
     "sendrecv, one array": (lambda c, b: c.sendrecv(b, 0, b, 0), ("recv", "send", "cannot work in place")),
-    "all_to_all_v": (lambda c, b: c.all_to_all_v(b, b, [4, 4], [4, 4]), ("recv", "send", "cannot work in place")),
-    "all_gather_v": (
-        lambda c, b: c.all_gather_v(b[0:3], b[0:5], [2, 3]),  # its part begins at 2
+    "all_to_all by counts": (lambda c, b: c.all_to_all(b, b, [4, 4], [4, 4]), ("recv", "send", "cannot work in place")),
+    "all_gather by counts": (
+        lambda c, b: c.all_gather(b[0:3], b[0:5], [2, 3]),  # its part begins at 2
         ("recv", "send", "this rank's part of recv"),
     ),
-    "all_gather_v, where parts of one size would lie": (
-        lambda c, b: c.all_gather_v(b[3:6], b[0:5], [2, 3]),
+    "all_gather by counts, where parts of one size would lie": (
+        lambda c, b: c.all_gather(b[3:6], b[0:5], [2, 3]),
         ("recv", "send", "this rank's part of recv"),
     ),
-    "reduce_scatter_v": (
-        lambda c, b: c.reduce_scatter_v(b[0:5], b[1:4], [2, 3]),
+    "reduce_scatter by counts": (
+        lambda c, b: c.reduce_scatter(b[0:5], b[1:4], counts=[2, 3]),
         ("recv", "send", "this rank's part of send"),
     ),
     "all_gather into a list, one array twice": (
@@ -104,7 +104,7 @@ def test_memory_that_overlaps_is_refused_with_both_arguments(comms2, name):
     works(comms2)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_to_all_v", "all_gather into a list, shifted"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all by counts", "all_gather into a list, shifted"])
 @pytest.mark.parametrize("block", [ncclpy.group, lambda: ncclpy.Plan().record()], ids=["group", "plan"])
 def test_memory_that_overlaps_is_refused_where_calls_are_recorded(comms2, name, block):
     with pytest.raises(ValueError, match="overlaps"), block():
@@ -116,7 +116,7 @@ def test_memory_that_overlaps_is_refused_where_calls_are_recorded(comms2, name, 
 PLACE = [[0, 11], [0, 11]]
 IN_PLACE = {
     "all_gather": (lambda c, b: c.all_gather(b[c.rank : c.rank + 1], b), PLACE),
-    "all_gather_v": (lambda c, b: c.all_gather_v(b[c.rank : c.rank + 1], b, [1, 1]), PLACE),
+    "all_gather by counts": (lambda c, b: c.all_gather(b[c.rank : c.rank + 1], b, [1, 1]), PLACE),
     "all_gather into a list": (lambda c, b: c.all_gather(b[c.rank : c.rank + 1], [b[:1], b[1:]]), PLACE),
     "gather": (lambda c, b: c.gather(b[c.rank : c.rank + 1], b, root=1), [[0, 1], [0, 11]]),
     "gather into a list": (
@@ -129,7 +129,7 @@ IN_PLACE = {
         [[10, 1], [10, 11]],
     ),
     "reduce_scatter": (lambda c, b: c.reduce_scatter(b, b[c.rank : c.rank + 1]), [[10, 1], [10, 12]]),
-    "reduce_scatter_v": (lambda c, b: c.reduce_scatter_v(b, b[c.rank : c.rank + 1], [1, 1]), [[10, 1], [10, 12]]),
+    "reduce_scatter by counts": (lambda c, b: c.reduce_scatter(b, b[c.rank : c.rank + 1], counts=[1, 1]), [[10, 1], [10, 12]]),
     "reduce_scatter of a list": (
         lambda c, b: c.reduce_scatter([b[:1], b[1:]], b[c.rank : c.rank + 1]),
         [[10, 1], [10, 12]],

@@ -154,7 +154,7 @@ def test_a_pointer_out_of_range(pointer):
     ("pointer", lambda comm: ncclpy.Communicator.from_handle("x")),
     ("max_communicators", lambda comm: ncclpy.Manager(max_communicators="2")),
     ("capacity", lambda comm: ncclpy.recorder.resize("2")),
-    ("counts", lambda comm: comm.all_gather_v(np.zeros(1), np.zeros(1), [1.0])),
+    ("counts", lambda comm: comm.all_gather(np.zeros(1), np.zeros(1), [1.0])),
 ])  # fmt: skip
 def test_what_is_no_number_names_its_argument(comm1, host_engine, argument, call):
     with pytest.raises(TypeError, match=f"^{argument}: expected"):

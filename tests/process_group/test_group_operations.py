@@ -234,7 +234,7 @@ def test_bad_arguments_begin_nothing(host_engine):
             (ValueError, "rank 7 does not exist", lambda: group.broadcast(np.ones(2), root=7)),
             (ValueError, "= 4 elements", lambda: group.all_gather(np.ones(2), np.ones(3))),
             (ValueError, "pass both", lambda: group.all_to_all(np.ones(2), np.ones(2), [1, 1])),
-            (ncclpy.NcclUnsupported, "any source", lambda: group.recv(np.ones(2), None)),
+            (ncclpy.NcclUnsupported, "any source", lambda: group.recv(np.ones(2), -1)),
             (ValueError, "seconds >= 0", lambda: group.all_reduce(np.ones(2), timeout=-1)),
         ):
             with pytest.raises(error, match=words):

@@ -235,9 +235,9 @@ cdef class Spread:
     cdef int all_to_all(self, send, recv) except -1
     cdef int gather(self, send, list recv, int root) except -1  # on the root, as `scatter`
     cdef int scatter(self, list send, recv, int root) except -1
-    cdef int all_gather_v(self, send, recv, counts) except -1
-    cdef int reduce_scatter_v(self, send, recv, counts) except -1
-    cdef int all_to_all_v(self, send, recv, send_counts, recv_counts) except -1
+    cdef int all_gather_by_counts(self, send, recv, counts) except -1
+    cdef int reduce_scatter_by_counts(self, send, recv, counts) except -1
+    cdef int all_to_all_by_counts(self, send, recv, send_counts, recv_counts) except -1
 
 
 cdef Spread new_spread(int device, int nranks, int rank)

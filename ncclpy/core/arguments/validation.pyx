@@ -797,7 +797,7 @@ cdef class Spread:
 
     # Counts.
 
-    cdef int all_gather_v(self, send, recv, counts) except -1:
+    cdef int all_gather_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
         numbers = _as_counts(counts, self.nranks, "counts")
@@ -809,7 +809,7 @@ cdef class Spread:
         check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
         return _describe(self, ALL_GATHER, &s, &s, NULL)
 
-    cdef int reduce_scatter_v(self, send, recv, counts) except -1:
+    cdef int reduce_scatter_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
         numbers = _as_counts(counts, self.nranks, "counts")
@@ -821,8 +821,10 @@ cdef class Spread:
         check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
         return _describe(self, REDUCE_SCATTER, &s, NULL, &r)
 
-    cdef int all_to_all_v(self, send, recv, send_counts, recv_counts) except -1:
+    cdef int all_to_all_by_counts(self, send, recv, send_counts, recv_counts) except -1:
         cdef View s, r
+        if send_counts is None or recv_counts is None:
+            raise ValueError("send_counts, recv_counts: pass both, on all ranks, or none")
         outgoing = _as_counts(send_counts, self.nranks, "send_counts")
         incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
         _counted(self, &s, &r, send, recv)

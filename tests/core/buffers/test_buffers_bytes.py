@@ -46,11 +46,11 @@ def test_they_move(host_engine, comms2, dtype):
         ("gather", [a, b], [zeros(12), None], [{"root": 0}] * 2, [np.concatenate([a, b]), None]),
         ("scatter", [a, None], [zeros(3), zeros(3)], [{"root": 0}] * 2, [a[:3], a[3:]]),
         (
-            "all_gather_v", [a[:2], b[:5]], [zeros(7), zeros(7)], [{"counts": [2, 5]}] * 2,
+            "all_gather", [a[:2], b[:5]], [zeros(7), zeros(7)], [{"counts": [2, 5]}] * 2,
             [np.concatenate([a[:2], b[:5]])] * 2,
         ),
         (
-            "all_to_all_v", [a[:4], b[:4]], [zeros(3), zeros(5)],
+            "all_to_all", [a[:4], b[:4]], [zeros(3), zeros(5)],
             [{"send_counts": [1, 3], "recv_counts": [1, 2]}, {"send_counts": [2, 2], "recv_counts": [3, 2]}],
             [np.concatenate([a[:1], b[:2]]), np.concatenate([a[1:4], b[2:4]])],
         ),
@@ -77,7 +77,7 @@ def test_reductions_refuse_them_by_name(host_engine, comm, name):
         with rejects("send", name, kind=TypeError):
             quickly(getattr(comm, method), send, recv)
     with rejects("send", name, kind=TypeError):
-        quickly(comm.reduce_scatter_v, a, b, [4, 4])
+        quickly(comm.reduce_scatter, a, b, counts=[4, 4])
     with comm.pre_mul_sum(2, "uint8") as op, rejects("send", name, kind=TypeError):
         quickly(comm.all_reduce, a, op=op)
     with ncclpy.Manager() as manager, rejects("send", name, kind=TypeError):
@@ -214,10 +214,10 @@ def test_counts_times_ranks_that_wrap(comm):
 def test_counts_of_parts_that_wrap(comm, counts):
     part, whole = (4096, 4, "uint8"), (4096, 4, "uint8")
     for call in (
-        lambda: comm.all_gather_v(part, whole, counts),
-        lambda: comm.reduce_scatter_v(whole, part, counts),
-        lambda: comm.all_to_all_v(whole, part, counts, [4, 0]),
-        lambda: comm.all_to_all_v(whole, part, [4, 0], counts),
+        lambda: comm.all_gather(part, whole, counts),
+        lambda: comm.reduce_scatter(whole, part, counts=counts),
+        lambda: comm.all_to_all(whole, part, counts, [4, 0]),
+        lambda: comm.all_to_all(whole, part, [4, 0], counts),
     ):
         with rejects("counts", "elements are needed, got 4", kind=ValueError):
             quickly(call)

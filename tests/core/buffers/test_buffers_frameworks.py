@@ -75,7 +75,7 @@ def test_a_list_takes_the_stream_of_the_first_that_has_one(host_engine):
         with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
             comm.all_gather(none, [no_stream])
         with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
-            comm.all_gather_v(none, no_stream, [2])
+            comm.all_gather(none, no_stream, [2])
         ncclpy.synchronize(0)
     comm.abort()
 

@@ -1,0 +1,105 @@
+"""Sends and receives in one launch, and those without a peer, as MPI's PROC_NULL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import testing
+
+SIZE = 3
+
+
+@pytest.mark.parametrize("check", ["off", "always"])
+def test_sendrecv_around_a_ring_gives_what_the_rank_before_sends(host_engine, check):
+    def body(group):
+        send, recv = np.full(4, group.rank, np.float32), np.zeros(4, np.float32)
+        after, before = (group.rank + 1) % SIZE, (group.rank - 1) % SIZE
+        results = [group.sendrecv(send, after, recv, before).result(DEADLINE) for _ in range(3)]
+        assert all(result is recv for result in results)
+        return recv.tolist()
+
+    assert run_groups(SIZE, body, check=check) == [[2] * 4, [0] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize("check", ["off", "always"])
+def test_sendrecv_along_a_line_leaves_the_first_rank_as_it_was(arrays, check):
+    size = 2 if testing.ncclpy.library().engine == "cuda" else SIZE
+
+    def body(group):
+        send = arrays.make(np.full(4, group.rank, np.float32), group.device)
+        recv = arrays.make(np.full(4, -1, np.float32), group.device)
+        after = group.rank + 1 if group.rank + 1 < size else None
+        before = group.rank - 1 if group.rank else None
+        group.sendrecv(arrays.argument(send), after, arrays.argument(recv), before).wait(DEADLINE)
+        return arrays.read(recv).tolist()
+
+    assert run_groups(size, body, check=check) == [[rank - 1] * 4 for rank in range(size)]
+
+
+def test_send_and_recv_without_a_peer_are_done_at_once(host_engine):
+    def body(group):
+        array = np.full(2, 5.0)
+        send, recv = group.send(array, None), group.recv(array, None)
+        both = group.sendrecv(array, None, array, None)
+        assert send.is_completed() and recv.is_completed() and both.is_completed()
+        assert send.result() is None and recv.result() is array and both.result() is array
+        assert group.all_reduce(np.ones(1)).result(DEADLINE).tolist() == [2.0]
+        return array.tolist()
+
+    assert run_groups(2, body, check="always") == [[5.0, 5.0]] * 2
+
+
+def test_sendrecv_in_a_block_is_a_part_of_it(host_engine):
+    def body(group):
+        peer = 1 - group.rank
+        recv, total = np.zeros(2), np.full(2, group.rank + 1.0)
+        with group.coalescing() as work:
+            group.all_reduce(total)
+            part = group.sendrecv(np.full(2, float(group.rank)), peer, recv, peer)
+            nothing = group.send(total, None)
+        assert part is work and nothing is work
+        first, sent, received, absent = work.result(DEADLINE)
+        assert first is total and sent is None and received is recv and absent is None
+        assert total.tolist() == [3.0, 3.0]
+        return recv.tolist()
+
+    assert run_groups(2, body) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_sendrecv_of_overlapping_memory_is_refused(host_engine):
+    def body(group):
+        array = np.zeros(4)
+        with pytest.raises(ValueError, match="memory"):
+            group.sendrecv(array[:3], 1 - group.rank, array[1:], 1 - group.rank)
+        assert group.all_reduce(np.ones(1)).result(DEADLINE).tolist() == [2.0]
+
+    run_groups(2, body)
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3], [0, 4, 0]])
+def test_counts_give_what_lists_of_these_sizes_give(host_engine, counts):
+    def body(group):
+        mine = np.arange(counts[group.rank]) + 10.0 * group.rank
+        whole, parts = np.zeros(sum(counts)), [np.zeros(count) for count in counts]
+        group.all_gather(mine, whole, counts).wait(DEADLINE)
+        group.all_gather(mine, parts).wait(DEADLINE)
+        assert whole.tolist() == np.concatenate(parts).tolist()
+        by_counts, by_list = np.zeros(counts[group.rank]), np.zeros(counts[group.rank])
+        group.reduce_scatter(whole * (group.rank + 1), by_counts, "max", counts).wait(DEADLINE)
+        group.reduce_scatter([part * (group.rank + 1) for part in parts], by_list, "max").wait(DEADLINE)
+        assert by_counts.tolist() == by_list.tolist() == (mine * SIZE).tolist()
+        return whole.tolist()
+
+    wanted = np.concatenate([np.arange(count) + 10.0 * rank for rank, count in enumerate(counts)]).tolist()
+    assert run_groups(SIZE, body) == [wanted] * SIZE
+
+
+@pytest.mark.parametrize("given", [{"send_counts": [1, 1]}, {"recv_counts": [1, 1]}])
+def test_counts_for_one_side_alone_are_refused(host_engine, given):
+    def body(group):
+        with pytest.raises(ValueError, match="send_counts, recv_counts: pass both, on all ranks, or none"):
+            group.all_to_all(np.zeros(2), np.zeros(2), **given)
+
+    run_groups(2, body)

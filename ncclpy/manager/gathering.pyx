@@ -540,7 +540,7 @@ cdef class Ensemble(CommunicatorSet):
             return
         error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
         self.inquire(error)
-        if self.state == GONE:  # meanwhile
+        if self.state == GONE or self.over:  # meanwhile
             return
         if self.making:  # nothing has run that an abort could end with wrong data
             self.owner.set_lost(self)
@@ -552,8 +552,8 @@ cdef class Ensemble(CommunicatorSet):
         if self.launches:
             self.failures.append(error)
         self.owner.set_lost(self)
-        self._end(list(self.comms), text.lstrip(": "), error, readers)  # before its works fail, as above
-        CommunicatorSet.abort(self, error)
+        if self._end(list(self.comms), text.lstrip(": "), error, readers):  # before its works fail, as above
+            CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
@@ -582,10 +582,11 @@ cdef class Ensemble(CommunicatorSet):
         """Abort communicators once all processes have heard that they end, in a thread of its own.
 
         The threads that read by a stream raise the error before. Once: a second end, of another launch or another
-        process, would find `peer_status` taken, and abort before the other processes have heard.
+        process, would find `peer_status` taken, and abort before the other processes have heard. Return whether this
+        is the first; a close counts as one.
         """
         if self.over:
-            return
+            return False
         self.over = True
         peer_status, self.peer_status = self.peer_status, None
         readers.discard(threading.get_ident())
@@ -603,8 +604,9 @@ cdef class Ensemble(CommunicatorSet):
             self.peer_status = peer_status
             self.tell_readers(readers, error)
             self._leave()
-            return
+            return True
         self.ending = thread
+        return True
 
     def _leave(self, failure=None):
         """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None.
@@ -644,6 +646,7 @@ cdef class Ensemble(CommunicatorSet):
 
     def close(self):
         """Tell the other processes, and do as every set of communicators."""
+        self.over = True  # an end that another process tells meanwhile aborts nothing
         leaving = self._leave()
         CommunicatorSet.close(self)
         if leaving is not None:

@@ -352,6 +352,38 @@ def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
     assert None not in peer_statuses
 
 
+def test_end_that_is_told_during_a_close_aborts_nothing(monkeypatch):
+    """Rank 2 asks what the ranks do, as rank 0 has ended the communicator, and its Manager is closed meanwhile."""
+    closes, aborted = threading.Event(), []
+    asks, leaves = communicator_status.CommunicatorStatus.ask, communicator_status.CommunicatorStatus.leave
+    abort = gathering._abort_when_heard
+
+    def ask(self):
+        said = asks(self)
+        if self.rank == 2:
+            assert closes.wait(30)
+        return said
+
+    def leave(self, *told):
+        if self.rank == 2 and not closes.is_set():
+            closes.set()
+            time.sleep(0.5)
+        return leaves(self, *told)
+
+    def note(peer_status, *arguments):
+        aborted.append(None if peer_status is None else peer_status.rank)
+        abort(peer_status, *arguments)
+
+    managers, key = some_managers(LocalStore(), 3)
+    monkeypatch.setattr(communicator_status.CommunicatorStatus, "ask", ask)
+    monkeypatch.setattr(communicator_status.CommunicatorStatus, "leave", leave)
+    monkeypatch.setattr(gathering, "_abort_when_heard", note)
+    works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3) for rank in range(2)]
+    assert [type(work.exception(30)) for work in works] == [ncclpy.NcclTimeout] * 2
+    close(reversed(managers))
+    assert sorted(aborted) == [0, 1]
+
+
 class Shy:
     """A key that is shown by nobody but who reads the error."""
 

@@ -110,7 +110,7 @@ _DTYPE_NAMES = {member.name.lower(): member for member in DataType} | {
     "float": DataType.FLOAT32,
     "double": DataType.FLOAT64,
 }
-_OP_NAMES = {member.name.lower(): member for member in ReduceOp}
+_OP_NAMES = {member.name.lower(): member for member in ReduceOp} | {"average": ReduceOp.AVG}
 
 
 def as_datatype(value) -> DataType:

@@ -209,19 +209,19 @@ class Group(Ncclpy):
 
             def exchange() -> Any:
                 with group.coalescing() as work:
-                    group.send(send, place.following, producer=producer)
-                    group.recv(recv, place.previous, producer=producer)
+                    group.send(send, place.following, stream=producer)
+                    group.recv(recv, place.previous, stream=producer)
                 return work
 
             return self._awaited(exchange)
         function = getattr(group, collective)
         if collective in self.in_place:
-            return self._awaited(lambda: function(recv, producer=producer))
+            return self._awaited(lambda: function(recv, stream=producer))
         if collective in ("reduce", "gather") and not place.is_root:
-            return self._awaited(lambda: function(send, None, root=ROOT, producer=producer))
+            return self._awaited(lambda: function(send, None, root=ROOT, stream=producer))
         if collective in ("broadcast", "scatter") and not place.is_root:
-            return self._awaited(lambda: function(None, recv, root=ROOT, producer=producer))
-        return self._awaited(lambda: function(send, recv, producer=producer))
+            return self._awaited(lambda: function(None, recv, root=ROOT, stream=producer))
+        return self._awaited(lambda: function(send, recv, stream=producer))
 
     def _awaited(self, begin: Callable[[], Any]) -> Call:
         stream = self.stream

@@ -25,6 +25,6 @@ def main() -> None:
         for grouped in (False, True):
             side.do_step(options["warm"], grouped)
             models[f"{model}: {'grouped' if grouped else 'in any order'}"] = side.do_step(options["steps"], grouped)
-    side.coordinator.shutdown(60)
+    side.coordinator.close(60)
     if world.rank == 0:
         print(json.dumps({"latency": latency, "models": models}), flush=True)

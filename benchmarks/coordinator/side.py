@@ -155,7 +155,7 @@ class Side:
         """End it."""
         if self.torch is not None and self.torch.distributed.is_initialized():
             self.torch.distributed.destroy_process_group()
-        self.coordinator.shutdown(PATIENCE)
+        self.coordinator.close(PATIENCE)
         if hasattr(self, "other"):
             self.other.close()
         if self.group is not None:

@@ -219,7 +219,7 @@ class Side(Bench):
             self.launch_host_function(ctypes.c_void_p(self.producer.handle), self.hold, ctypes.byref(self.held))
         with self.working(self.kind, 1, 1):
             work = self.timing.all_reduce(
-                next(self.keys), send, recv, device=0, num_local=1, producer=self.producer, on_done=on_done
+                next(self.keys), send, recv, device=0, num_local=1, stream=self.producer, on_done=on_done
             )
             if not called.wait(60):
                 raise RuntimeError("the callback did not come within a minute")

@@ -23,7 +23,7 @@ def open(setting: Setting) -> list[Road]:
     names = {"all_reduce": group.all_reduce, "send": send, "recv": recv, "stream": setting.stream}
     # A prepared buffer names no framework whose current stream could be asked for.
     roads = [
-        _road(setting, group, "all_reduce(prepared buffer)", "all_reduce(send, recv, producer=stream)", names),
+        _road(setting, group, "all_reduce(prepared buffer)", "all_reduce(send, recv, stream=stream)", names),
     ]
     roads[0].result = setting.recv
     pair = arrays.torch_pair(setting)

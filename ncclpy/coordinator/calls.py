@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ncclpy.coordinator.buffers import Brought
 from ncclpy.coordinator.names import as_name
 from ncclpy.coordinator.plan import Call
-from ncclpy.coordinator.reductions import op_of, reduction, signature_of
+from ncclpy.coordinator.reductions import reduction, signature_of
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
 from ncclpy.process_group.sparse import SparseSum, maker_of
 from ncclpy.types import as_integer
@@ -101,7 +101,7 @@ class ReduceScatter(Call):
         rooms = _Rooms(array)
         part = Brought(Kind.REDUCE_SCATTER, device, as_name(name), array)
         try:
-            code = part.op_code(op_of(op), size)
+            code = part.op_code(op, size)
             if not part.shape:
                 raise ValueError("array: it has no first dimension, of which each rank would get a part")
             rows, entry = _rows_of(part.shape)

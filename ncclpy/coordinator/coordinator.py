@@ -300,27 +300,46 @@ class Coordinator(Operations):
         """
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
-    def shutdown(self, timeout: float | None = None, *, drain: bool = True, reason: str = "") -> None:
-        """End the coordinator, on all ranks.
+    def close(self, timeout: float | None = None, *, reason: str = "") -> None:
+        """End the coordinator, on all ranks, once what all ranks have brought by then has run.
 
         Parameters
         ----------
         timeout : float, optional
             Seconds to wait for the end; by default the coordinator's, or a minute.
-        drain : bool
-            Whether what all ranks have brought by then still runs, and only the rest ends with `NcclAborted`. What was
-            launched comes to its end in either case.
         reason : str
-            Why, for the others.
+            Why, for the other ranks.
 
         Raises
         ------
         NcclTimeout
             If it has not ended in time.
         NcclError
-            If it drains, and something that this rank had brought did not run: what has ended the coordinator, such as
+            If an operation that this rank had brought did not run: what has ended the coordinator, such as
             `NcclRemoteError` where a rank is gone, `NcclAborted` where other ranks had not brought it.
         """
+        self._close(timeout, True, reason)
+
+    def abort(self, reason: object = None, *, timeout: float | None = None) -> None:
+        """End the coordinator, on all ranks: operations that were not launched end with `NcclAborted`.
+
+        Those that were launched come to their end.
+
+        Parameters
+        ----------
+        reason : object, optional
+            Why, for the other ranks.
+        timeout : float, optional
+            Seconds to wait for the end; by default the coordinator's, or a minute.
+
+        Raises
+        ------
+        NcclTimeout
+            If it has not ended in time.
+        """
+        self._close(timeout, False, "abort() was called" if reason is None else str(reason))
+
+    def _close(self, timeout: float | None, drain: bool, reason: str) -> None:
         if self._shut or os.getpid() != self._process:
             return
         limit = _ENDS if self._options.timeout is None else self._options.timeout
@@ -373,16 +392,16 @@ class Coordinator(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.shutdown(reason=self._leave())
+            self.close(reason=self._leave())
         else:
-            self.shutdown(drain=False, reason=f"{type(error).__name__}: {error}")
+            self.abort(f"{type(error).__name__}: {error}")
 
     def __del__(self) -> None:
         if getattr(self, "_shut", True) or os.getpid() != self._process or sys.is_finalizing():
             return
         if self.error is None:
-            said = f"{self!r}, made at {self._site}, was never shut down"
-            self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))
+            said = f"{self!r}, made at {self._site}, was never closed"
+            self._session.trouble(RuntimeError("its coordinator was dropped without close()"))
             warnings.warn(said, ResourceWarning, source=self, stacklevel=2)  # which may be an error
 
     def __reduce__(self) -> Any:
@@ -391,7 +410,7 @@ class Coordinator(Operations):
     def __repr__(self) -> str:
         state = f"{self._session.pending} pending"
         if self._shut or self.error is not None:
-            state = "shut down" if self._shut else "ended"
+            state = "closed" if self._shut else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
 
 

@@ -47,7 +47,7 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
         return error
     if rank < 0:
         return NcclAborted(f"coordinator {name!r} has ended{because}")
-    return NcclAborted(f"coordinator {name!r} was shut down by rank {rank}{because}")
+    return NcclAborted(f"coordinator {name!r} was ended by rank {rank}{because}")
 
 
 def has_ended(name: str, error: BaseException) -> NcclAborted:

@@ -13,7 +13,7 @@ from ncclpy.types import AVG, DataType, ReduceOp, as_op
 if TYPE_CHECKING:
     from ncclpy.coordinator.buffers import Brought
 
-__all__ = ["op_of", "pack_reductions", "reduction", "signature_of"]
+__all__ = ["pack_reductions", "reduction", "signature_of"]
 
 _NO_FACTOR = 1.0
 
@@ -21,11 +21,6 @@ _NO_FACTOR = 1.0
 def signature_of(kind: Kind, part: Brought, shape: tuple[int, ...], **more: Any) -> Signature:
     """Return what an array has in common with those of other ranks."""
     return Signature(kind, part.dtype, part.datatype, part.unit, on_device=part.on_device, shape=shape, **more)
-
-
-def op_of(op: Any) -> Any:
-    """Return an operator by a name of the library's."""
-    return AVG if type(op) is str and op.lower() == "average" else op
 
 
 def _scale(value: Any, argument: str) -> float | None:
@@ -39,7 +34,7 @@ def _scale(value: Any, argument: str) -> float | None:
 
 def pack_reductions(parts: Sequence[Brought], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
     """Return the signatures of all-reduces as bytes; raise where something does not fit."""
-    op, prescale, postscale = op_of(op), _scale(prescale, "prescale"), _scale(postscale, "postscale")
+    op, prescale, postscale = op, _scale(prescale, "prescale"), _scale(postscale, "postscale")
     signatures = []
     for part in parts:
         code = part.op_code(op, size)

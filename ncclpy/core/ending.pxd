@@ -37,5 +37,5 @@ cdef class CommCall(Call):
 
 # Make a call that takes no more than the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
-cdef int abort_now(Handle handle, object timeout) except -1
+cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 cdef int give_back(Handle handle, object timeout) except -1

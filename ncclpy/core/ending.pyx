@@ -272,7 +272,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
     return handle.check_call(call.result, what.encode())
 
 
-cdef int abort_now(Handle handle, object timeout) except -1:
+cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
     """Abort it with all that is tied to it; in a group together with others, when the group ends."""
     if not handle.owned:
         raise ValueError(f"{handle!r} belongs to somebody else (from_handle), who must abort it")
@@ -281,7 +281,7 @@ cdef int abort_now(Handle handle, object timeout) except -1:
         return group.abort_at_end(handle)
     limit = as_timeout(timeout)
     try:
-        return abort_handles(handle.tied(), limit, "abort")
+        return abort_handles(handle.tied(), limit, reason)
     finally:
         if handle.peer_status is not None:
             handle.peer_status.leave()

@@ -754,7 +754,7 @@ cdef class Lifecycle(Handle):
             stats[name] = bool(value) if name == "suspended" else value
         return stats
 
-    def abort(self, timeout=ABORT_DEADLINE):
+    def abort(self, reason=None, *, timeout=None):
         """End the communicator at once, also while another thread is stuck in one of its calls (`ncclCommAbort`).
 
         Work in flight ends without a result. It is local: the other ranks stay where they are until they abort as
@@ -762,10 +762,13 @@ cdef class Lifecycle(Handle):
 
         Parameters
         ----------
-        timeout : float
-            Seconds to wait for NCCL; past it a `RuntimeWarning` says that the call was left behind in its thread.
+        reason : object, optional
+            Why, for the errors of work in flight and of later calls.
+        timeout : float, optional
+            Seconds to wait for NCCL, 10 by default; past them a `RuntimeWarning` says that the call was left behind in
+            its thread.
         """
-        abort_now(self, timeout)
+        abort_now(self, ABORT_DEADLINE if timeout is None else timeout, "abort" if reason is None else str(reason))
 
     def close(self, timeout=None):
         """Give the communicator back, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).

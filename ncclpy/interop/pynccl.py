@@ -202,7 +202,7 @@ class PyNcclCommunicator:
         if self.available:
             self.available, self.disabled = False, True
             self._windows.clear()
-            self.comm.abort(_ABORT)
+            self.comm.abort(timeout=_ABORT)
 
     def _mine(self, tensor: Any, argument: str) -> Any:
         if tensor.device != self.device:

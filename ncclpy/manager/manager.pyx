@@ -35,6 +35,9 @@ cdef double _SWEEP_PART = 0.1
 cdef double _SWEEP_LEAST = 0.01
 cdef double _SWEEP_MOST = 1.0
 
+# Seconds for what was launched to end at a close, unless the caller gives another number.
+cdef double _CLOSES = 60.0
+
 cdef object _default = None
 cdef object _default_lock = _library.PythonLock(threading.Lock(), LOCK_DEFAULT_MANAGER)
 
@@ -154,6 +157,39 @@ Gather the participants of collectives by key and launch each collective when al
 
     def __reduce__(self):
         raise not_copied(self, "make one in each process; those of several meet by a communicator_key")
+
+    @classmethod
+    def from_env(
+        cls, *, timeout=None, warn_after=60.0, bint fail_fast=False, max_communicators=None, bint high_priority=False,
+        bint timing=False, config=None,
+    ):
+        """Make a Manager whose processes meet in the store of the launcher that has started them.
+
+        It is ``Manager(store=...)`` with the store of `ncclpy.bootstrap.rendezvous`, which waits `timeout` seconds at
+        most, 300 by default. All processes of the launcher call it.
+
+        Parameters
+        ----------
+        timeout, warn_after, fail_fast, max_communicators, high_priority, timing, config
+            As for `Manager`.
+
+        Returns
+        -------
+        Manager
+
+        Raises
+        ------
+        RuntimeError
+            If no launcher has started this process.
+        NcclTimeout
+            If the process that serves the store has not come in time.
+        """
+        from ncclpy.bootstrap import rendezvous  # most Managers need none
+
+        return cls(
+            timeout=timeout, warn_after=warn_after, fail_fast=fail_fast, max_communicators=max_communicators,
+            high_priority=high_priority, timing=timing, config=config, store=rendezvous(timeout)[1],
+        )
 
     @staticmethod
     def default():
@@ -492,17 +528,26 @@ Gather the participants of collectives by key and launch each collective when al
             "started": self.launched,
         }
 
-    def abort(self, reason="abort() was called"):
+    def abort(self, reason=None, *, timeout=None):
         """End everything: what is gathered and what runs fails with `NcclAborted`, all communicators are aborted.
 
-        It returns at once; the communicators are aborted together in a thread of their own. From here on participants
-        are refused, until `reset`. A second abort changes nothing.
+        A thread aborts the communicators together. From here on participants are refused, until `reset`. A second
+        abort changes nothing.
 
         Parameters
         ----------
-        reason : object
+        reason : object, optional
             What the participants are told.
+        timeout : float, optional
+            Seconds to wait for the communicators to be aborted; by default the call does not wait for that.
         """
+        cdef double limit = 0.0 if timeout is None else as_timeout(timeout)
+        self._abort("abort() was called" if reason is None else reason)
+        thread = self.abort_thread
+        if limit > 0 and thread is not None:
+            thread.join(min(limit, ABORT_DEADLINE + 1))
+
+    def _abort(self, reason):
         cdef Gathering gathering
         text = text_of(reason)
         check_process()
@@ -556,13 +601,13 @@ Gather the participants of collectives by key and launch each collective when al
                 self.abort_thread = None
                 self.reason = None
 
-    def close(self, timeout=60.0):
+    def close(self, timeout=None):
         """Let what was launched end, fail what is still gathered, and close the communicators.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for what was launched; past them it is aborted.
+            Seconds to wait for what was launched; past them it is aborted. A minute by default.
 
         Raises
         ------
@@ -572,7 +617,8 @@ Gather the participants of collectives by key and launch each collective when al
             If something has failed, and the program has not been given that error.
         """
         cdef Gathering gathering
-        cdef double deadline = now() + as_timeout(timeout)
+        cdef double limit = _CLOSES if timeout is None else as_timeout(timeout)
+        cdef double deadline = now() + limit
         cdef Work work, failed = None
         check_process()
         with self.lock:
@@ -588,7 +634,7 @@ Gather the participants of collectives by key and launch each collective when al
             gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
             gathering.let_go()
         recorder.remove_gatherer(self.gatherer)
-        why = f"and it was not done within {timeout} s"
+        why = f"and it was not done within {limit:g} s"
         left = 0
         with raise_at_end():
             try:
@@ -612,7 +658,7 @@ Gather the participants of collectives by key and launch each collective when al
             if error is not None:
                 raise error.with_traceback(None)
         if left:
-            raise NcclTimeout(f"{left} works of a Manager were not done {timeout} s after close(); they were aborted")
+            raise NcclTimeout(f"{left} works of a Manager were not done {limit:g} s after close(); they were aborted")
 
     def _end(self, comm_sets, why):
         """Close the communicators that are idle and abort the others."""

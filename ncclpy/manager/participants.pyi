@@ -19,7 +19,7 @@ class Participants:
         num_global: int | None = None,
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -34,7 +34,7 @@ class Participants:
         num_global: int | None = None,
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -50,7 +50,7 @@ class Participants:
         num_global: int | None = None,
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -65,7 +65,7 @@ class Participants:
         num_global: int | None = None,
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -81,7 +81,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -96,7 +96,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -112,7 +112,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -129,7 +129,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -144,7 +144,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -160,7 +160,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -176,7 +176,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...
@@ -191,7 +191,7 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         root: int | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         on_done: Callable[[Work], object] | None = None,
         timeout: float | None = None,
     ) -> Work: ...

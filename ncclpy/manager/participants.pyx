@@ -28,13 +28,13 @@ from ncclpy.types import ReduceOp, as_integer
 cdef class Participants:
     """Methods that add participants; `Manager` is the class to use."""
 
-    cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done):
+    cdef Work add(self, key, Participant one, const View* view, held, output, stream, on_done):
         """Add a participant, and launch if it is the last one."""
         raise NotImplementedError
 
     def all_reduce(
         self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
-        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
+        communicator_key=None, global_rank=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in an all-reduce.
 
@@ -58,7 +58,7 @@ cdef class Participants:
             128 bytes that several processes have in common; only if there are several.
         global_rank : int, optional
             This participant's rank; by default participants are numbered by device. Needed with several processes.
-        producer : optional
+        stream : optional
             The stream that produces the input: communication waits for what is on it now. By default the current
             stream of the array's framework; none for CPU memory.
         on_done : callable, optional
@@ -86,11 +86,11 @@ cdef class Participants:
         shape_all_reduce(&o, &s, &r, send, recv, one.device)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
+        return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 
     def all_gather(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in an all-gather.
 
@@ -102,7 +102,7 @@ cdef class Participants:
             The input.
         recv : buffer
             The output, ``num_global`` times as many elements, in the order of the ranks.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -117,11 +117,11 @@ cdef class Participants:
         )
         shape_all_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, recv, producer, on_done)
+        return self.add(key, one, &s, send, recv, stream, on_done)
 
     def reduce_scatter(
         self, key, send, recv, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
-        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
+        communicator_key=None, global_rank=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce-scatter.
 
@@ -135,7 +135,7 @@ cdef class Participants:
             This rank's part of the result.
         op : ReduceOp or str
             The reduction, the same for all participants.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -151,11 +151,11 @@ cdef class Participants:
         shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, recv, producer, on_done)
+        return self.add(key, one, &s, send, recv, stream, on_done)
 
     def all_to_all(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in an all-to-all; not in place.
 
@@ -167,7 +167,7 @@ cdef class Participants:
             Part i goes to rank i; a multiple of ``num_global`` elements.
         recv : buffer
             Part i comes from rank i; as many elements.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -182,11 +182,11 @@ cdef class Participants:
         )
         shape_all_to_all(&o, &s, &r, send, recv, one.device, one.num_global)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, recv, producer, on_done)
+        return self.add(key, one, &s, send, recv, stream, on_done)
 
     def broadcast_send(
         self, key, send, recv=None, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a broadcast as its root.
 
@@ -200,7 +200,7 @@ cdef class Participants:
             A copy of it here; none by default.
         root : int, optional
             The rank of the root, which all may say; where the root is on another node they must.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -216,11 +216,11 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), True
         shape_broadcast(&o, &s, &r, send, recv, one.device, True)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
+        return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 
     def broadcast_recv(
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
+        root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a broadcast as one that receives.
 
@@ -232,7 +232,7 @@ cdef class Participants:
             Where the data arrive.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -248,11 +248,11 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), False
         shape_broadcast(&o, &s, &r, None, recv, one.device, False)
         one.bring(&o, &r)
-        return self.add(key, one, &r, recv, recv, producer, on_done)
+        return self.add(key, one, &r, recv, recv, stream, on_done)
 
     def reduce_send(
         self, key, send, op=ReduceOp.SUM, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce as one that only contributes.
 
@@ -266,7 +266,7 @@ cdef class Participants:
             The reduction, the same for all participants.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -283,11 +283,11 @@ cdef class Participants:
         shape_reduce(&o, &s, &r, send, None, one.device, False)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, None, producer, on_done)
+        return self.add(key, one, &s, send, None, stream, on_done)
 
     def reduce_recv(
         self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
-        communicator_key=None, global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+        communicator_key=None, global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce as its root, which contributes too.
 
@@ -303,7 +303,7 @@ cdef class Participants:
             The reduction, the same for all participants.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -320,11 +320,11 @@ cdef class Participants:
         shape_reduce(&o, &s, &r, send, recv, one.device, True)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
+        return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 
     def gather_send(
         self, key, send, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
+        root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a gather as one that only sends.
 
@@ -336,7 +336,7 @@ cdef class Participants:
             This rank's part.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -352,11 +352,11 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), False
         shape_gather(&o, &s, &r, send, None, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, None, producer, on_done)
+        return self.add(key, one, &s, send, None, stream, on_done)
 
     def gather_recv(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a gather as its root.
 
@@ -370,7 +370,7 @@ cdef class Participants:
             The output, ``num_global`` times as many elements, in the order of the ranks.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -386,11 +386,11 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), True
         shape_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, recv, producer, on_done)
+        return self.add(key, one, &s, send, recv, stream, on_done)
 
     def scatter_send(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+        global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a scatter as its root.
 
@@ -404,7 +404,7 @@ cdef class Participants:
             The root's own part.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -420,11 +420,11 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), True
         shape_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
-        return self.add(key, one, &s, send, recv, producer, on_done)
+        return self.add(key, one, &s, send, recv, stream, on_done)
 
     def scatter_recv(
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
+        root=None, stream=None, on_done=None, timeout=None,
     ):
         """Take part in a scatter as one that receives.
 
@@ -436,7 +436,7 @@ cdef class Participants:
             Where this rank's part arrives.
         root : int, optional
             The rank of the root, as for `broadcast_send`.
-        device, num_local, num_global, communicator_key, global_rank, producer, on_done, timeout
+        device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 
         Returns
@@ -452,7 +452,7 @@ cdef class Participants:
         one.root, one.is_root = as_rank(root, "root"), False
         shape_scatter(&o, &s, &r, None, recv, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &r)
-        return self.add(key, one, &r, recv, recv, producer, on_done)
+        return self.add(key, one, &r, recv, recv, stream, on_done)
 
 
 cdef Participant _come(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ncclpy.peers.standing import Began, RankState
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.group import ProcessGroup
-from ncclpy.process_group.launched import init_process_group
 from ncclpy.process_group.options import Completion
+
+#: `ProcessGroup.from_env` by the name that torch has for it.
+init_process_group = ProcessGroup.from_env
 
 __all__ = ["Began", "Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"]

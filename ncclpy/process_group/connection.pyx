@@ -470,7 +470,7 @@ cdef CUstream captured_of(set streams, int device) except? NULL:
         return NULL
     if len(captured) < len(streams):
         raise ValueError(
-            f"producer: {len(captured)} of the {len(streams)} streams that produce the inputs of this coalescing block "
+            f"stream: {len(captured)} of the {len(streams)} streams that produce the inputs of this coalescing block "
             "are being captured; an operation is in one graph or in none: give it inputs of captured streams only"
         )
     return <CUstream><uintptr_t>captured[0]

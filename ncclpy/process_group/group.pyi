@@ -49,7 +49,7 @@ class ProcessGroup(Operations):
     def explain(self, error: NcclError) -> None: ...
     def ask_after_stop(self) -> None: ...
     def wait_for_pending_works(self, timeout: float | None = None) -> None: ...
-    def abort(self, reason: object = "abort() was called") -> None: ...
+    def abort(self, reason: object = None, *, timeout: float | None = None) -> None: ...
     def close(self, timeout: float | None = None) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -60,7 +60,7 @@ class ProcessGroup(Operations):
         arrays: Iterable[BufferLike],
         op: OpLike = ...,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def all_gather_coalesced(
@@ -68,7 +68,7 @@ class ProcessGroup(Operations):
         sends: Iterable[BufferLike],
         recvs: Iterable[BufferLike],
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def reduce_scatter_coalesced(
@@ -77,7 +77,7 @@ class ProcessGroup(Operations):
         recvs: Iterable[BufferLike],
         op: OpLike = ...,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def coalescing(self, timeout: float | None = None) -> Block: ...
@@ -87,7 +87,7 @@ class ProcessGroup(Operations):
         values: Any,
         *,
         shape: Sequence[int] | None = None,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def deadline(self, seconds: float) -> Deadline: ...
@@ -104,6 +104,20 @@ class ProcessGroup(Operations):
     def recover(self, timeout: float | None, min_size: int = 1) -> Recovery: ...
     def admit(self, timeout: float | None = None) -> tuple[int, ...]: ...
     @classmethod
+    def from_env(
+        cls,
+        *,
+        device: DeviceLike = None,
+        name: str = "default",
+        timeout: float | None = 600.0,
+        config: Config | None = None,
+        on_error: Literal["abort", "exit", "exit_now", "report"] = "abort",
+        check: Literal["off", "first", "always"] = "off",
+        check_nan: bool = False,
+        high_priority: bool = False,
+        timing: bool = False,
+    ) -> Self: ...
+    @classmethod
     def join(
         cls,
         store: Store | Any,
@@ -119,5 +133,3 @@ class ProcessGroup(Operations):
         timing: bool = False,
     ) -> Self: ...
     def bring_to_commit(self, value: object, seconds: float) -> list[list[int]]: ...
-
-def set_process_before(group: ProcessGroup, before: Callable[[int], str]) -> None: ...

@@ -4,6 +4,7 @@ import functools
 
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.start cimport root_rank
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.engine.work cimport Work
@@ -12,11 +13,13 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.membership cimport new_membership
 from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, stand, wrong_colors
 
+from ncclpy.core.lifecycle import device_of
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
 from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
+from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.connection import Tells
 from ncclpy.process_group.sparse import SparseSum
 
@@ -190,14 +193,14 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         return self._block(timeout)
 
-    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
+    def all_reduce_coalesced(self, arrays, op=_SUM, *, stream=None, timeout=None):
         """All-reduce several arrays in place, in one launch.
 
         Parameters
         ----------
         arrays : iterable of buffer
             The arrays, as for `all_reduce`; their types may differ.
-        op, producer, timeout
+        op, stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -207,17 +210,17 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         with self.coalescing(timeout) as work:
             for array in arrays:
-                self.all_reduce(array, None, op, producer=producer)
+                self.all_reduce(array, None, op, stream=stream)
         return work
 
-    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
+    def all_gather_coalesced(self, sends, recvs, *, stream=None, timeout=None):
         """Gather several arrays on all ranks, in one launch.
 
         Parameters
         ----------
         sends, recvs : iterable of buffer
             As many of each; a pair is what `all_gather` takes.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -227,17 +230,17 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         with self.coalescing(timeout) as work:
             for send, recv in zip(sends, recvs, strict=True):
-                self.all_gather(send, recv, producer=producer)
+                self.all_gather(send, recv, stream=stream)
         return work
 
-    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
+    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, stream=None, timeout=None):
         """Reduce several arrays and leave this rank's parts here, in one launch.
 
         Parameters
         ----------
         sends, recvs : iterable of buffer
             As many of each; a pair is what `reduce_scatter` takes.
-        op, producer, timeout
+        op, stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -247,7 +250,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         with self.coalescing(timeout) as work:
             for send, recv in zip(sends, recvs, strict=True):
-                self.reduce_scatter(send, recv, op, producer=producer)
+                self.reduce_scatter(send, recv, op, stream=stream)
         return work
 
     def deadline(self, seconds):
@@ -264,7 +267,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         return Deadline(self.submission.deadlines, as_timeout(seconds))
 
-    def all_reduce_sparse(self, indices, values, *, shape=None, producer=None, timeout=None):
+    def all_reduce_sparse(self, indices, values, *, shape=None, stream=None, timeout=None):
         """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
 
         The ranks first tell each other how many entries they bring, so the call waits until all have called it; then the
@@ -280,7 +283,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         shape : sequence of int, optional
             That of the whole array, with the further dimensions: compared between the ranks, on all of which it is given
             or left out.
-        producer : optional
+        stream : optional
             The stream that produces both, if it is not their framework's current one: the CPU waits for it.
         timeout : float, optional
             As for `all_reduce`, for each of the two.
@@ -304,13 +307,13 @@ Work with other ranks from one thread or several: collectives and point-to-point
         self.lifecycle.check_usable()
         if self.submission.in_block():
             raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
-        if self.submission.captures(values, producer):
+        if self.submission.captures(values, stream):
             raise ValueError(
                 "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for how much each "
                 "rank brings, so that it cannot be part of a CUDA graph. Nothing was captured"
             )
-        if producer is not None:
-            wait_for_stream(producer, self.lifecycle.device)
+        if stream is not None:
+            wait_for_stream(stream, self.lifecycle.device)
         brought = SparseSum(indices, values, self.lifecycle.size, shape)
         if self.lifecycle.nan_check is not None:  # before the others rely on this rank
             self.lifecycle.nan_check.refuse(values, "all_reduce_sparse")
@@ -637,6 +640,67 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.membership.admit(timeout)
 
     @classmethod
+    def from_env(
+        cls,
+        *,
+        device=None,
+        name="default",
+        timeout=600.0,
+        config=None,
+        on_error="abort",
+        check="off",
+        check_nan=False,
+        high_priority=False,
+        timing=False,
+    ):
+        """Make this process's end of a group with all processes that the same launcher has started.
+
+        Rank, size and device come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
+        `ncclpy.bootstrap.environment`), the store is that of `ncclpy.bootstrap.rendezvous`, which waits `timeout`
+        seconds at most, 300 if that is None. All of these processes call it.
+
+        `ncclpy.init_process_group` is the same.
+
+        Parameters
+        ----------
+        device : int, optional
+            The ordinal of the device. By default this process's number on its machine, or the only device that it
+            sees.
+        name, timeout, config, on_error, check, check_nan, high_priority, timing
+            As for `ProcessGroup`.
+
+        Returns
+        -------
+        ProcessGroup
+
+        Raises
+        ------
+        RuntimeError
+            If no launcher has started this process.
+        ValueError
+            If what the launcher says is not enough, or contradicts itself; or there are too few devices.
+        NcclTimeout
+            If not all processes have come in time; the message says which.
+        """
+        cdef ProcessGroup group
+        from ncclpy.bootstrap import rendezvous  # most groups need neither
+        from ncclpy.bootstrap.launched import process_before
+
+        place, store = rendezvous(timeout)
+        if device is None:
+            try:
+                device = device_of(place)
+            except BaseException as error:
+                Notices.tell_unmade(store, name, place.rank, place.size, error)
+                raise
+        group = cls(
+            store, place.rank, place.size, device=device, name=name, timeout=timeout, config=config, on_error=on_error,
+            check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,
+        )
+        group.lifecycle.notices.before = process_before
+        return group
+
+    @classmethod
     def join(
         cls,
         store,
@@ -729,18 +793,25 @@ Work with other ranks from one thread or several: collectives and point-to-point
                 f"{seconds:.3g} s"
             )
 
-    def abort(self, reason="abort() was called"):
+    def abort(self, reason=None, *, timeout=None):
         """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
 
-        It returns once the others were told, which takes a second where the store is well, and four at most; the abort
-        itself goes on in a thread of its own. A second abort changes nothing.
+        It returns once the others were told, which takes a second where the store is well, and four at most; a thread
+        aborts the communicators. A second abort changes nothing.
 
         Parameters
         ----------
-        reason : object
+        reason : object, optional
             What all are told.
+        timeout : float, optional
+            Seconds to wait for the communicators of this rank to be aborted; by default the call does not wait for
+            that.
         """
-        self.lifecycle.abort(reason)
+        cdef double limit = 0.0 if timeout is None else as_timeout(timeout)
+        self.lifecycle.abort("abort() was called" if reason is None else reason)
+        thread = self.lifecycle.abort_thread
+        if limit > 0 and thread is not None:
+            thread.join(min(limit, ABORT_DEADLINE + 1))
 
     def close(self, timeout=None):
         """Let what was begun end, and give the communicators back.
@@ -812,8 +883,3 @@ Work with other ranks from one thread or several: collectives and point-to-point
         For `ncclpy.memory`.
         """
         return self.lifecycle.commit(value, seconds)
-
-
-def set_process_before(ProcessGroup group not None, before):
-    """Have a group know what became of ranks before they made it, see `Notices.before`."""
-    group.lifecycle.notices.before = before

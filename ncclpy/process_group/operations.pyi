@@ -20,7 +20,7 @@ class Operations:
         recv: BufferLike | None = None,
         op: OpLike = ...,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def broadcast(
@@ -29,7 +29,7 @@ class Operations:
         recv: BufferLike | None = None,
         root: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def reduce(
@@ -39,7 +39,7 @@ class Operations:
         op: OpLike = ...,
         root: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def all_gather(
@@ -48,7 +48,7 @@ class Operations:
         recv: BufferLike | list[BufferLike],
         counts: Sequence[int] | None = None,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def reduce_scatter(
@@ -58,7 +58,7 @@ class Operations:
         op: OpLike = ...,
         counts: Sequence[int] | None = None,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def all_to_all(
@@ -68,7 +68,7 @@ class Operations:
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def gather(
@@ -77,7 +77,7 @@ class Operations:
         recv: BufferLike | list[BufferLike] | None = None,
         root: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def scatter(
@@ -86,7 +86,7 @@ class Operations:
         recv: BufferLike | None = None,
         root: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def send(
@@ -95,7 +95,7 @@ class Operations:
         peer: int | None,
         tag: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def recv(
@@ -104,7 +104,7 @@ class Operations:
         peer: int | None,
         tag: int = 0,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
     def sendrecv(
@@ -114,10 +114,10 @@ class Operations:
         recv: BufferLike,
         source: int | None,
         *,
-        producer: StreamLike = None,
+        stream: StreamLike = None,
         timeout: float | None = None,
     ) -> Work: ...
-    def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...
+    def barrier(self, *, stream: StreamLike = None, timeout: float | None = None) -> Work: ...
 
 @disjoint_base
 class Block:

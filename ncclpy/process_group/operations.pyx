@@ -62,18 +62,18 @@ cdef class Operations:
     def device(self):
         return self.lifecycle.device
 
-    cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout):
+    cdef Work _plain(self, const Operation* operation, const View* view, held, output, stream, timeout):
         """Begin an operation, or what stands for it if the loaded NCCL is too old for it."""
         cdef Lowered lowered = None
         if lacks(operation.kind):
             lowered = lower(operation, self.lifecycle.rank, self.lifecycle.size, None, None)
-        return self.submission.begin(operation, lowered, view, held, output, producer, timeout, -1)
+        return self.submission.begin(operation, lowered, view, held, output, stream, timeout, -1)
 
-    cdef Work _spread(self, Spread spread, output, producer, timeout):
+    cdef Work _spread(self, Spread spread, output, stream, timeout):
         """Begin a collective over parts, as a group."""
         cdef Lowered lowered = lower(&spread.operation, self.lifecycle.rank, self.lifecycle.size, spread.sends, spread.recvs)
         held = (spread.send, spread.recv)
-        return self.submission.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout, -1)
+        return self.submission.begin(&spread.operation, lowered, &spread.view, held, output, stream, timeout, -1)
 
     cdef int _op_of(self, object op, const View* view) except -1:
         if type(op) is str and (<str>op).lower() in _BITWISE:
@@ -83,7 +83,7 @@ cdef class Operations:
             )
         return own_op_code(op, view, self.lifecycle.size, "a process group")
 
-    def all_reduce(self, send, recv=None, op=_SUM, *, producer=None, timeout=None):
+    def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
 
         Parameters
@@ -94,7 +94,7 @@ cdef class Operations:
             The output, with as many elements of the same type.
         op : ReduceOp or str
             The reduction, the same on all ranks. A bool array's sum is "any"; complex numbers know sum and avg.
-        producer : optional
+        stream : optional
             The stream that produces the input and last used the output: the operation waits for what is on it now. By
             default the current stream of the array's framework; none for CPU memory.
         timeout : float, optional
@@ -118,9 +118,9 @@ cdef class Operations:
         shape_all_reduce(&o, &s, &r, send, recv, self.lifecycle.device)
         o.op = self._op_of(op, &s)
         held = send if recv is None else (send, recv)
-        return self.submission.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout, -1)
+        return self.submission.begin(&o, None, &s, held, send if recv is None else recv, stream, timeout, -1)
 
-    def broadcast(self, send, recv=None, root=0, *, producer=None, timeout=None):
+    def broadcast(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send the root's data to all ranks (`ncclBroadcast`).
 
         Parameters
@@ -132,7 +132,7 @@ cdef class Operations:
             Where the data arrive, with as many elements of the same type.
         root : int
             The rank that sends.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -145,10 +145,10 @@ cdef class Operations:
         o.root = root_rank(self.lifecycle.size, root, "root")
         shape_broadcast(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.rank == o.root)
         return self._plain(
-            &o, &s if recv is None else &r, (send, recv), send if recv is None else recv, producer, timeout
+            &o, &s if recv is None else &r, (send, recv), send if recv is None else recv, stream, timeout
         )
 
-    def reduce(self, send, recv=None, op=_SUM, root=0, *, producer=None, timeout=None):
+    def reduce(self, send, recv=None, op=_SUM, root=0, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on the root (`ncclReduce`).
 
         Parameters
@@ -161,7 +161,7 @@ cdef class Operations:
             As for `all_reduce`.
         root : int
             The rank that receives.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -177,9 +177,9 @@ cdef class Operations:
         shape_reduce(&o, &s, &r, send, recv, self.lifecycle.device, is_root)
         o.op = self._op_of(op, &s)
         output = None if not is_root else send if recv is None else recv
-        return self._plain(&o, &s, (send, recv), output, producer, timeout)
+        return self._plain(&o, &s, (send, recv), output, stream, timeout)
 
-    def all_gather(self, send, recv, counts=None, *, producer=None, timeout=None):
+    def all_gather(self, send, recv, counts=None, *, stream=None, timeout=None):
         """Gather every rank's part on all ranks (`ncclAllGather`).
 
         Parts of different sizes, by a list or by `counts`, are gathered by a group of broadcasts.
@@ -194,7 +194,7 @@ cdef class Operations:
         counts : sequence of int, optional
             The elements of each rank's part, the same on all ranks; then `recv` is one buffer of ``sum(counts)``
             elements.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -211,11 +211,11 @@ cdef class Operations:
                 spread.all_gather(send, recv)
             else:
                 spread.all_gather_by_counts(send, recv, counts)
-            return self._spread(spread, recv, producer, timeout)
+            return self._spread(spread, recv, stream, timeout)
         shape_all_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-        return self._plain(&o, &s, (send, recv), recv, producer, timeout)
+        return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
-    def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, producer=None, timeout=None):
+    def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, stream=None, timeout=None):
         """Reduce over all ranks and leave one part of the result on each (`ncclReduceScatter`).
 
         Parts of different sizes, by a list or by `counts`, are reduced by a group of reduces.
@@ -232,7 +232,7 @@ cdef class Operations:
         counts : sequence of int, optional
             The elements of each rank's part, the same on all ranks; then `send` is one buffer of ``sum(counts)``
             elements.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -250,12 +250,12 @@ cdef class Operations:
             else:
                 spread.reduce_scatter_by_counts(send, recv, counts)
             spread.operation.op = self._op_of(op, &spread.view)
-            return self._spread(spread, recv, producer, timeout)
+            return self._spread(spread, recv, stream, timeout)
         shape_reduce_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         o.op = self._op_of(op, &s)
-        return self._plain(&o, &s, (send, recv), recv, producer, timeout)
+        return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
-    def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, producer=None, timeout=None):
+    def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, stream=None, timeout=None):
         """Send a part to, and receive one from, every rank (`ncclAlltoAll`; not in place).
 
         Parameters
@@ -266,7 +266,7 @@ cdef class Operations:
             rank i has as many elements as ``recv[i]`` on rank j.
         send_counts, recv_counts : sequence of int, optional
             How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -283,11 +283,11 @@ cdef class Operations:
                 spread.all_to_all(send, recv)
             else:
                 spread.all_to_all_by_counts(send, recv, send_counts, recv_counts)
-            return self._spread(spread, recv, producer, timeout)
+            return self._spread(spread, recv, stream, timeout)
         shape_all_to_all(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size)
-        return self._plain(&o, &s, (send, recv), recv, producer, timeout)
+        return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
-    def gather(self, send, recv=None, root=0, *, producer=None, timeout=None):
+    def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Gather every rank's part on the root, in a group of sends and receives.
 
         Parameters
@@ -299,7 +299,7 @@ cdef class Operations:
             rank's part, whose sizes may differ. Not used elsewhere.
         root : int
             The rank that receives.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -316,12 +316,12 @@ cdef class Operations:
         if is_root and isinstance(recv, list):
             spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.gather(send, recv, o.root)
-            return self._spread(spread, recv, producer, timeout)
+            return self._spread(spread, recv, stream, timeout)
         shape_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
         output = recv if is_root else None
-        return self.submission.begin(&o, None, &s, (send, output), output, producer, timeout, -1)
+        return self.submission.begin(&o, None, &s, (send, output), output, stream, timeout, -1)
 
-    def scatter(self, send, recv=None, root=0, *, producer=None, timeout=None):
+    def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send each rank its part of the root's data, in a group of sends and receives.
 
         Parameters
@@ -333,7 +333,7 @@ cdef class Operations:
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int
             The rank that sends.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -350,11 +350,11 @@ cdef class Operations:
         if is_root and isinstance(send, list):
             spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             spread.scatter(send, recv, o.root)
-            return self._spread(spread, recv, producer, timeout)
+            return self._spread(spread, recv, stream, timeout)
         shape_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
-        return self.submission.begin(&o, None, &r, (send if is_root else None, recv), recv, producer, timeout, -1)
+        return self.submission.begin(&o, None, &r, (send if is_root else None, recv), recv, stream, timeout, -1)
 
-    def send(self, buf, peer, tag=0, *, producer=None, timeout=None):
+    def send(self, buf, peer, tag=0, *, stream=None, timeout=None):
         """Send to one rank (`ncclSend`).
 
         Outside of a `ProcessGroup.coalescing` block each pair of ranks has a communicator of its own, which is made
@@ -372,7 +372,7 @@ cdef class Operations:
             0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
             and NCCL carries no tags. The recorder notes it. Other tags are an error with `check`, and of what a rank sends
             to itself, outside of a block.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -388,9 +388,9 @@ cdef class Operations:
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
         shape_send(&o, &s, buf, "buf", self.lifecycle.device)
-        return self.submission.begin(&o, None, &s, buf, None, producer, timeout, number)
+        return self.submission.begin(&o, None, &s, buf, None, stream, timeout, number)
 
-    def recv(self, buf, peer, tag=0, *, producer=None, timeout=None):
+    def recv(self, buf, peer, tag=0, *, stream=None, timeout=None):
         """Receive from one rank (`ncclRecv`).
 
         Parameters
@@ -402,7 +402,7 @@ cdef class Operations:
             ``PROC_NULL``, nothing is received, and the work is done.
         tag : int
             As for `send`.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -420,9 +420,9 @@ cdef class Operations:
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
         shape_recv(&o, &r, buf, "buf", self.lifecycle.device)
-        return self.submission.begin(&o, None, &r, buf, buf, producer, timeout, number)
+        return self.submission.begin(&o, None, &r, buf, buf, stream, timeout, number)
 
-    def sendrecv(self, send, dest, recv, source, *, producer=None, timeout=None):
+    def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
         """Send to one rank and receive from one, the same or another, in one launch of a send and a receive.
 
         It goes by the communicator of all ranks, as operations of a `ProcessGroup.coalescing` block do: the peers
@@ -435,7 +435,7 @@ cdef class Operations:
         dest, source : int or None
             The rank that receives, and the one that sends; with None, as MPI's ``PROC_NULL``, nothing is sent, or
             received.
-        producer, timeout
+        stream, timeout
             As for `all_reduce`.
 
         Returns
@@ -445,12 +445,12 @@ cdef class Operations:
         """
         cdef Block block
         if self.submission.in_block():
-            self.send(send, dest, producer=producer)
-            return self.recv(recv, source, producer=producer)
+            self.send(send, dest, stream=stream)
+            return self.recv(recv, source, stream=stream)
         block = self._block(timeout)
         with block:
-            self.send(send, dest, producer=producer)
-            self.recv(recv, source, producer=producer)
+            self.send(send, dest, stream=stream)
+            self.recv(recv, source, stream=stream)
             block.outputs = recv
         return block.work
 
@@ -471,12 +471,12 @@ cdef class Operations:
             block.outputs.append(output)
         return block.work
 
-    def barrier(self, *, producer=None, timeout=None):
+    def barrier(self, *, stream=None, timeout=None):
         """Begin an all-reduce of one byte: its work is done when all ranks have come.
 
         Parameters
         ----------
-        producer : optional
+        stream : optional
             A stream whose work has to be done before this rank counts as there.
         timeout : float, optional
             As for `all_reduce`.
@@ -493,7 +493,7 @@ cdef class Operations:
         memset(&view, 0, sizeof(view))
         view.device = HOST_MEMORY  # which has no stream of its own
         view.nbytes = 1
-        return self.submission.begin(&o, None, &view, None, None, producer, timeout, BARRIER)
+        return self.submission.begin(&o, None, &view, None, None, stream, timeout, BARRIER)
 
 cdef class Submission:
     """What begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""

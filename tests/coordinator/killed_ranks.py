@@ -71,7 +71,7 @@ def rank_of(rank, seed, port, told):
         lost = getattr(coordinator.error, "ranks", None)
         found = [time.monotonic(), lost, str(error), sorted(of_works)]
         os.write(told, bytes([rank]) + json.dumps(found).encode())
-        coordinator.shutdown(PATIENCE)
+        coordinator.close(PATIENCE)
 
 
 def run(seed):

@@ -71,10 +71,10 @@ def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
         coordinator.all_reduce("done", done).wait(DEADLINE)
         if rank == 2:
             ready.wait(DEADLINE)
-            coordinator.shutdown(DEADLINE, drain=drain, reason="the data are bad")
+            coordinator._close(DEADLINE, drain, "the data are bad")
             with pytest.raises(ncclpy.NcclAborted, match="does nothing more"):
                 coordinator.barrier("x")
-            coordinator.shutdown()  # which it is
+            coordinator.close()  # which it is
             return None
         works = [coordinator.all_reduce("x", np.ones(2)), coordinator.barrier("y")]
         works[0].add_done_callback(lambda work: called[rank].set())
@@ -87,14 +87,14 @@ def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
             lambda: coordinator.join(1),
             lambda: coordinator.process_set([0, 1, 2], 1),
         ):
-            with pytest.raises(ncclpy.NcclAborted, match="shut down by rank 2: the data are bad") as raised:
+            with pytest.raises(ncclpy.NcclAborted, match="ended by rank 2: the data are bad") as raised:
                 call()
             assert raised.value.__cause__ is coordinator.error
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return testing.without_line(str(errors[0]))
 
     texts = run_coordinators(3, body, shut=False)
-    assert texts[0] == texts[1] == "coordinator 'coordinator' was shut down by rank 2: the data are bad"
+    assert texts[0] == texts[1] == "coordinator 'coordinator' was ended by rank 2: the data are bad"
 
 
 def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
@@ -114,15 +114,15 @@ def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
         together.wait(DEADLINE)
         if coordinator.rank < 2:
             with contextlib.suppress(ncclpy.NcclAborted):  # unless the other one was first
-                coordinator.shutdown(DEADLINE, reason=f"rank {coordinator.rank} says so")
+                coordinator.close(DEADLINE, reason=f"rank {coordinator.rank} says so")
         texts = {str(work.exception(DEADLINE)) for work in works}
         assert told.wait(DEADLINE) and {id(work) for work in called} == {id(work) for work in works}
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return texts
 
     first, *others = run_coordinators(3, body, shut=False)
     assert others == [first] * 2 and len(first) == 1
-    assert any(f"shut down by rank {rank}: rank {rank} says so" in text for rank in (0, 1) for text in first)
+    assert any(f"ended by rank {rank}: rank {rank} says so" in text for rank in (0, 1) for text in first)
 
 
 def test_shutdown_raises_where_what_was_brought_did_not_run():
@@ -134,11 +134,11 @@ def test_shutdown_raises_where_what_was_brought_did_not_run():
             work = coordinator.all_reduce("alone", array)
             brought.wait(DEADLINE)
             with pytest.raises(ncclpy.NcclAborted, match="Not all ranks had brought 'alone': these did not run"):
-                coordinator.shutdown(DEADLINE)
+                coordinator.close(DEADLINE)
             assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
         else:
             brought.wait(DEADLINE)
-        coordinator.shutdown(DEADLINE)  # this rank had brought nothing, or knows of it
+        coordinator.close(DEADLINE)  # this rank had brought nothing, or knows of it
 
     run_coordinators(2, body, shut=False)
 
@@ -149,7 +149,7 @@ def test_shutdown_without_draining_raises_nothing():
     def body(coordinator):
         work = coordinator.all_reduce(f"of rank {coordinator.rank}", np.ones(2))
         brought.wait(DEADLINE)
-        coordinator.shutdown(DEADLINE, drain=False)
+        coordinator.abort(timeout=DEADLINE)
         return type(work.exception(DEADLINE))
 
     assert run_coordinators(2, body, shut=False) == [ncclpy.NcclAborted] * 2
@@ -164,9 +164,9 @@ def test_what_all_have_brought_runs_before_a_shutdown_that_drains():
         work = coordinator.all_reduce("all", array)
         brought.wait(DEADLINE)
         if coordinator.rank == 2:
-            coordinator.shutdown(DEADLINE, reason="enough")
+            coordinator.close(DEADLINE, reason="enough")
         assert work.exception(DEADLINE) is None
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return array.tolist()
 
     assert run_coordinators(3, body, shut=False) == [[3, 3]] * 3
@@ -187,11 +187,11 @@ def test_an_exception_in_a_block_ends_it_for_all():
 
     def whole(coordinator):
         text = body(coordinator)
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return text
 
     _, text = run_coordinators(2, whole, shut=False)
-    assert "shut down by rank 0: KeyError: 'lost'" in text
+    assert "ended by rank 0: KeyError: 'lost'" in text
 
 
 def test_a_rank_that_is_gone_is_named(controls):
@@ -210,7 +210,7 @@ def test_a_rank_that_is_gone_is_named(controls):
             while True:
                 coordinator.barrier("again").wait(DEADLINE)
                 time.sleep(0.01)
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return True
 
     assert run_coordinators(3, body, shut=False) == [True] * 3
@@ -234,7 +234,7 @@ def test_what_runs_with_a_rank_that_is_gone_ends(controls, sizes):
             assert testing.without_line(str(error)) == str(coordinator.error)
             assert isinstance(error, ncclpy.NcclRemoteError) and error.ranks == (1,)
             assert "rank 1 is gone" in str(error)
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return True
 
     assert run_coordinators(2, body, shut=False) == [True] * 2
@@ -252,7 +252,7 @@ def test_a_launch_that_fails_ends_it_for_all(monkeypatch):
         deadline = time.monotonic() + DEADLINE
         while later is None and time.monotonic() < deadline:
             later = coordinator.error
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return str(error), str(later)
 
     for error, later in run_coordinators(2, body, shut=False):
@@ -282,7 +282,7 @@ def test_a_coordinator_that_is_dropped_says_so(warning):
                 found.append(str(coordinator.barrier("y").exception(DEADLINE)))
             except ncclpy.NcclAborted as error:
                 found.append(str(error))
-            coordinator.shutdown(DEADLINE)
+            coordinator.close(DEADLINE)
 
     store, found = LocalStore(), []
     threads = [threading.Thread(target=rank, args=(number, store, found)) for number in range(2)]
@@ -293,9 +293,9 @@ def test_a_coordinator_that_is_dropped_says_so(warning):
         for thread in threads:
             thread.join(DEADLINE)
     said = [str(each.message) for each in caught if each.category is ResourceWarning]
-    assert warning == "error" or (len(said) == 1 and "was never shut down" in said[0])
+    assert warning == "error" or (len(said) == 1 and "was never closed" in said[0])
     [heard] = found
-    assert "dropped without shutdown" in heard
+    assert "dropped without close" in heard
 
 
 def test_ranks_that_do_not_come():

@@ -54,7 +54,7 @@ for number in range(3000):
 mine.barrier("behind")
 other["rank"].barrier("behind").wait(30)
 done = [array[0] for array, work in theirs if work.is_completed()]
-mine.shutdown(30, drain=False)
+mine.abort(timeout=30)
 print(raised, len(done), sum(value != 2.0 for value in done))
 """
 

@@ -184,7 +184,7 @@ def play(program, coordinator):
     said.append(coordinator.join(DEADLINE))
     if program.ends is not None:
         if rank == program.ends:
-            coordinator.shutdown(DEADLINE, drain=program.drains, reason="of its own")
+            coordinator._close(DEADLINE, program.drains, "of its own")
         else:
             try:
                 work = coordinator.barrier("never")

@@ -28,12 +28,12 @@ def test_after_recover_the_survivors_go_on():
             pending = coordinator.all_reduce("y", np.ones(2)) if each.rank != 1 else None
             meet.wait(DEADLINE)
             if each.rank == 1:
-                coordinator.shutdown(DEADLINE, drain=False, reason="this rank goes")
+                coordinator.abort("this rank goes", timeout=DEADLINE)
                 group.close()
                 lost.set()
                 return array.tolist()
             error = pending.exception(DEADLINE)
-            assert "shut down by rank 1: this rank goes" in str(error)
+            assert "ended by rank 1: this rank goes" in str(error)
             with pytest.raises(ncclpy.NcclAborted):
                 coordinator.barrier("z")
             lost.wait(DEADLINE)
@@ -70,7 +70,7 @@ def test_a_group_that_is_reconfigured_ends_what_was_in_flight():
             coordinator.broadcast("x", array, root=0).wait(DEADLINE)
             assert "goes on with other ranks" in str(pending.exception(DEADLINE))
             coordinator._leave()
-            coordinator.shutdown(DEADLINE)
+            coordinator.close(DEADLINE)
             group.close()
             return coordinator.rank, array[0]
 

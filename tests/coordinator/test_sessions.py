@@ -102,7 +102,7 @@ def test_defect_in_the_thread_that_reads_ends_the_coordinator_on_all_ranks(defec
             assert type(coordinator.error.__cause__) in (ZeroDivisionError, RuntimeError)
         with pytest.raises(ncclpy.NcclError, match="does nothing more"):
             coordinator.barrier("behind")
-        coordinator.shutdown(DEADLINE)  # all was given back
+        coordinator.close(DEADLINE)  # all was given back
         return True
 
     assert run_coordinators(2, body, shut=False) == [True] * 2
@@ -116,7 +116,7 @@ def test_part_that_cannot_be_made_ends_the_coordinator_on_all_ranks():
             coordinator.process_set([0, 1], DEADLINE).all_reduce("x", np.ones(2)).wait(DEADLINE)
         testing.wait_for(lambda: coordinator.error is not None, "the end", DEADLINE)
         assert "no room" in str(coordinator.error)
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return True
 
     assert run_coordinators(2, body, shut=False) == [True] * 2
@@ -135,7 +135,7 @@ def test_what_cannot_be_given_back_is_raised_by_shutdown(what):
         mine = coordinator._session
         if coordinator.rank == 1:
             meet.wait(DEADLINE)
-            return coordinator.shutdown(DEADLINE)
+            return coordinator.close(DEADLINE)
         if what == "carrier":
             end = mine.carrier.end
             mine.carrier.end = lambda orderly: (end(orderly), no_memory())
@@ -144,7 +144,7 @@ def test_what_cannot_be_given_back_is_raised_by_shutdown(what):
             member.close = lambda limit: (member.inner.close(limit), no_memory())
         meet.wait(DEADLINE)
         with pytest.raises(MemoryError, match="no room"):
-            coordinator.shutdown(DEADLINE)
+            coordinator.close(DEADLINE)
         return None
 
     assert run_coordinators(2, body, shut=False) == [None] * 2

@@ -117,7 +117,7 @@ def test_a_launch_that_fails_twice_ends_every_work():
         with pytest.raises(ncclpy.NcclAborted):
             for step in range(1000):  # until the end has come
                 errors.append(coordinator.all_reduce(f"{step}", np.ones(4)).exception(DEADLINE))
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         return [each is not None for each in errors]
 
     for found in run_coordinators(2, body, shut=False):
@@ -156,7 +156,7 @@ def test_what_is_being_copied_for_a_launch_that_fails_is_held():
         gate.open()
         testing.wait_for(lambda: (gc.collect(), gone() is None)[1], "the array's end")
         gate.close()
-        coordinator.shutdown(DEADLINE)
+        coordinator.close(DEADLINE)
         side.close()
         return True
 
@@ -181,8 +181,8 @@ def test_an_end_in_the_middle(controls):
         assert not errors or (isinstance(errors[0], ncclpy.NcclRemoteError) and errors[0].ranks == (1,))
         if coordinator.rank == 1:
             with contextlib.suppress(ncclpy.NcclAborted):  # its works were not asked; some may wait for others yet
-                coordinator.shutdown(DEADLINE)
-        coordinator.shutdown(DEADLINE)
+                coordinator.close(DEADLINE)
+        coordinator.close(DEADLINE)
         return True
 
     assert run_coordinators(2, body, shut=False) == [True, True]

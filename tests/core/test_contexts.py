@@ -53,7 +53,7 @@ def test_the_first_device_gets_none(way, options):
 
         def managed():
             with ncclpy.Manager() as manager:
-                manager.all_reduce("key", buffers[0], device=1, num_local=1, producer=stream).wait(20)
+                manager.all_reduce("key", buffers[0], device=1, num_local=1, stream=stream).wait(20)
 
         make = lambda: ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1, {options})
         comm = in_a_thread(make).wait_ready(20)

@@ -168,7 +168,7 @@ def test_reference_has_every_public_name():
     for module in cupy_nccl, jax, nccl4py, pynccl, pynccl_wrapper:
         own = [each for name in module.__all__ if callable(each := getattr(module, name))]
         public |= {f"{module.__name__}.{each.__name__}" for each in own if each.__module__ == module.__name__}
-    in_class_docstring = {"rank", "nranks", "device"}
+    in_class_docstring = {"rank", "size", "nranks", "device"}
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}
     assert public - listed == set(), "missing in docs/api"

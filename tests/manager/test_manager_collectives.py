@@ -190,7 +190,7 @@ def test_the_current_device_is_left_alone(manager):
         with pytest.raises(ValueError, match="device"):
             manager.all_reduce("k", data.input(0), device=10_000, num_local=n)
         with pytest.raises(TypeError, match="stream"):
-            manager.all_reduce("k", data.input(0), device=0, num_local=n, producer="no stream")
+            manager.all_reduce("k", data.input(0), device=0, num_local=n, stream="no stream")
         bad = [manager.all_reduce("bad", data.input(r), device=r, num_local=n, num_global=n + r) for r in range(n)]
         assert bad[0].exception(20) is not None
         assert device.current() == n - 1
@@ -229,7 +229,7 @@ REFUSED = [
     ("root of 0.5", lambda m: m.broadcast_recv("k", np.zeros(3), device=0, num_local=2, root=0.5), "root"),
     ("2.0 of them", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2.0), "num_local"),
     ("very many", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, num_global=1 << 40), "num_global"),
-    ("producer", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, producer="x"), "stream"),
+    ("producer", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, stream="x"), "stream"),
 ]
 
 

@@ -29,7 +29,7 @@ def add(manager, sides):
     def add(key, only=None, **options):
         return [
             manager.all_reduce(
-                key, side.buffer, device=side.device, num_local=len(sides), producer=side.stream, **options
+                key, side.buffer, device=side.device, num_local=len(sides), stream=side.stream, **options
             )
             for side in (sides if only is None else only)
         ]

@@ -56,7 +56,7 @@ class Side:
 
     def all_reduce(self, array, recv=None, **options):
         return self.group.all_reduce(
-            array.buffer, None if recv is None else recv.buffer, producer=self.stream, **options
+            array.buffer, None if recv is None else recv.buffer, stream=self.stream, **options
         )
 
     def warm(self, *arrays):
@@ -93,10 +93,10 @@ def test_operations_in_one_graph(mode):
 
         def operations():
             works = [side.all_reduce(given, summed)]
-            works.append(group.all_gather(summed.buffer, gathered.buffer, producer=side.stream))
+            works.append(group.all_gather(summed.buffer, gathered.buffer, stream=side.stream))
             with group.coalescing() as work:
-                group.send(sent.buffer, other, producer=side.stream)
-                group.recv(got.buffer, other, producer=side.stream)
+                group.send(sent.buffer, other, stream=side.stream)
+                group.recv(got.buffer, other, stream=side.stream)
             return [*works, work]
 
         for work in operations():
@@ -129,12 +129,12 @@ def test_lists_and_pairs_in_a_graph():
         mine, passed = side.array(rank + 1, rank + 1), side.array(rank, 10)
 
         def operations():
-            group.all_gather(mine.buffer, [part.buffer for part in parts], producer=side.stream)
+            group.all_gather(mine.buffer, [part.buffer for part in parts], stream=side.stream)
             if rank == 0:
-                group.send(passed.buffer, 1, producer=side.stream)
+                group.send(passed.buffer, 1, stream=side.stream)
             else:
-                group.recv(passed.buffer, 0, producer=side.stream)
-            return group.barrier(producer=side.stream)
+                group.recv(passed.buffer, 0, stream=side.stream)
+            return group.barrier(stream=side.stream)
 
         operations().wait(DEADLINE)
         group.wait_for_pending_works(DEADLINE)
@@ -172,7 +172,7 @@ def test_a_communicator_that_is_not_made_yet(mode):
         assert side.read(array) == 2
         with Graph(side.stream, mode) as graph, side.capture(graph):
             with pytest.raises(ValueError, match=rf"'0:1' is not made .*call connect\(peers=\[{1 - group.rank}\]\)"):
-                group.send(array.buffer, 1 - group.rank, producer=side.stream)
+                group.send(array.buffer, 1 - group.rank, stream=side.stream)
         graph.close()
         states = [entry["state"] for entry in ncclpy.recorder.snapshot()["entries"] if entry["operation"] == "send"]
         assert set(states) == {"failed"}, "none is shown as pending"
@@ -227,9 +227,9 @@ def test_arrays_of_a_graph_are_its_owners():
         buffer = array.buffer
         with Graph(side.stream) as graph:
             with side.capture(graph):
-                kept = [side.group.all_reduce(buffer, producer=side.stream)]
+                kept = [side.group.all_reduce(buffer, stream=side.stream)]
                 with side.group.coalescing() as work:
-                    side.group.all_reduce(buffer, producer=side.stream)
+                    side.group.all_reduce(buffer, stream=side.stream)
                 kept.append(work)
             gone = weakref.ref(buffer.owner)
             del buffer
@@ -271,16 +271,16 @@ def test_the_group_is_used_by_another_thread_meanwhile(mode):
         def others(stream):
             try:
                 for _ in range(20):
-                    side.group.all_reduce(y.buffer, op="max", producer=stream).wait(DEADLINE)
-                    work = side.group.barrier(producer=stream)
+                    side.group.all_reduce(y.buffer, op="max", stream=stream).wait(DEADLINE)
+                    work = side.group.barrier(stream=stream)
                     while not work.is_completed():
                         time.sleep(0.0002)
             except BaseException as error:
                 errors.append(error)
 
         with ncclpy.Stream(side.group.device) as stream, Graph(side.stream, mode) as graph:
-            side.group.all_reduce(y.buffer, op="max", producer=stream).wait(DEADLINE)
-            side.group.barrier(producer=stream).wait(DEADLINE)
+            side.group.all_reduce(y.buffer, op="max", stream=stream).wait(DEADLINE)
+            side.group.barrier(stream=stream).wait(DEADLINE)
             thread = threading.Thread(target=others, args=(stream,))
             with side.capture(graph):
                 thread.start()
@@ -303,7 +303,7 @@ def test_who_captures_may_use_works_of_before(mode):
         side.warm(x)
         with ncclpy.Stream(side.group.device) as stream, Graph(side.stream, mode) as graph:
             with side.capture(graph):
-                work = side.group.all_reduce(x.buffer, producer=stream)
+                work = side.group.all_reduce(x.buffer, stream=stream)
                 work.is_completed()
                 work.is_started()
                 work.wait(DEADLINE)
@@ -325,9 +325,9 @@ def test_communicators_are_made_and_closed_while_others_capture(host_engine):
         with Graph(side.stream, GLOBAL) as graph, ncclpy.Stream(group.device) as stream:
             with side.capture(graph):
                 if group.rank == 0:
-                    work = group.send(array.buffer, 1, producer=stream)
+                    work = group.send(array.buffer, 1, stream=stream)
                 else:
-                    work = group.recv(got.buffer, 0, producer=stream)
+                    work = group.recv(got.buffer, 0, stream=stream)
                 work.wait(DEADLINE)
                 part = group.new_group([0, 1])
                 part.barrier().wait(DEADLINE)
@@ -477,12 +477,12 @@ def test_what_is_refused_in_a_capture():
             with side.capture(graph):
                 with pytest.raises(ValueError, match=r"1 of the 2 streams .* are being captured"), group.coalescing():
                     side.all_reduce(array)
-                    group.all_reduce(got.buffer, producer=other)
+                    group.all_reduce(got.buffer, stream=other)
                 with pytest.raises(ValueError, match=r"sends to itself is captured together .* one coalescing\(\)"):
-                    group.send(array.buffer, group.rank, producer=side.stream)
+                    group.send(array.buffer, group.rank, stream=side.stream)
                 with group.coalescing() as work:
-                    group.send(array.buffer, group.rank, producer=side.stream)
-                    group.recv(got.buffer, group.rank, producer=side.stream)
+                    group.send(array.buffer, group.rank, stream=side.stream)
+                    group.recv(got.buffer, group.rank, stream=side.stream)
                 assert work.state == "captured" and group.seq == 1
             graph.launch()
         return side.read(got)
@@ -498,11 +498,11 @@ def test_what_the_cpu_would_have_to_look_at(host_engine):
         side.warm(side.array(0))
         with Graph(side.stream) as graph:
             with side.capture(graph):
-                assert side.group.all_reduce(array, producer=side.stream).state == "captured"
+                assert side.group.all_reduce(array, stream=side.stream).state == "captured"
                 with pytest.raises(
                     ValueError, match=r"all_reduce_sparse\(\) while the producer's stream is being captured"
                 ):
-                    side.group.all_reduce_sparse(np.zeros(1, np.int64), np.ones(1), producer=side.stream)
+                    side.group.all_reduce_sparse(np.zeros(1, np.int64), np.ones(1), stream=side.stream)
                 assert graph.is_capturing() and side.group.seq == 2
             array[:] = 1
             graph.launch()
@@ -542,8 +542,8 @@ def test_a_graph_of_several_streams():
                 driver().cuMemsetD8Async(x.pointer, 1, 4000, side.stream.handle)
                 driver().cuMemsetD8Async(y.pointer, 2, 4000, other.handle)
                 with side.group.coalescing():
-                    side.group.all_reduce(x.buffer, op="max", producer=side.stream)
-                    side.group.all_reduce(y.buffer, op="max", producer=other)
+                    side.group.all_reduce(x.buffer, op="max", stream=side.stream)
+                    side.group.all_reduce(y.buffer, op="max", stream=other)
                 driver().cuMemcpyAsync(x.pointer, y.pointer, 2000, side.stream.handle)
                 side.stream.wait(other.record())
             graph.launch()

@@ -206,7 +206,7 @@ def test_memory_that_knows_no_stream_stays(host_engine, rooms):
         recv = np.ones(COUNT, np.float32).view(Owner)
         buffer = ncclpy.Buffer(recv.ctypes.data, COUNT, "float32", owner=recv)
         alive = [weakref.ref(array), weakref.ref(recv)]
-        work = group.all_reduce(array, buffer, producer=room.stream)
+        work = group.all_reduce(array, buffer, stream=room.stream)
         del array, recv, buffer
         work.synchronize(room.stream)
         del work

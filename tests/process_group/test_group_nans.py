@@ -158,7 +158,7 @@ def test_it_waits_for_the_producer(host_engine):
         with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms") as faults:
             buffers = [(each.ctypes.data, 4, "float32") for each in (clean, array)]
             comm.all_reduce(*buffers, stream=stream)  # which copies, late
-            group.broadcast(array, producer=stream).wait(DEADLINE)
+            group.broadcast(array, stream=stream).wait(DEADLINE)
             assert faults.fired
         comm.close()
 

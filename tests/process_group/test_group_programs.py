@@ -85,10 +85,10 @@ def replays(world):
             testing.write(array.pointer, np.full(1000, value, np.float32), device)
 
         def operations():
-            first = group.all_reduce(given.buffer, summed.buffer, producer=stream)
+            first = group.all_reduce(given.buffer, summed.buffer, stream=stream)
             with group.coalescing() as second:
-                group.send(sent.buffer, 1 - me, producer=stream)
-                group.recv(got.buffer, 1 - me, producer=stream)
+                group.send(sent.buffer, 1 - me, stream=stream)
+                group.recv(got.buffer, 1 - me, stream=stream)
             return first, second
 
         for work in operations():  # NCCL connects the ranks

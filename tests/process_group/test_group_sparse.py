@@ -239,6 +239,6 @@ def test_its_arrays_live_by_their_stream(host_engine):
         source, values = np.ones(4), np.zeros(4)
         with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms") as faults:
             comm.all_reduce(*[(each.ctypes.data, 4, "float64") for each in (source, values)], stream=stream)
-            work = group.all_reduce_sparse(np.arange(4), values, producer=stream)
+            work = group.all_reduce_sparse(np.arange(4), values, stream=stream)
             assert faults.fired and work.result(DEADLINE)[1].tolist() == [1] * 4
         comm.close()

@@ -135,7 +135,7 @@ def test_who_is_held_up_by_its_own_stream(host_engine, kind):
             if group.rank == 1:
                 stream = ncclpy.Stream(group.device)
                 second.all_reduce(np.ones(2)).synchronize(stream)
-                work = group.all_reduce(np.ones(4), producer=stream)
+                work = group.all_reduce(np.ones(4), stream=stream)
             else:
                 testing.wait_for(lambda: group.state()[1].state == "behind", "its call")
                 told.append(group.state()[1].current)
@@ -164,7 +164,7 @@ def test_an_error_names_who_is_held_up_by_its_own_stream(host_engine):
             if group.rank == 1:
                 stream = ncclpy.Stream(group.device)
                 second.all_reduce(np.ones(2)).synchronize(stream)
-                group.all_reduce(np.ones(4), producer=stream)
+                group.all_reduce(np.ones(4), stream=stream)
             else:
                 group.all_reduce(np.ones(4), timeout=0.5)
             if group.rank == 1:  # whose stream waits for an operation of the second group: it hears of that one's end

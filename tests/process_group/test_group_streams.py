@@ -23,7 +23,7 @@ def run(body, **options):
     def one(group):
         side = Side(group.device)
         try:
-            group.all_reduce(side.buffer, producer=side.stream).wait(DEADLINE)
+            group.all_reduce(side.buffer, stream=side.stream).wait(DEADLINE)
             result = body(group, side, lambda: meeting.wait(DEADLINE / 2))
             side.close()
             return result
@@ -39,7 +39,7 @@ def test_slow_producers():
         results = []
         for step in range(1, 6):
             side.fill(step * (group.rank + 1), slowly=step % 2 == group.rank)
-            group.all_reduce(side.buffer, producer=side.stream).wait(DEADLINE)
+            group.all_reduce(side.buffer, stream=side.stream).wait(DEADLINE)
             results.append(set(RAW.read(side.memory).tolist()))
         return results
 
@@ -60,12 +60,12 @@ def test_an_operation_waits_for_its_producers_on_the_device(coalesced):
         second.fill(3)
         if coalesced:
             with group.coalescing() as work:
-                group.all_reduce(done.buffer, producer=done.stream)
-                group.all_reduce(side.buffer, producer=side.stream)
-                group.all_reduce(second.buffer, producer=second.stream)
+                group.all_reduce(done.buffer, stream=done.stream)
+                group.all_reduce(side.buffer, stream=side.stream)
+                group.all_reduce(second.buffer, stream=second.stream)
         else:
-            work = group.all_reduce(side.buffer, producer=side.stream)
-            group.all_reduce(second.buffer, producer=second.stream)
+            work = group.all_reduce(side.buffer, stream=side.stream)
+            group.all_reduce(second.buffer, stream=second.stream)
         if group.rank == 0:
             work.synchronize(done.stream)  # the CPU waits for the launch alone
             assert work.state == "launched" and not work.is_completed() and not done.stream.is_done()
@@ -73,7 +73,7 @@ def test_an_operation_waits_for_its_producers_on_the_device(coalesced):
         work.wait(DEADLINE)
         group.wait_for_pending_works(DEADLINE)
         late = None
-        work = group.all_reduce(done.buffer, producer=done.stream)
+        work = group.all_reduce(done.buffer, stream=done.stream)
         if gates:
             gates[1].shut(done.stream)  # behind it
         work.wait(DEADLINE)
@@ -98,7 +98,7 @@ def test_pipelines_of_producer_communication_and_consumer():
         consumer, steps = Side(group.device), 30
         for step in range(1, steps + 1):
             side.fill(step, slowly=step % 10 == group.rank)
-            group.all_reduce(side.buffer, producer=side.stream).synchronize(consumer.stream)
+            group.all_reduce(side.buffer, stream=side.stream).synchronize(consumer.stream)
             consumer.keep(side.memory, step)
             side.stream.wait(consumer.stream.record())  # the next step writes when this one was read
         consumer.stream.synchronize(DEADLINE)
@@ -120,21 +120,21 @@ def test_deadlines_begin_when_the_device_could(timing):
         if gate is not None:
             gate.shut(side.stream)
             with group.deadline(1):
-                works = [group.all_reduce(side.buffer, producer=side.stream)]
-                works.append(group.all_reduce(second.buffer, producer=second.stream, timeout=0.95))
+                works = [group.all_reduce(side.buffer, stream=side.stream)]
+                works.append(group.all_reduce(second.buffer, stream=second.stream, timeout=0.95))
                 with group.coalescing() as work:
-                    group.all_reduce(second.buffer, producer=second.stream)
-                    group.all_reduce(side.buffer, producer=side.stream)
+                    group.all_reduce(second.buffer, stream=second.stream)
+                    group.all_reduce(side.buffer, stream=side.stream)
                 works.append(work)
             time.sleep(1.3)
             states = [work.state for work in works]
             gate.open()
             assert group.error is None and states == ["launched"] * 3
         else:
-            works = [group.all_reduce(each.buffer, producer=each.stream) for each in (side, second)]
+            works = [group.all_reduce(each.buffer, stream=each.stream) for each in (side, second)]
             with group.coalescing() as work:
-                group.all_reduce(second.buffer, producer=second.stream)
-                group.all_reduce(side.buffer, producer=side.stream)
+                group.all_reduce(second.buffer, stream=second.stream)
+                group.all_reduce(side.buffer, stream=side.stream)
             works.append(work)
         for work in works:
             work.wait(DEADLINE)
@@ -143,7 +143,7 @@ def test_deadlines_begin_when_the_device_could(timing):
             gate.close()
         meet()
         if group.rank == 0:  # the other rank does not come
-            lonely = group.all_reduce(side.buffer, producer=side.stream, timeout=0.3)
+            lonely = group.all_reduce(side.buffer, stream=side.stream, timeout=0.3)
             with pytest.raises(ncclpy.NcclTimeout, match="was not done within its timeout"):
                 lonely.wait(DEADLINE)
         testing.wait_for(lambda: group.error is not None, "the end of the group")
@@ -166,9 +166,9 @@ def test_pairs_beside_collectives_from_two_threads():
                     for step in range(60):
                         if step % 2 == group.rank:
                             testing.write(memory.pointer, np.full(1000, step, np.int32), group.device)
-                            group.send(memory.buffer, 1 - group.rank, producer=stream).wait(DEADLINE)
+                            group.send(memory.buffer, 1 - group.rank, stream=stream).wait(DEADLINE)
                         else:
-                            group.recv(memory.buffer, 1 - group.rank, producer=stream).wait(DEADLINE)
+                            group.recv(memory.buffer, 1 - group.rank, stream=stream).wait(DEADLINE)
                             got.append(set(read(memory, stream).tolist()) == {step})
             except BaseException as error:
                 errors.append(error)
@@ -178,7 +178,7 @@ def test_pairs_beside_collectives_from_two_threads():
         results = []
         for step in range(60):
             side.fill(step)
-            group.all_reduce(side.buffer, producer=side.stream).synchronize(side.stream)
+            group.all_reduce(side.buffer, stream=side.stream).synchronize(side.stream)
             if step % 10 == 9:
                 results.append(set(read(side.memory, side.stream).tolist()))
         thread.join(DEADLINE / 2)
@@ -199,7 +199,7 @@ def test_two_groups_of_one_device_from_two_threads():
         def steps(one, mine, factor):
             for step in range(60):
                 mine.fill(step % 50)
-                work = one.all_reduce(mine.buffer, producer=mine.stream)
+                work = one.all_reduce(mine.buffer, stream=mine.stream)
                 work.synchronize(mine.stream)
                 if step % 7 == 3:
                     work.wait(DEADLINE)

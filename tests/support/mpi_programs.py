@@ -199,7 +199,7 @@ def large():
         mpi_plane._MOST = 40
         error = coordinator.all_gather("ragged", np.ones(rank + 20, np.uint8)).exception(DEADLINE)
         assert "have no common unit" in str(error), error
-        coordinator.shutdown()
+        coordinator.close()
 
 
 def idle():
@@ -227,13 +227,13 @@ def again():
     first, second = (ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) for _ in range(2))
     works = [each.all_reduce("x", np.ones(1)) for each in ((first, second) if world.rank else (second, first))]
     assert [work.result(DEADLINE)[0] for work in works] == [world.size] * 2
-    first.shutdown()
-    second.shutdown()
+    first.close()
+    second.close()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclpy-mpi")]
     assert not left, left
     counted = []
     for _ in range(3):
-        ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE).shutdown()
+        ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE).close()
         gc.collect()
         counted.append(len(os.listdir("/proc/self/fd")))
     assert counted[-1] <= counted[0], counted
@@ -270,7 +270,7 @@ def raises():
     except KeyError:
         assert world.rank == 1
     except ncclpy.NcclAborted as error:
-        assert world.rank != 1 and "shut down by rank 1: KeyError: 'no such thing'" in str(error), error
+        assert world.rank != 1 and "ended by rank 1: KeyError: 'no such thing'" in str(error), error
 
 
 def interrupted():
@@ -286,7 +286,7 @@ def interrupted():
     except KeyboardInterrupt:
         assert world.rank == 1
     except ncclpy.NcclAborted as error:
-        assert world.rank != 1 and "shut down by rank 1: KeyboardInterrupt" in str(error), error
+        assert world.rank != 1 and "ended by rank 1: KeyboardInterrupt" in str(error), error
 
 
 def leaves():
@@ -302,7 +302,7 @@ def leaves():
     error = coordinator.error
     assert isinstance(error, ncclpy.NcclRemoteError) and error.ranks == (1,), error
     with contextlib.suppress(ncclpy.NcclError):
-        coordinator.shutdown()
+        coordinator.close()
 
 
 def dropped():
@@ -322,9 +322,9 @@ def dropped():
                 error = coordinator.all_reduce("x", np.ones(1)).exception(DEADLINE)
             except ncclpy.NcclAborted as refused:  # it has heard of that
                 error = refused
-            assert "was dropped without shutdown()" in str(error), error
+            assert "was dropped without close()" in str(error), error
             with contextlib.suppress(ncclpy.NcclError):
-                coordinator.shutdown()
+                coordinator.close()
     with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
         coordinator.barrier("all is well").wait(DEADLINE)
 
@@ -347,7 +347,7 @@ def late():
     for thread, each in held:  # so that MPI can be finalised
         launch(thread, each)
     with contextlib.suppress(ncclpy.NcclError):
-        coordinator.shutdown()
+        coordinator.close()
 
 
 def missing():

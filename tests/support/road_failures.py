@@ -112,7 +112,7 @@ class Coordinator(Road):
         return self.coordinator.all_reduce(f"step {step}", array)
 
     def end(self):
-        self.coordinator.shutdown()
+        self.coordinator.close()
 
 
 class Communicator(Road):

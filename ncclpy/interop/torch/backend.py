@@ -464,7 +464,7 @@ class TorchBackend:
             self._begin_with(None)
             producer = torch.cuda.current_stream(self._device)
         together = self._open_block()
-        begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
+        begun = self.group.barrier(stream=producer, timeout=self._limit(timeout))
         if together is None:
             return TorchWork(begun, [], (), True, self.group)
         together.note(True)

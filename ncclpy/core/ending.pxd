@@ -11,21 +11,21 @@ cdef enum:
     DESTROY
     LET_WINDOW_GO
 
-cdef tuple UPKEEP  # their names, up to RESUME
+cdef tuple UPKEEP  # names of the NCCL functions of FINALIZE to RESUME
 
 
 cdef class CommCall(Call):
     cdef Handle comm
     cdef int kind
-    cdef bint begun  # it has the communicator's lock
+    cdef bint begun  # the call holds the communicator's lock
     cdef bint finalized  # there is nothing left to finalize
-    cdef bint alone  # ranks that a finalization would wait for do not come: it is aborted instead
-    cdef bint apart  # and NCCL frees it then
-    cdef double deadline  # of the finalization that comes before destruction
-    cdef ncclWindow_t* window  # where it stands; emptied before NCCL lets it go
-    cdef object keeps  # that memory
+    cdef bint alone  # a finalization would wait for an aborted rank: the communicator is aborted instead
+    cdef bint apart  # and NCCL frees the communicator with that abort
+    cdef double deadline  # of the finalization before destruction
+    cdef ncclWindow_t* window  # the variable that holds the window; set to NULL before NCCL deregisters the window
+    cdef object keeps  # keeps the memory of that variable
     cdef ncclResult_t result
-    cdef char* words  # NCCL's last ones, of the thread that made the call
+    cdef char* words  # NCCL's last error message, of the thread that made the call
 
     cdef int run_blocking(self, str what, double limit) except -1
     cdef void _make(self) noexcept nogil
@@ -35,7 +35,7 @@ cdef class CommCall(Call):
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil
 
 
-# Make a call that takes no more than the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
+# Make a call that takes only the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 cdef int give_back(Handle handle, object timeout) except -1

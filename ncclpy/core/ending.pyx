@@ -29,13 +29,13 @@ UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResu
 
 
 cdef class CommCall(Call):
-    """A call that takes no more than the communicator, in a thread of its own, since it can wait for others."""
+    """A call that takes only the communicator, in a thread of its own, since it can wait for other ranks."""
 
     def __dealloc__(self):
         free(self.words)
 
     cdef int run_blocking(self, str what, double limit) except -1:
-        """Make the call and wait for it; one that is left early is ended, as far as that goes."""
+        """Make the call and wait for it; if the wait ends early, end the call as far as possible."""
         cdef Handle comm = self.comm
         cdef double started = now()
         self.start("ncclpy-call")
@@ -47,7 +47,7 @@ cdef class CommCall(Call):
             why = f"{what} was left early: {type(error).__name__}"
             try:
                 end_call([comm], self, [], why, error)
-            finally:  # also if Ctrl-C comes a second time
+            finally:  # also after a second Ctrl-C
                 hold([comm], [self], f"what {what} needs on {comm!r}")
             raise
 
@@ -83,32 +83,34 @@ cdef class CommCall(Call):
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:
-        """Finalize, which waits for what this communicator has issued, and destroy; then the guard."""
+        """Finalize, which waits for what the communicator has issued, and destroy; then do so with the guard."""
         cdef ncclResult_t result = ncclSuccess
         cdef ncclComm_t raw, guard
         if self.alone:
             return self._abort()
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
-        # NULL after an abort. NCCL would free it twice if it were aborted while it is destroyed; the host engine would
-        # not, and brings this thread back from it.
+        # NULL after an abort. The handle is detached because NCCL would free it twice if it were aborted while it is
+        # destroyed. The host engine would not, and its abort makes this thread's call return.
         raw = self.comm.raw if abort_preempts else self.comm.detach_handle()
-        if result != ncclInProgress:  # else NCCL is at work on it
-            drop_ranges(<void*>self.comm, raw)  # what was in use when it was closed, or whose user has let it drop
+        if result != ncclInProgress:  # else NCCL still works on the communicator
+            drop_ranges(<void*>self.comm, raw)  # registrations that users have not closed
         if raw != NULL and result == ncclSuccess:
             result = self._give_back(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
-            # What has failed cannot be finalized, and must not stay behind.
+            # A failed communicator cannot be finalized, and must not leak.
             nccl.ncclCommAbort(raw)
         if abort_preempts:
             raw = self.comm.detach_handle()
         if raw != NULL and self.comm.precall_hook != NULL:  # else the thread that aborts it tells the hook
-            self.comm.precall_hook.over(self.comm.precall_hook)  # now: a thread that frees its memory may hold the GIL, and wait for that
-        # The guard is there until its own end: its abort is what brings this thread back.
+            # Here, without the GIL: a thread that frees the communicator's memory may hold the GIL and wait for the
+            # hook.
+            self.comm.precall_hook.over(self.comm.precall_hook)
+        # The guard stays available until it is destroyed: its abort makes this thread's call return.
         guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-        guard = self.comm.guard_handle(not abort_preempts)  # NCCL would free it under this thread
+        guard = self.comm.guard_handle(not abort_preempts)  # an abort by NCCL would free it under this thread
         if guard == NULL:
             return result
         if result == ncclSuccess:
@@ -119,7 +121,7 @@ cdef class CommCall(Call):
         return result
 
     cdef ncclResult_t _abort(self) noexcept nogil:
-        """End a communicator whose operations are over: the guard first, as in every abort."""
+        """Abort a communicator after its operations have ended: the guard first, as in every abort."""
         cdef ncclResult_t result
         cdef ncclComm_t raw, guard = self.comm.guard_handle(True)
         if guard != NULL:
@@ -137,12 +139,12 @@ cdef class CommCall(Call):
 
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:
         cdef ncclResult_t result = self._poll(NULL, nccl.ncclCommDestroy(raw), 0)
-        if result != ncclSuccess and abort_preempts:  # what NCCL has left of it nobody knows
+        if result != ncclSuccess and abort_preempts:  # with NCCL the state of the handle is unknown
             nccl.ncclCommAbort(raw)
         return result
 
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
-        """Wait until a call in the background is over."""
+        """Wait until a call that NCCL makes in the background is over."""
         cdef ncclResult_t state
         cdef double started = now()
         cdef bint gone
@@ -151,7 +153,7 @@ cdef class CommCall(Call):
                 return ncclInProgress
             pause(now() - started)
             mutex_lock(&self.comm.gate)
-            gone = raw != self.comm.raw and raw != self.comm.guard  # with an abort
+            gone = raw != self.comm.raw and raw != self.comm.guard  # an abort has taken it
             gone = gone or nccl.ncclCommGetAsyncError(raw, &state) != ncclSuccess
             mutex_unlock(&self.comm.gate)
             if gone:
@@ -160,35 +162,36 @@ cdef class CommCall(Call):
         return ncclSuccess if result == ncclInProgress else result
 
 
-# How long the other ranks' being told that this one has left may hold up who closes a communicator.
+# Seconds that a close waits at most until the other ranks are told that this rank has left.
 cdef double LEAVING = 1.0
 
-# How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy. For
-# Python, so that a test can have less.
+# Seconds that NCCL may take to end a communicator on which nothing runs; it takes half a second on idle machines. A
+# Python variable, so that a test can lower it.
 _ENDING = 3.0
 
-# From this release on ncclCommFinalize waits for all ranks of the machine, in a barrier behind what was issued.
+# From this release on ncclCommFinalize waits in a barrier for all ranks of the machine, after what was issued.
 cdef int MEETS_AT_THE_END = 23100
 
-# How long the end of a communicator may take before it is looked whether it waits for ranks of this process that nobody
-# closes yet: where NCCL does so, and where it is not known to.
+# Seconds that the end of a communicator may take before ncclpy checks whether it waits for ranks of this process that
+# are still open: with an NCCL that waits for them, and with one that is not known to.
 cdef double KIN_PATIENCE = 0.02
 _STRANGE_PATIENCE = 1.0
 
-# How often that is looked at, in seconds.
+# Seconds between two such checks.
 cdef double LOOK = 0.01
 _log = logging.getLogger("ncclpy.core")
 
 
 cdef class Destruction(CommCall):
-    """Finalize and destroy a communicator, and wait for that: but not for ranks of this process that are still open.
+    """Finalize and destroy a communicator, and wait for that, but not for ranks of this process that are still open.
 
-    One thread that closes the communicators of several devices one after the other would wait in the first for ever. So
-    once all is done that was issued, as the device is idle, NCCL is left to its wait; the last of them to be closed sees
-    the others to their end. Where one was aborted, who never comes, this one is aborted as well.
+    A thread that closes the communicators of several devices one after the other would block in the first close. So
+    once all that was issued is done, as the device is idle, NCCL is left waiting in its own thread; the close of the
+    last of these communicators waits for the others to end. If one of them was aborted, it never joins NCCL's barrier,
+    and this communicator is aborted as well.
     """
 
-    cdef bint over  # changed with `left` under the GIL, in one step
+    cdef bint over  # `over` and `left` are set under the GIL, each with its check in one step
     cdef bint left
 
     cdef int make(self) except -1:
@@ -199,7 +202,7 @@ cdef class Destruction(CommCall):
             forget_ending(self)
             if self.result != ncclSuccess and self.comm.aborting is None:
                 error = nccl_error(self.result, b"ncclCommDestroy", self.words)
-                _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log may keep what it is given
+                _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log may keep its arguments
         return 0
 
     cdef bint wait(self, double deadline) except -1:
@@ -230,7 +233,7 @@ cdef class Destruction(CommCall):
         return True
 
     cdef int wait_for_local_peers(self, double deadline) except -1:
-        """Wait for local peers whose end has waited for this one."""
+        """Wait for the ends of local peers that waited for this one, unless another local peer is still open."""
         if _are_open(local_peers_of(self.comm)):
             return 0
         for _, call in endings_of(self.comm):
@@ -239,7 +242,7 @@ cdef class Destruction(CommCall):
 
 
 cdef bint _waits_for_local_peers() except -1:
-    """Whether the end of a communicator waits for its ranks of this process."""
+    """Whether NCCL, when it ends a communicator, waits for the communicator's other ranks in this process."""
     return not abort_preempts and version_code() >= MEETS_AT_THE_END
 
 
@@ -252,7 +255,7 @@ cdef bint _are_open(list local_peers) except -1:
 
 
 cdef int call_blocking(Handle handle, int kind) except -1:
-    """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
+    """Make a call that takes only the communicator and a flag, and wait until it is done."""
     cdef CommCall call = CommCall()
     cdef str what = UPKEEP[kind]
     if handle.state != SUSPENDED or kind not in (SUSPEND, RESUME):
@@ -273,7 +276,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
 
 
 cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
-    """Abort it with all that is tied to it; in a group together with others, when the group ends."""
+    """Abort a communicator with all that is tied to it; within a group, when the group ends."""
     if not handle.owned:
         raise ValueError(f"{handle!r} belongs to somebody else (from_handle), who must abort it")
     group = current_group()
@@ -288,7 +291,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
 
 
 cdef int give_back(Handle handle, object timeout) except -1:
-    """Close it: what hangs on it goes first, and what would wait for ranks that may never come is aborted instead."""
+    """Close a communicator, its dependent objects first; abort it if it would wait for ranks that may never join."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
     check_not_beneath(handle, b"close")
     with raise_at_end():
@@ -322,7 +325,7 @@ cdef int _give_back(Handle handle, double limit) except -1:
 
 
 cdef list _end(Handle handle, double limit):
-    """Wait for what was issued, give back what hangs on the communicator, and destroy it."""
+    """Wait for what was issued, release the dependent objects, and destroy the communicator; return the errors."""
     cdef Destruction call = Destruction()
     cdef double deadline = deadline_after(limit)
     cdef double started = now()
@@ -337,7 +340,7 @@ cdef list _end(Handle handle, double limit):
     handle.become(FINALIZED)
     try:
         _wait_for_own_stream(handle, deadline)
-        while handle.waiters:  # other threads, which find their data there, or learn why they are not
+        while handle.waiters:  # waits of other threads end with their data or an error
             if now() >= deadline:
                 raise handle.timeout_error("close", now() - started)
             PyErr_CheckSignals()
@@ -346,8 +349,8 @@ cdef list _end(Handle handle, double limit):
         _wait_for_marked(handle, deadline, started)
         if handle.hook_keeper is not None:
             handle.hook_keeper.wait(handle, deadline)
-        # An aborted rank does not come to where NCCL's end of this one waits for it. An abort waits for nobody, nor for
-        # what was issued: that has to be over.
+        # NCCL's end of this communicator would wait for an aborted rank, which never arrives, so it is aborted. An
+        # abort waits neither for ranks nor for issued operations: those must have ended before.
         call.alone = handle.local_peer_aborted and _waits_for_local_peers()
         if call.alone:
             call.apart = is_freed(handle, [handle])
@@ -359,24 +362,24 @@ cdef list _end(Handle handle, double limit):
         early = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
         try:
             leave([handle], f"close: {early}", error)
-        finally:  # also if Ctrl-C comes a second time
+        finally:  # also after a second Ctrl-C
             _release(handle)
         raise
     try:
         failures = _release(handle)
-    except ValueError:  # a window is still to be made by a group that has not ended: nothing was given back
+    except ValueError:  # a window is recorded in a group that has not ended: nothing was released
         if before != FINALIZED:
-            handle.become(before)  # unless somebody has aborted it meanwhile
+            handle.become(before)  # has no effect if it was aborted meanwhile
         raise
     except BaseException as error:
         leave([handle], "close: it was interrupted", error)
         raise
-    if handle.hook_keeper is not None:  # behind what can raise: as long as it is in use, its hook is told
+    if handle.hook_keeper is not None:  # last: until the communicator is out of use, its calls must run the hook
         handle.hook_keeper.close(handle)
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
-    # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
-    if handle.peer_status is not None:  # first: whom the end of this one meets in an operation asks why
+    # The deadline is for what was issued; NCCL's own work to end the communicator gets `_ENDING` seconds in addition.
+    if handle.peer_status is not None:  # first: a rank with an operation that this end breaks asks why it broke
         handle.peer_status.leave()
     call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
     if call.left:
@@ -387,7 +390,7 @@ cdef list _end(Handle handle, double limit):
     if handle.state == ABORTED:
         return failures
     handle.become(CLOSED)
-    if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:  # closed by another thread meanwhile
+    if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:  # WAS_ABORTED: another thread closed it
         failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
     return failures
 
@@ -399,14 +402,14 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
         return wait_stream(handle, (<Stream>handle.stream).raw, b"close", deadline)
     except NcclTimeout:
         raise
-    except NcclError:  # it has failed, or was revoked: what it has is given back all the same
+    except NcclError:  # it has failed, or was revoked: its resources are released nevertheless
         if handle.state != FINALIZED:
             raise
     return 0
 
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
-    """Wait for operations that have a deadline, which the watcher keeps: it cannot while NCCL ends the communicator."""
+    """Wait for operations with a deadline: the watcher cannot enforce it while NCCL ends the communicator."""
     cdef bint some = handle.marks != NULL
     while some:
         with nogil:
@@ -433,9 +436,10 @@ cdef int _wait_for_device(Handle handle, double deadline, double started) except
 
 
 cdef list _release(Handle handle):
-    """Give back what hangs on the communicator, as resources, private stream and memory; return the errors."""
+    """Release the communicator's resources, private stream and memory; return the errors."""
     failures = _close_all(handle.resources)
-    if handle.stream is not None and not handle.waiters:  # after an abort they may not be back yet: it goes with this
+    # After an abort waits may not have ended yet: then the stream is released with the handle.
+    if handle.stream is not None and not handle.waiters:
         handle.stream.close()
         handle.stream = None
     if handle.scratch:

@@ -1,1 +1,1 @@
-"""One communicator: its state, who observes it, its watchdog, its abort."""
+"""One communicator: its state, its observers, its watchdog, its abort."""

@@ -1,13 +1,13 @@
-"""Aborts, and the ranks of one communicator in one process, which end together; what each was doing.
+"""Aborts; the ranks of one communicator in one process, which end together; the status of a rank.
 
-NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
-gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
-and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
-the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
-communicator; only the host engine's abort brings it back.
+NCCL requires that no thread is in a call on a communicator that is aborted; on a blocking one it does not wait for
+such a thread. So an abort first makes the call return: a communicator with a deadline has a *guard*, a nonblocking
+communicator from which it was split and with which it shares the abort flag. Aborting the guard ends what is stuck on
+the device and makes a stuck call return; then the lock is free, and the communicator itself can be aborted. Without a
+guard a stuck thread is left behind with its communicator; only the host engine's abort makes the call return.
 
-A call returns when NCCL has taken it. Its end is known where its data are waited for, as those in CPU memory are, and
-where the communicator has a deadline, whose marks stand behind each operation.
+A call returns when NCCL has accepted it. The end of its operation is known if its data are waited for, as those in CPU
+memory are, or if the communicator has a deadline: then a mark stands behind each operation.
 """
 
 import logging
@@ -38,12 +38,12 @@ from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.errors import NcclError, attach, same_class_as
 
 
-# What another rank has just completed ends here as well within so many seconds; and between two looks at it.
+# Seconds in which an operation that another rank has just completed ends on this rank as well; and between two looks.
 cdef double _ENDS = 0.01
 cdef double _LOOKS = 0.0005
 
 # Both change under the GIL alone, in one step each.
-cdef dict _known = {}  # a weak reference to each communicator that was made here, by its address
+cdef dict _known = {}  # a weak reference to each communicator of this process, by its address
 cdef list _endings = []  # of (handle, call)
 
 
@@ -51,7 +51,7 @@ cdef int note_local_peer(Handle handle) except -1:
     key = <size_t><void*>handle
 
     def gone(reference):
-        if _known.get(key) is reference:  # the address may be another's by now
+        if _known.get(key) is reference:  # the address may belong to another handle by now
             del _known[key]
 
     _known[key] = weakref.ref(handle, gone)
@@ -95,7 +95,7 @@ cdef int fence_local_peers(Handle handle) except -1:
 
 
 cdef int _let_waits_end(list handles) except -1:
-    """See which waits of communicators have what they wait for; give those an instant that are about to have it."""
+    """Note which waits of communicators have their data; give waits that are about to have them `_ENDS` seconds."""
     cdef Handle handle
     cdef double until = now() + _ENDS
     cdef bint all_have = False
@@ -111,9 +111,10 @@ cdef int _let_waits_end(list handles) except -1:
 
 
 cdef bint is_freed(Handle handle, list these) except -1:
-    """NCCL frees the ranks of one process together, with the last of them, and so the proxies that communicators share.
+    """Return whether an abort of all `these` frees `handle`, with connections that can be closed before.
 
-    To close connections without the abort of a guard, it waits for the proxy's thread, and so for local_peers.
+    NCCL frees the ranks of one process together, with the last of them, and likewise proxies that communicators share.
+    Unless a guard is aborted, closing connections waits for the proxy's thread, and so for local peers.
     """
     cdef Handle other
     cdef bint guarded = handle.guard_aborted or handle.guard != NULL
@@ -165,19 +166,20 @@ _log = logging.getLogger("ncclpy.core")
 cdef bint _warned = False
 ABORT_DEADLINE = 10.0
 
-# How long an abort waits for a call that holds the communicator's lock: one that may be stuck, and one that NCCL or a
-# guard will bring back.
+# Seconds that an abort waits for a call that holds the communicator's lock; and in addition for a call on a blocking
+# communicator, which must return before the abort.
 cdef double ABORT_PATIENCE = 0.2
-cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
+cdef double PREEMPT_PATIENCE = 0.02  # in its place where the abort itself makes the call return
 cdef double CALL_PATIENCE = 5.0
 
-# How long a call that was aborted has before it is looked whether there is now something to abort.
+# Seconds between two looks whether an aborted call has meanwhile made a communicator to abort.
 cdef double LOOK_AGAIN = 0.02
 
-# How often it is looked whether there is something to abort of a communicator that is being made.
+# Seconds between two looks whether a communicator that is being made has a handle to abort.
 cdef double INIT_POLL_INTERVAL = 0.002
 
-# How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
+# Seconds that a signal handler waits for an abort if the host engine runs the interrupted operation in the same
+# thread.
 cdef double HANDLER_PATIENCE = 0.1
 
 
@@ -202,21 +204,21 @@ cdef bint _has_failed(ncclResult_t result) noexcept nogil:
 
 
 cdef bint _is_gone(ncclResult_t result) noexcept nogil:
-    """Whether a close has destroyed it at this moment: the host engine's stay in reach until then."""
+    """Whether a concurrent close has just destroyed it: until then the host engine's handle stays in `Handle.raw`."""
     return abort_preempts and result == ncclInvalidArgument
 
 
-cdef struct _Turn:  # of one communicator, or of its guard, in an abort
+cdef struct _Turn:  # the abort of one communicator or of its guard
     void* handle
     ncclResult_t result
-    char* words  # NCCL's last ones, if it failed
-    bint taken  # its handle
-    bint stuck  # a thread is inside it that cannot be got out: it stays
-    bint freed  # see `abort.is_freed`
+    char* words  # NCCL's last error message, if the abort failed
+    bint taken  # `raw` was taken from the handle
+    bint stuck  # a thread is in a call that cannot be made to return: the communicator is left behind
+    bint freed  # see `is_freed`
 
 
 cdef void _abort_guard(_Turn* turn) noexcept nogil:
-    """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
+    """Abort the guard, which ends what is stuck on the device and in a call on the communicator."""
     cdef ncclComm_t guard = (<Handle>turn.handle).guard_handle(True)
     if guard != NULL:
         (<Handle>turn.handle).guard_aborted = True
@@ -224,9 +226,10 @@ cdef void _abort_guard(_Turn* turn) noexcept nogil:
 
 
 cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
-    """Deregister what a communicator has registered that is about to be destroyed or aborted; under its lock.
+    """Deregister the ranges of a communicator that is about to be destroyed or aborted; under its lock.
 
-    The host engine asks nobody for that, and may be stuck in a call that its abort is to bring back.
+    On the host engine do nothing: it needs no peer to deregister, and may be stuck in a call that its abort makes
+    return.
     """
     cdef size_t count
     cdef Range* taken
@@ -237,7 +240,7 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
 
 
 cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
-    """The same for an abort, before its group begins: within a group NCCL would put off a part of it."""
+    """Call `drop_ranges` for an abort, before its NCCL group begins: within a group NCCL would defer a part of it."""
     cdef void* handle = turn.handle
     cdef bint goes_on = (<Handle>handle).nonblocking
     if not turn.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE)):
@@ -247,10 +250,10 @@ cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
 
 
 cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
-    """Take the handle away and abort it, unless a thread is inside it that cannot be got out."""
+    """Take the handle away and abort it, unless a thread is in a call on it that cannot be made to return."""
     cdef void* handle = turn.handle
     cdef ncclComm_t raw
-    # NCCL joins the job of a nonblocking one itself.
+    # NCCL itself waits for the background job of a nonblocking communicator.
     cdef bint goes_on = abort_preempts or (<Handle>handle).nonblocking
     cdef bint locked = lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE))
     turn.stuck = not locked and not goes_on
@@ -264,12 +267,14 @@ cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
 
 
 cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** words) noexcept nogil:
-    """Have each its turn, several in one group, and tell the hooks of those that have ended; return what the group did.
+    """Abort each, several in one NCCL group, and tell the hooks of those that have ended; return the group's result.
 
-    All of it is without the GIL: who frees memory that they use may have that, and wait for the last of them.
+    The GIL is not taken: a thread that frees memory which the communicators use may hold it while it waits for the
+    last of them.
     """
     cdef ncclResult_t result = ncclSuccess
-    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
+    # One limit for all communicators: many may be stuck.
+    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)
     cdef PreCallHook* precall_hook
     cdef size_t i
     for i in range(0 if guards or abort_preempts else count):
@@ -296,7 +301,7 @@ cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** wor
 
 
 cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
-    """Abort all of them, or all their guards, as one NCCL group if there are several; the list keeps them."""
+    """Abort all handles, or all their guards, in one NCCL group if there are several; the list keeps them alive."""
     cdef ncclResult_t result
     cdef size_t i, count = len(handles)
     cdef char* words = NULL
@@ -312,7 +317,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
         for i in range(count):
             if turns[i].stuck:
                 stuck.append(handles[i])
-            if _has_failed(turns[i].result):  # the others have ended all the same
+            if _has_failed(turns[i].result):  # the others were aborted nevertheless
                 failures.append(nccl_error(turns[i].result, b"ncclCommAbort", turns[i].words))
         if _has_failed(result):
             raise nccl_error(result, b"ncclGroupEnd", words)
@@ -325,7 +330,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
 
 
 cdef int destroy_graphs(Handle handle) except -1:
-    """Destroy its graphs, with the GIL and without a wait for anybody stuck: NCCL waits for all that refer to it."""
+    """Destroy a communicator's graphs, for which NCCL waits; with the GIL, and without a wait for a stuck thread."""
     for each in list(handle.resources):
         if hasattr(each, "_let_go"):
             each._let_go()
@@ -333,7 +338,7 @@ cdef int destroy_graphs(Handle handle) except -1:
 
 
 cdef int _warn_of_others(Handle handle) except -1:
-    """Warn, once, of an abort after a failure of which ranks of other processes hear nothing."""
+    """Warn, once, that ranks of other processes are not told of an abort after a failure."""
     global _warned
     told = handle.contact != BELIEVED or len(local_peers_of(handle)) + 1 >= handle.nranks
     if told or _warned or handle.failed_as is None or handle.state != ABORTED:
@@ -348,19 +353,19 @@ cdef int _warn_of_others(Handle handle) except -1:
 
 
 cdef class _Abort(Call):
-    """Abort communicators in a thread of its own, and keep what became of that."""
+    """Abort communicators in a thread of its own, and keep the outcome."""
 
     cdef list handles
     cdef list failures
     cdef list stuck
-    cdef unsigned long caller  # the thread that has begun it
+    cdef unsigned long caller  # the thread that has begun the abort
 
     def __cinit__(self, list handles):
         self.handles, self.failures, self.stuck = handles, [], []
         self.caller = this_thread()
 
     cdef int make(self) except -1:
-        """Abort them, and what was made of them meanwhile."""
+        """Abort the communicators, and handles that NCCL has made for them meanwhile."""
         cdef Handle handle = self.handles[0]
         cdef bint lent = lend_device(handle.device)
         try:
@@ -376,9 +381,9 @@ cdef class _Abort(Call):
         return 0
 
     cdef bint _tell(self) except -1:
-        """Have the other ranks hear of it first: an abort may complete their operations with wrong data.
+        """Tell the other ranks first: an abort may complete their operations with wrong data.
 
-        Return False if the process ends meanwhile: the others could not be told any more.
+        Return False if the process ends meanwhile, in which case the other ranks cannot be told any more.
         """
         cdef Handle handle
         cdef bint goes_on = True
@@ -401,7 +406,7 @@ cdef class _Abort(Call):
                     handle.peer_status.confirm()
             except BaseException as error:
                 self.failures.append(error)
-        for handle in self.handles:  # all are told by now: another rank may have these in another order
+        for handle in self.handles:  # a second loop: another rank may abort the same communicators in another order
             try:
                 if handle.peer_status is not None and not handle.peer_status.wait_until_heard():
                     goes_on = False
@@ -410,9 +415,9 @@ cdef class _Abort(Call):
         return goes_on
 
     cdef int _tell_readers(self) except -1:
-        """Raise the error in threads that wait for an operation by a stream alone: the abort lets them read on.
+        """Raise the error in threads that wait for an operation only by a stream: the abort lets the stream run on.
 
-        The thread that has begun the abort knows of it.
+        The thread that has begun the abort is left out: it knows of the abort.
         """
         cdef Handle handle, other
         told = {self.caller}
@@ -426,7 +431,7 @@ cdef class _Abort(Call):
         return 0
 
     cdef int _end(self, list handles) except -1:
-        """Guards first, so that nobody is inside the communicators when their turn comes. A failure stops nothing."""
+        """Abort guards first, so that no thread is in a call when the communicators are aborted; collect failures."""
         cdef Handle handle
         try:
             guarded = [handle for handle in handles if handle.guard != NULL]
@@ -451,8 +456,8 @@ cdef class _Abort(Call):
 cdef list begin_abort(list handles, object reason):
     """Mark communicators as aborted, so that no operation of them starts, and start the threads that abort them.
 
-    Those that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one group, and
-    needs a thread for each.
+    Communicators that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one
+    group and needs a thread for each.
     """
     cdef Handle handle
     alive = []
@@ -465,7 +470,7 @@ cdef list begin_abort(list handles, object reason):
             alive.append(handle)
     if not alive:
         return []
-    for handle in list(alive):  # those that wait in their end for one that will not come there
+    for handle in list(alive):  # also local peers with a close that would wait for an aborted rank
         alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
     threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
@@ -477,13 +482,13 @@ cdef list begin_abort(list handles, object reason):
 
 
 cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
-    """Raise an error in the threads that read by streams of a communicator, and are not told yet."""
+    """Raise an error in the threads that read a communicator's results by streams and are not told yet."""
     if handle.readers_told or handle.marks == NULL:
         return 0
     handle.readers_told = True
     readers = handle.readers() - told
     if readers:
-        tell_trouble([handle], error)  # the error says what the other ranks do
+        tell_trouble([handle], error)  # adds to the error what the other ranks do
         readers -= handle.informed or set()
         raise_in_readers(readers, 0, error, handle.subject())
         told |= readers
@@ -491,10 +496,11 @@ cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
 
 
 def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
-    """Wait until an abort finds something of a communicator that is being made, if it is; some seconds at most.
+    """Wait, for `seconds` at most, until a communicator that is being made has a handle to abort.
 
-    NCCL has that when the call has returned, and a communicator without a deadline not before all ranks have come. The
-    host engine has it as soon as its call has begun. What comes later is aborted by the thread that has called.
+    NCCL provides the handle when the init call has returned: for a communicator without a deadline, when all ranks
+    have joined. The host engine provides it as soon as the call has begun. A handle that arrives later is aborted by
+    the thread that has made the call.
     """
     cdef double deadline = deadline_after(seconds)
     while handle.state == DEFERRED and now() < deadline:
@@ -505,9 +511,9 @@ def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
 
 
 def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
-    """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on.
+    """Abort a communicator for an error that another rank has reported; its calls raise that class from now on.
 
-    One that is being made is aborted as soon as there is something to abort, or after so many seconds.
+    A communicator that is being made is aborted as soon as it has a handle, or after `seconds`.
     """
     cdef bint made = handle.state != DEFERRED
     await_init(handle, seconds)
@@ -516,14 +522,14 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     handle.abort_error = error
     handle.idle_at_end = not handle.waiters and handle.in_call_since == 0
     text = str(error)
-    if made:  # else it has had no operation
+    if made:  # else no operation was made on it
         note_failure([handle], error)
         _say_where_called(handle, error)
     begin_abort(handle.tied(), text)
 
 
 cdef int _say_where_called(Handle handle, object error) except -1:
-    """Have an error say where the first operation was called that the device has not ended, if calls are told of."""
+    """Add to an error where the first operation that the device has not ended was called, if calls are traced."""
     cdef CallTracer tracer = _handles.tracer
     if tracer is None:
         return 0
@@ -537,13 +543,13 @@ cdef int _say_where_called(Handle handle, object error) except -1:
 cdef int start_or_run(Call call) except -1:
     try:
         call.start("ncclpy-abort")
-    except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
+    except RuntimeError:  # no more threads: run it here, where it may block; otherwise nothing would be ended
         call.run_here()
     return 0
 
 
 cdef list begin_quietly(list handles, object reason):
-    """Begin an abort on the way out, where another exception is what the caller is told."""
+    """Begin an abort where another exception is raised to the caller; failures to begin are dropped."""
     try:
         return begin_abort(handles, reason)
     except Exception:
@@ -551,10 +557,10 @@ cdef list begin_quietly(list handles, object reason):
 
 
 cdef int end_abort(list threads, double timeout, object reason) except -1:
-    """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
+    """Wait for aborts, warn of those that did not return in time or were not possible, and raise the first failure."""
     cdef double deadline = deadline_after(timeout)
     cdef _Abort thread
-    # The operation that is to end may be run by this very thread, beneath the handler: it ends when the handler has.
+    # This very thread may run the operation to be ended, interrupted by the handler: it ends only after the handler.
     cdef bint within = abort_preempts and ncclpy_in_handlers > 0
     if within:
         deadline = min(deadline, now() + HANDLER_PATIENCE)
@@ -593,7 +599,7 @@ cdef int leave(list handles, object reason, object error) except -1:
 
 
 cdef int _leave_behind(list handles, object reason) except -1:
-    """Give up communicators that a thread is inside of and that nobody can end, with a warning."""
+    """Give up, with a warning, communicators with a thread in a call that cannot be made to return."""
     cdef Handle handle
     for handle in handles:
         if handle.become(ABORTED):
@@ -621,8 +627,10 @@ cdef int abort_late(list handles, object reason, bint called=True) except -1:
 
 
 cdef class _Ending(Call):
-    """Have a call come back that nobody waits for any longer, and end what it has made; in a thread of its own, so that
-    a second Ctrl-C ends the wait for that alone."""
+    """Wait for an aborted call that no other thread waits for, and abort what it has made.
+
+    This is done in a thread of its own, so that a second Ctrl-C ends only the wait for it.
+    """
 
     cdef Call call
     cdef list children
@@ -639,7 +647,7 @@ cdef class _Ending(Call):
 
 
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
-    """End what a call was made for that nobody waits for any longer; what cannot be ended is left behind with it."""
+    """End the work of a call for which no thread waits any longer; leave behind what cannot be ended, and the call."""
     cdef Handle handle
     cdef _Ending ending = None
     ends, stays = [], []
@@ -657,11 +665,11 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     note_failure(handles, error)
     try:
         threads = begin_quietly(ends, reason)
-        if ending is not None:  # before anything is waited for: a signal may come once more
+        if ending is not None:  # before any wait, which another signal may end
             start_or_run(ending)
         end_quietly(threads, reason, error)
         if ending is not None:
-            ending.wait(FOREVER)  # it has a deadline itself
+            ending.wait(FOREVER)  # `_Ending` has a deadline of its own
         elif call is not None and call.done:
             abort_late(children, reason)
         else:
@@ -672,37 +680,37 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:
-    """Abort communicators together, from a side thread that is left behind if it does not return in time."""
+    """Abort communicators together, in a thread that is left behind if it does not return in time."""
     return end_abort(begin_abort(handles, reason), timeout, reason)
 
 
 cdef enum:
     NOTHING  # no call was made yet
     WITHIN  # in an operation
-    LAUNCHED  # an operation was begun; its end is not known
-    DONE  # in none
+    LAUNCHED  # an operation was begun; whether it has ended is not known
+    DONE  # all operations have ended
 
 _NAMES = (None, "within", "launched", "done")
 
-#: The account of a communicator that was aborted for no error of NCCL's; with the last operation, if that was done.
+#: Status of a communicator that was aborted without an NCCL error; with the last operation, if all have ended.
 ABANDONED = ("given up", None, 0.0)
 
 
 def rank_status_of(Handle handle not None):
-    """Return what this rank does on a communicator that was told to note that.
+    """Return what this rank does on a communicator that notes its calls for other ranks.
 
     Returns
     -------
     tuple of (str or None, tuple or None, float)
-        ``"within"`` an operation; ``"launched"`` one, of which no end is known; ``"done"`` with all; None before the
-        first; or `ABANDONED`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds
-        since then.
+        ``"within"`` an operation; ``"launched"`` one that is not known to have ended; ``"done"`` with all; None before
+        the first; or `ABANDONED`. The operation: kind, sequence, data type, count, operator and root (-1 for none).
+        Seconds since then.
     """
     cdef Operation what
     cdef double since = 0, moment, ended = handle.ended
     cdef long long arrived = handle.arrived
     cdef int state
-    # Aborted for no error that it has to tell of.
+    # Aborted without an error to report.
     cdef bint given_up = handle.state == ABORTED and not handle.failing and handle.abort_error is None
     memset(&what, 0, sizeof(what))
     with nogil:
@@ -733,10 +741,10 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
     if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.failing:
         handle.look_at_marks()
     if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):
-        if handle.failing and not broken and handle.unfinished_since != 0:  # its abort takes a while
+        if handle.failing and not broken and handle.unfinished_since != 0:  # its abort holds the lock
             what[0], since[0] = handle.unfinished, handle.unfinished_since
             return WITHIN
-        while True:  # a call is stuck: what it has noted stands
+        while True:  # a stuck call holds the lock: what it has noted stays; read it until two reads agree
             what[0] = handle.latest
             again = handle.latest
             if memcmp(what, &again, sizeof(again)) == 0:
@@ -751,7 +759,7 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
         what[0], since[0] = handle.latest, handle.began
     within = handle.waiters or handle.in_call_since != 0
     within = within or ((handle.failing or handle.state == ABORTED) and not handle.idle_at_end)
-    # A call that an abort has brought back has passed its mark and has not run.
+    # A call that an abort has made return has set its mark, and its operation has not run.
     within = marked != NULL or (within and (broken or not handle.marked or handle.unissued))
     handle.unlock()
     if since[0] == 0:

@@ -8,51 +8,54 @@ from ncclpy.core.handles.state cimport InitState, Mark, Marks, Ranges
 from ncclpy.core.runtime.wait cimport Waiting
 
 
-# What is told of failures and of this process's ranks: the module that writes dumps, where they were asked for.
+# A listener for failures and for the ranks of this process: the module that writes dumps, if dumps are enabled.
 cdef class FailureListener:
-    # A communicator or a process group of so many ranks is being made, in which this process has that rank.
+    # A communicator or a process group of `nranks` ranks is being made, in which this process is rank `rank`.
     cpdef int named(self, int nranks, int rank) except -1
-    # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` in the thread that raises
-    # the error, under no lock; without, in any thread, which is not held up.
+    # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` it is called in the
+    # thread that raises the error, under no lock; without, in any thread, and must not block.
     cpdef int failed(self, object error, bint wait, bint ended=*) except -1
-    # An error is about to end the process: wait until what was told is written, for a bounded time.
+    # An error is about to end the process: wait, for a bounded time, until what was reported is written.
     cpdef int finish(self) except -1
 
 
 cdef FailureListener listener  # None without one
 cdef int set_listener(FailureListener new) except -1
 
-# Tell of an error of an operation, if it is NcclTimeout or NcclRemoteError.
+# Report an operation's error to the listener, if it is NcclTimeout or NcclRemoteError.
 cdef int tell_failed(object error, bint wait=*) except -1
 
-# Between these, in one thread, nothing is told: the caller of these two tells of the outcome.
+# Between these two calls the calling thread reports nothing: their caller reports the outcome. They nest.
 cdef void suppress_reports() noexcept nogil
 cdef void resume_reports() noexcept nogil
 cdef bint reports_suppressed() noexcept nogil
 
 
-# The other ranks of a communicator: an interface by which core asks a layer above what they do.
+# The interface by which core asks a layer above what the other ranks of a communicator do.
 cdef class PeerStatusHook:
-    # Those of a communicator that was made of some of these ranks; None if they cannot be asked.
+    # The hook for a communicator that was made of some of these ranks; None if they cannot be asked.
     cpdef PeerStatusHook of_part(self, object comm)
-    # Have an error of an operation say what the ranks do; in the thread that raises it, which holds no lock. It takes
-    # some seconds at most, and raises what a signal handler does, nothing else.
+    # Add to an operation's error what the ranks do; called in the thread that raises it, which holds no lock. It takes
+    # some seconds at most, and raises nothing but what a signal handler raises.
     cpdef int explain(self, object error) except -1
-    # Three steps of the thread that aborts the communicator. Tell them why it is; confirm that this rank takes no end of an
-    # operation for a success any more; and wait until they have confirmed, those that can. Then the abort may come, or, if
-    # that returns False, the process ends, and nothing is to be aborted.
+    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that this
+    # rank takes no end of an operation for a success any more; wait until the ranks that can have confirmed the same.
+    # Then the communicator is aborted; but if `wait_until_heard` returns False, the process ends, and nothing must be
+    # aborted.
     cpdef int tell(self, str text, str kind) except -1
     cpdef int confirm(self) except -1
     cpdef bint wait_until_heard(self) except -1
-    # Whether one of them has ended it, as far as that is known or has to be asked: before a result is handed out.
+    # Whether another rank has ended the communicator, as far as that is known or must be asked: called before a result
+    # is handed out.
     cpdef bint has_ended(self) except -1
-    # Tell them that this rank gives the communicator up, and go on; a wait for that to have been told.
+    # `leave` begins to tell the other ranks that this rank gives the communicator up; `left` waits until they are
+    # told.
     cpdef int leave(self) except -1
     cpdef int left(self, double seconds) except -1
 
 
 cdef extern from "ncclpy/core/handles/precall_hook.h" nogil:
-    # A hook before each call of a communicator, in memory that its handle keeps.
+    # A hook that a communicator's calls run; its memory is kept by `Handle.hook_keeper`.
     ctypedef struct PreCallHook "ncclpy_precall_hook":
         int known
         int unknown
@@ -75,7 +78,7 @@ cdef extern from "ncclpy/core/handles/precall_hook.h" nogil:
     void free_weak_handle "ncclpy_weak_handle_free"(WeakHandle* weak)
 
 
-# Before a call, and behind it: under the communicator's lock.
+# `run_if_wanted` runs before a call and `follow` after it, both under the communicator's lock.
 cdef inline void run_if_wanted(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
     if wants(precall_hook):
         enter(precall_hook, comm)
@@ -84,35 +87,37 @@ cdef inline void run_if_wanted(PreCallHook* precall_hook, ncclComm_t comm) noexc
 cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil
 cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil
 
-# Its events, in the current context; False if the driver has none.
+# Make the hook's events, in the current context; False if the driver fails to.
 cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil
 cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil
 
 
-# The memory registry: it is told of communicators that are ready, and says why its hook has aborted one.
+# The interface of the memory registry. `is_ready` tells it of a communicator that has become ready; `was_ended` has it
+# put into the handle why its hook has aborted the communicator.
 cdef class HookOwner:
     cdef int is_ready(self, object handle) except -1
     cdef int was_ended(self, object handle) except -1
 
 
-# The communicators of this process that are ready: `HookOwner` begins with these when it is set.
+# The communicators of this process that are ready: those that a new `HookOwner` begins with.
 cdef list ready_handles()
 cdef int set_hook_owner(HookOwner new) except -1
 cdef int tell_ready(object handle) except -1
 cdef int tell_ended(object handle) except -1
 
 
-# An observer of the calls that communicators make for users, each alone or at the end of a group.
+# Observer of the calls that communicators make for users, singly or at the end of a group.
 cdef class CallTracer:
-    # Where this thread's Python is, for `begin`: a group's operations are recorded before they are called.
+    # The Python call site of this thread, for `begin`: a group's operations are recorded before NCCL is called.
     cdef object here(self)
-    # Before a call: returns what `end` is given. Both in the calling thread, under none of the locks of ncclpy.
+    # Before a call: its result is passed to `end`. Both run in the calling thread, under none of ncclpy's locks.
     cdef object begin(self, Handle handle, const Operation* operation, object here)
-    # When it has come back: `done` where its data have been waited for, else it goes on, on its stream.
+    # After the call: `done` if its data have been waited for; otherwise the operation still runs on its stream.
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1
     # What `begin` has returned for an operation, None if that is not known any more.
     cdef object find(self, Handle handle, const Operation* operation)
-    # Have an error of an operation say where it was called; before others see it. None: nothing.
+    # Add to an operation's error where the operation was called, before any other reader sees the error. If `noted` is
+    # None, do nothing.
     cdef int explain(self, object noted, object error) except -1
 
 
@@ -120,7 +125,7 @@ cdef class CallTracer:
 cdef CallTracer tracer
 cdef int set_call_tracer(CallTracer new) except -1
 
-# Results of ours beside ncclResult_t, of polling.
+# Results of polling and of calls that ncclResult_t does not have.
 cdef enum:
     PAST_DEADLINE = -2
     WAS_ABORTED = -3
@@ -129,11 +134,12 @@ cdef enum:
 
 # Why operations are not finished.
 cdef enum:
-    LATE = 1  # a deadline has passed, for what has no end
-    BROKEN = 2  # something has failed: what was last begun has an end, and no result
+    LATE = 1  # a deadline has passed, and the last operation has not ended
+    BROKEN = 2  # something has failed: the last operation has ended without a result
 
-# Of whom the ends of operations are believed, see engine.fence; others carry how often the process had stood still when
-# the other ranks were asked last.
+# Values of `Handle.contact`, see engine.work: whether an operation that ends is taken for a success, always (BELIEVED)
+# or never any more (FENCED). Any other value is the number of times that the process had stood still when the other
+# ranks were asked last: ends are taken for successes while that number is unchanged.
 cdef enum:
     BELIEVED = -1
     FENCED = -2
@@ -143,132 +149,131 @@ cdef class Handle:
     cdef int state  # changed by `become` alone
     cdef int contact  # BELIEVED, FENCED or a count
     cdef ncclComm_t raw
-    cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
-    cdef bint guard_aborted  # that guard was aborted: what NCCL still does for this one waits for no other rank
+    cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none
+    cdef bint guard_aborted  # what NCCL still does for this communicator waits for no other rank
     cdef mutex_t mutex
     cdef mutex_t gate  # see detach_handle
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint owned
-    cdef bint revoked  # or it is about to be: what runs on it may not come to its end
+    cdef bint revoked  # or about to be: operations on it may never end
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
-    # How it is waited for.
+    # Waits.
     cdef bint waits  # init, split and the like return only when NCCL is done
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
     cdef Waiting* waits_now  # the waits under way, the newest first; by the GIL
-    cdef int waiters  # threads that wait for its private stream, or are about to
-    cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
-    # Of its other ranks in this process: an abort of this one alone frees it (`abort.is_freed`), for who has no GIL; one was
-    # aborted.
-    cdef bint frees_alone
-    cdef bint local_peer_aborted
-    cdef bint fenced  # another rank of this process is about to be aborted: no end of an operation is a success any more
+    cdef int waiters  # waits under way or about to begin; a close waits until it is 0
+    cdef bint main_waits  # the main thread waits, so a signal handler may run on top of that wait
+    # The communicator's other ranks in this process.
+    cdef bint frees_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
+    cdef bint local_peer_aborted  # one of these ranks was aborted
+    cdef bint fenced  # one of them is about to be aborted: no end of an operation is a success any more
     cdef object abort_of_local_peer  # and the error of such an operation
     cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
     cdef set informed  # threads in which a call has raised that it has ended; or None
-    # Its end before its time.
-    cdef int engine_failed  # a call of the engine's has failed: no other of its is made
+    # Failures and aborts.
+    cdef int engine_failed  # a call of the engine has failed: the engine makes no other on this communicator
     cdef object reason  # why it was aborted
-    cdef object abort_error  # the exception that tells why it was aborted, for later calls
-    cdef list aborting  # the threads that abort it, of the last abort
+    cdef object abort_error  # the exception with the reason of the abort, for later calls
+    cdef list aborting  # the threads of the last abort
     # For the watcher, of a communicator that can be ended and has a deadline.
     cdef bint watched
     cdef Marks* marks
     cdef double in_call_since  # since when a thread is in a call of NCCL; 0 if none is
     cdef double in_call_limit
-    cdef bint in_call_on_main  # it is the main thread
+    cdef bint in_call_on_main  # that thread is the main thread
     cdef double shortest_limit  # the shortest deadline of any operation
-    # What lives beside it, or NULL, and the object that it is in; they stay as long as this.
+    # The pre-call hook, or NULL, and the object that owns its memory; both stay as long as this handle.
     cdef PreCallHook* precall_hook
     cdef object hook_keeper
     cdef WeakHandle* weak  # for threads of the hook's owner without the GIL
-    # Where it comes from.
-    cdef InitState init_state  # what it was made in; None of a handle that ncclpy has not made
-    cdef object config  # that was asked for, and that children inherit
-    cdef bint abortable  # it was asked for by name
+    # Origin.
+    cdef InitState init_state  # None for a communicator that ncclpy has not made
+    cdef object config  # as the caller passed it; children inherit it
+    cdef bint abortable  # the caller passed abortable=True
     cdef object site  # where it was made
     cdef Handle parent
     cdef void* asked  # the parent as a pointer, for polling without the GIL
-    # What hangs on it.
+    # Dependent objects.
     cdef object children  # WeakSet
-    cdef list making  # children that NCCL still makes: they must not go
+    cdef list making  # children that NCCL still makes: they must be kept alive
     cdef object resources  # WeakSet of operators, registrations and graphs, closed with the communicator
-    cdef dict registered  # buffers that NCCL has registered, by a number; they stay until it lets go of them
-    cdef long long registrations  # how many there were
-    cdef Ranges ranges  # what `register` has registered; guarded by its mutex
-    cdef dict windows  # by the same number, (address, end) of the symmetric ones
+    cdef dict registered  # buffers that NCCL has registered, by a number; kept until NCCL has deregistered them
+    cdef long long registrations  # the last such number
+    cdef Ranges ranges  # what `register` has registered; guarded by the mutex
+    cdef dict windows  # (address, end) of the symmetric windows, by the same number
     cdef object stream  # for memory that has no stream
     cdef size_t scratch  # device memory of the barrier, 0 until used
-    # For a recorder: ranks count alike, so that their calls can be laid side by side.
+    # For a recorder: all ranks number their calls alike, so that records of several ranks can be compared.
     cdef str group_name  # the same on all ranks; None if that is not known
-    cdef long long sequence  # calls made on it; guarded by its mutex
-    # For the other ranks, where they can ask and be asked.
+    cdef long long sequence  # number of calls made on it; guarded by the mutex
+    # Status for the other ranks, if they and this rank can ask each other.
     cdef PeerStatusHook peer_status  # or None
     cdef bint told  # each call is noted for them
-    cdef Operation latest  # the last call; guarded by the mutex, as is the next
-    cdef double began  # when it was made
-    cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
-    cdef double ended  # when they came; by the GIL
+    cdef Operation latest  # the last call; guarded by the mutex
+    cdef double began  # when `latest` was made; guarded by the mutex
+    cdef long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; by the GIL
+    cdef double ended  # when these data were there; by the GIL
     cdef bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
-    cdef bint marked  # it has a mark, or the group that it is of; guarded by the mutex
-    # The first operation that the device was not done with when the marks were last looked at, if it was begun (not 0).
+    cdef bint marked  # the last call, or its group, has a mark; guarded by the mutex
+    # The first operation that the device had not ended at the last look at the marks, and when it was made; 0 if none.
     cdef Operation unfinished
     cdef double unfinished_since
-    cdef str failed_as  # the name of the class of what has failed, or None
-    cdef int failing  # an error is being raised, see below: what was begun was not finished
-    cdef bint idle_at_end  # this rank was in no call when another one ended it
-    cdef int descendants  # communicators that were made from it, to name the next one
+    cdef str failed_as  # class name of the error that has failed it, or None
+    cdef int failing  # LATE or BROKEN while an error is being raised, else 0
+    cdef bint idle_at_end  # this rank was in no call when another rank ended the communicator
+    cdef int descendants  # number of communicators made from it, to name the next one
     cdef object __weakref__
 
-    # Move to another state; False, and no move, if it is over, or there already.
+    # Move to another state; return False, and do not move, if the state is over or is `to` already.
     cdef bint become(self, int to) except -1
-    # Raise in a state in which no operation is taken. What is being made may take one when it is.
+    # Raise in a state that takes no operation.
     cdef int check_state(self) except -1
 
-    # Its locks, and a call of NCCL under them.
+    # Locks, and calls of NCCL under them.
     cdef void lock(self) noexcept nogil
     cdef void unlock(self) noexcept nogil
     cdef bint lock_alive(self) noexcept nogil
     cdef ncclComm_t detach_handle(self) noexcept nogil
-    # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
+    # The guard, NULL if there is none or it was taken. With `take` it is removed from the handle.
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
-    # for a thread that waits for this one, or, if that is 0, for itself.
+    # `thread` waits for the calling thread; if it is 0, the calling thread waits for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
-    # Note a call for the other ranks, under the lock; and that the data of one are there, with the GIL: another thread
-    # may be stuck under the lock.
+    # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there, with
+    # the GIL: another thread may be stuck under the lock.
     cdef void note(self, const Operation* operation) noexcept nogil
     cdef int note_arrival(self, const Operation* operation) except -1
 
-    # What NCCL says of it, asked once.
+    # Ask NCCL once about the communicator.
     cdef ncclResult_t poll_once(self) noexcept nogil
     cdef ncclResult_t poll_init(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
     cdef int ask_who(self) except -1
-    # Who knows why it failed, and what NCCL says of the error that polling has found, or NULL.
+    # The communicator to ask why this one failed, and NCCL's message for the error that polling has found; or NULL.
     cdef ncclComm_t speaker(self) noexcept
     cdef const char* last_words(self) noexcept
     cdef ncclResult_t _ask_maker(self) noexcept nogil
 
-    # While it is made.
+    # Initialisation.
     cdef void take_cell(self) noexcept nogil
     cdef int called(self) except -1  # the call that makes it has begun in another thread
-    cdef int cancel_init(self) except -1  # the group in which it was to be made came to nothing
-    # Whether NCCL has made it all the same, and it is in nobody's hands: then this takes it over, to be aborted.
+    cdef int cancel_init(self) except -1  # the group in which it was to be made has failed
+    # Whether NCCL has made it although its group failed: then this takes the handle over, to be aborted.
     cdef bint is_stray(self) noexcept
-    cdef bint is_in_parent(self) noexcept  # it is a child of which only its parent knows
+    cdef bint is_in_parent(self) noexcept  # it is a child that NCCL makes through its parent, without a handle so far
     cdef bint adopt_late_handle(self, bint called) except -1
     cdef bint _take_cell_late(self, bint called) noexcept nogil
 
-    # How it can be ended: whether an abort ends any call and any operation of it; everything that has to be aborted
-    # for that, itself included.
+    # `can_be_ended`: whether an abort ends any call and any operation of it. `tied`: all communicators that must be
+    # aborted to end this one, itself included.
     cdef bint can_be_ended(self) noexcept
     cdef list tied(self)
     cdef int check_endable(self, object what) except -1
-    # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
+    # Whether NCCL makes its calls in the background; NCCL refuses to mix such calls with others in a group.
     cdef bint in_background(self) noexcept
     # A call of it has returned ncclInProgress.
     cdef int was_in_progress(self) except -1
@@ -278,49 +283,50 @@ cdef class Handle:
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
     cdef object aborted_error(self, object what)
     cdef object timeout_error(self, object what, double waited)
-    # Have an error that the others may have a part in say what they do, where they can be asked.
+    # Add what the other ranks do, if they can be asked, to an error that they may have caused.
     cdef int explain(self, object error) except -1
-    # Look what the device has ended so far: an abort ends the rest without doing it.
+    # Note what the device has ended so far: an abort ends the rest without executing it.
     cdef void look_at_marks(self) noexcept nogil
-    # Note in each wait whether its stream has run dry, so that its data do not come from the abort that follows; return
+    # Note in each wait whether its stream has run dry before the abort that follows, and so has valid data; return
     # whether all have. With the GIL.
     cdef bint look_at_waits(self) noexcept
-    # The threads that have begun an operation which the device has not ended, and that are in no call of the communicator's.
+    # The threads that have begun an operation which the device has not ended, and that are in no call on the
+    # communicator.
     cdef set readers(self)
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil
     # The calling thread is about to raise that the communicator has ended: it need not be told as a reader.
     cdef int inform(self) except -1
-    # What `stream_readers` knows it by, and the other ranks of this process.
+    # The key for `stream_readers`, which this rank shares with the communicator's other ranks in this process.
     cdef object subject(self)
 
-    # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
-    # communicator and, where one is given, the stream can touch them no more.
+    # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the
+    # communicator nor the stream, if one is given, can touch them any more.
     cdef CUstream own_stream(self) except NULL
     cdef long long keep(self, object buffer) except -1
     cdef int unkeep(self, long long number) except -1
     cdef int unkeep_all(self) except -1
     cdef int hold(self, list objects, CUstream stream, object what) except -1
-    # The name of one that is made from this one, with a mark of those who belong to it.
+    # The name of a communicator that is made from this one; `mark` tells which ranks belong to it.
     cdef str name_next(self, str mark)
 
 
-# Note that communicators are to be aborted for what an error says, if it is one of NCCL's.
+# Note in communicators that are about to be aborted which error is the reason, if it is an NcclError.
 cdef int note_failure(list handles, object error) except -1
 
-# Have the communicators' `PeerStatusHook` explain an error, and tell listeners of it if it is NcclTimeout.
+# Have the communicators' `PeerStatusHook` explain an error, unless `wait` is False, and report it with `tell_failed`.
 cdef int tell_trouble(list handles, object error, bint wait=*) except -1
 
-# Take a lock unless that takes until a moment; return whether it was taken.
+# Take a lock, trying until `until`; return whether it was taken.
 cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil
 
-# The locks of several communicators, taken by all threads in one order. The array is for `free`; the caller keeps the
+# The handles in the order in which every thread takes their locks. The array is for `free`; the caller keeps the
 # handles in it alive.
 cdef PyObject** in_lock_order(list handles) except NULL
 
-# Count the waits that calls are made for, of (handle, ...), before they are made; and with -1 when they are over: who
-# closes a communicator waits for them.
+# Add `by` to `Handle.waiters` for each (handle, ...): 1 before the calls that are waited for are made, -1 when the
+# waits are over. A thread that closes a communicator waits for them.
 cdef int count_waits(list waits, int by) except -1
 
-# How long a look at what the device has ended waits for a thread that is inside the communicator, in seconds.
+# Seconds that a look at the marks waits for the communicator's lock.
 cdef double LOOK_PATIENCE
 cdef bint on_main_thread() noexcept nogil

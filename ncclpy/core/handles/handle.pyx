@@ -1,16 +1,16 @@
-"""A communicator's handle: what it is at this moment, what has to be known to use it safely, and its observers.
+"""A communicator's handle: its state, its locks, its NCCL handles, and its observers.
 
-Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `state`), the parent that
-still makes it. All that happens to a communicator, its initialisation, waits, aborts and end, is done to a `Handle` by modules
-that are built on this one; here no other rank is waited for, and nothing is ended.
+A `Handle` holds the communicator's ncclComm_t, its guard (see `state`), and the parent through which NCCL still makes
+it. Initialisation, waits, aborts and the end of a communicator are in modules that are built on this one; this module
+waits for no other rank and ends nothing.
 
-NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
-group job on the side. So callers and pollers take the communicator's lock, always without the GIL.
+NCCL requires that calls on one communicator are serialised, including `ncclCommGetAsyncError`, which may complete a
+group job. So callers and pollers take the communicator's lock, always without the GIL.
 
-The memory registry has something to do with a communicator, but must not wait for its lock. So it says so in a word
-(`wanted`) that each call looks at, and is let in under the lock, right before the call. It learns when what was issued is
-over: behind each call an event is recorded. One event is enough, as NCCL runs the operations of one communicator one
-after the other, on whichever streams they are.
+The memory registry works on communicators but must not wait for their locks. It sets a flag (`wanted`) that each call
+checks; the call then runs the registry's hook under the lock, before NCCL is called. The hook learns when issued
+operations are over from an event that is recorded behind each call. One event is enough: NCCL runs the operations of
+one communicator in order, whichever streams they are on.
 """
 
 import os
@@ -43,14 +43,14 @@ from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteE
 
 cdef extern from *:
     """
-    /* How many calls this thread is inside of whose outcome is told as a whole. */
+    /* How many calls of `suppress_reports` of this thread have no `resume_reports` yet. */
     static __thread int ncclpy_wholes = 0;
     """
     int ncclpy_wholes
 
 
 cdef class FailureListener:
-    """The interface of a listener."""
+    """Interface of a listener for failures."""
 
     cpdef int named(self, int nranks, int rank) except -1:
         raise NotImplementedError
@@ -66,14 +66,14 @@ listener = None
 
 
 cdef int set_listener(FailureListener new) except -1:
-    """Have a listener told from now on."""
+    """Set the listener; None ends the reports."""
     global listener
     listener = new
     return 0
 
 
 def failure_listener():
-    """Return the listener, None without one."""
+    """Return the listener, None if there is none."""
     return listener
 
 
@@ -98,7 +98,7 @@ cdef bint reports_suppressed() noexcept nogil:
 
 
 cdef class PeerStatusHook:
-    """The interface to the other ranks of a communicator: `peers/launcher_peers.py` implements it."""
+    """Interface to the other ranks of a communicator; `peers/launcher_peers.py` implements it."""
 
     cpdef PeerStatusHook of_part(self, object comm):
         raise NotImplementedError
@@ -146,10 +146,10 @@ cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil:
 
 
 cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
-    """Let it in, on the communicator's device; what it does there disturbs no capture."""
+    """Run the hook in the context of the communicator's device, in a mode that disturbs no capture."""
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if precall_hook.unknown:  # NCCL works on the communicator in the background: at the next call then
+    if precall_hook.unknown:  # NCCL may work on the communicator in the background: the hook runs before a later call
         return
     driver.cuCtxGetCurrent(&saved)
     driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
@@ -160,11 +160,11 @@ cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
 
 
 cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
-    """Put an event behind what was issued, also by a call that has failed; what is captured runs when its graph does."""
+    """Record an event behind what was issued, also by a call that has failed; a captured call is reported instead."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream is the current device's
-    if not issued:  # NCCL does so in the background
+    if not issued:  # NCCL issues in the background
         precall_hook.unknown = 1
         return
     if entered:
@@ -176,7 +176,7 @@ cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexce
         precall_hook.caught(precall_hook)
     elif driver.cuEventRecord(<CUevent>precall_hook.events[precall_hook.current], stream) == CUDA_SUCCESS:
         precall_hook.known = 1
-        precall_hook.unknown = 0  # this one runs behind it
+        precall_hook.unknown = 0  # NCCL runs this operation behind what had no event
     else:
         precall_hook.unknown = 1
     if entered:
@@ -184,7 +184,7 @@ cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexce
 
 
 cdef class HookOwner:
-    """The interface of the memory registry, which has a hook at each communicator."""
+    """Interface of the memory registry, which has a hook on each communicator."""
 
     cdef int is_ready(self, object handle) except -1:
         raise NotImplementedError
@@ -202,7 +202,7 @@ cdef list ready_handles():
 
 
 cdef int set_hook_owner(HookOwner new) except -1:
-    """Have this object told from now on; None ends that."""
+    """Set the owner of the hooks; None removes it."""
     global _hook_owner
     _hook_owner = new
     return 0
@@ -217,13 +217,13 @@ cdef int tell_ready(object handle) except -1:
 
 
 cdef int tell_ended(object handle) except -1:
-    """Have a communicator's state say that its pre-call hook has aborted it, and why."""
+    """Note in a communicator's state that its pre-call hook has aborted it, and why."""
     cdef HookOwner hook_owner = _hook_owner
     return 0 if hook_owner is None else hook_owner.was_ended(handle)
 
 
 cdef class CallTracer:
-    """The interface of an observer of calls: the flight recorder implements it."""
+    """Interface of an observer of calls; the flight recorder implements it."""
 
     cdef object here(self):
         raise NotImplementedError
@@ -245,7 +245,7 @@ tracer = None
 
 
 cdef int set_call_tracer(CallTracer new) except -1:
-    """Have this observer told of calls from now on; None ends that."""
+    """Set the observer of calls; None removes it."""
     global tracer
     tracer = new
     return 0
@@ -254,17 +254,18 @@ cdef int set_call_tracer(CallTracer new) except -1:
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
 
-# How long who takes a handle away waits for who asks NCCL about it.
+# Seconds that detaching a handle (destroy, abort) waits for a concurrent ncclCommGetAsyncError on it.
 cdef double GATE_PATIENCE = 0.2
 cdef double LOOK_PATIENCE = 0.002
 
-# The same for a look at who reads by streams: a thread that is passed over would read what the abort has torn.
+# Seconds that a look for threads that read results by streams waits for the communicator's lock. It is long since a
+# thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
-# How long an abort waits for a thread that is polling, which does not take long.
+# Seconds that an abort waits for a thread that polls; a poll does not take long.
 cdef double LATE_PATIENCE = 1.0
 
-# So many threads that read results by streams of one communicator are told that it has failed.
+# How many threads that read results by streams of one communicator are told that it has failed.
 cdef enum:
     MOST_READERS = 64
 
@@ -284,7 +285,7 @@ cdef bint on_main_thread() noexcept nogil:
 
 
 cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
-    """Take a lock unless that takes until a moment; return whether it was taken."""
+    """Take a lock, trying until `until`; return whether it was taken."""
     cdef double started = now()
     while mutex_trylock(mutex) != 0:
         if now() >= until:
@@ -294,7 +295,7 @@ cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
 
 
 cdef class Handle:
-    """Own one `ncclComm_t` and what must be known to use it safely."""
+    """Own one `ncclComm_t` and the state that its safe use needs."""
 
     def __cinit__(self, *args, **kwargs):
         mutex_init(&self.mutex, LOCK_COMM)
@@ -354,7 +355,7 @@ cdef class Handle:
         mutex_unlock(&self.mutex)
 
     cdef bint lock_alive(self) noexcept nogil:
-        """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
+        """Take the lock; if the communicator was aborted or closed meanwhile, release the lock and return False."""
         self.lock()
         if self.raw != NULL and self.state != ABORTED:  # an abort may be waiting for this very lock
             return True
@@ -362,7 +363,7 @@ cdef class Handle:
         return False
 
     cdef ncclComm_t detach_handle(self) noexcept nogil:
-        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
+        """Take the handle away, to destroy or abort it: from then on `peek` does not ask NCCL about it."""
         cdef bint locked = lock_within(&self.gate, now() + GATE_PATIENCE)
         cdef ncclComm_t raw = self.raw
         self.raw = NULL
@@ -371,7 +372,7 @@ cdef class Handle:
         return raw
 
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil:
-        """Return the guard or, to abort or destroy it, take it away: only one does so."""
+        """Return the guard; with `take`, for a thread that aborts or destroys it, only one caller gets it."""
         cdef ncclComm_t guard
         mutex_lock(&self.gate)
         guard = self.guard
@@ -412,7 +413,7 @@ cdef class Handle:
         return 0
 
     cdef ncclResult_t poll_once(self) noexcept nogil:
-        """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
+        """Ask NCCL once for the communicator's state; for a child that NCCL still makes, its parent is asked."""
         cdef ncclResult_t state = ncclSuccess
         cdef ncclResult_t result
         if self.state == INITIALISING:
@@ -426,10 +427,10 @@ cdef class Handle:
         return state if result == ncclSuccess else result
 
     cdef ncclResult_t poll_init(self) noexcept nogil:
-        """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
+        """Poll the initialisation, and take the next step when one is done. Several threads may call this."""
         cdef ncclResult_t result
         if self.init_state.stage == INIT_IN_PARENT:
-            # First and without this one's lock: the order of locks is that of their addresses.
+            # Before this handle's lock is taken: locks of communicators are taken in the order of their addresses.
             result = (<Handle>self.asked).poll_once()
             if result != ncclSuccess or self.nranks == 0:
                 return result
@@ -457,13 +458,13 @@ cdef class Handle:
                     self.raw = self.init_state.guard_split.cell
                 if self.raw != NULL:
                     self.init_state.stage = INIT_DONE
-                else:  # not written yet
+                else:  # NCCL has not written the cell yet
                     result = ncclInProgress
         self.unlock()
         return result
 
     cdef ncclResult_t _ask_maker(self) noexcept nogil:
-        """Ask the guard, or the communicator itself; an abort takes it away under the gate."""
+        """Ask NCCL about the guard or, without one, the communicator; an abort takes them away under the gate."""
         cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
         cdef ncclComm_t maker
         mutex_lock(&self.gate)
@@ -474,10 +475,10 @@ cdef class Handle:
         return state if result == ncclSuccess else result
 
     cdef ncclResult_t peek(self) noexcept nogil:
-        """Ask NCCL once how the communicator is, whatever call is under way; success where it is not known.
+        """Ask NCCL once for the communicator's state, even while a call is under way; success if it is not known.
 
-        Of a blocking communicator NCCL only reads a word. Of a nonblocking one it may complete a job, so that while
-        a call is under way nothing is known.
+        For a blocking communicator NCCL only reads a word. For a nonblocking one it may complete a job: the state is
+        not known while a call is under way.
         """
         cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
         if self.state != READY or nccl.ncclCommGetAsyncError == NULL:
@@ -502,9 +503,9 @@ cdef class Handle:
         return check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
 
     cdef ncclComm_t speaker(self) noexcept:
-        """Return the communicator that knows why this one failed.
+        """Return the communicator that has NCCL's message for a failure of this one, or NULL.
 
-        While it is made, the guard says what happens; of a child that NCCL has not made its parent does.
+        During initialisation that is the guard; for a child that NCCL has not made, the parent.
         """
         if self.raw != NULL:
             return self.raw
@@ -532,7 +533,7 @@ cdef class Handle:
         return 0
 
     cdef int cancel_init(self) except -1:
-        """Note that the group in which this communicator was to be made came to nothing."""
+        """Note that the group in which this communicator was to be made has failed."""
         if self.state == DEFERRED:
             self.become(FAILED)
             if self.init_state is not None and self.raw == NULL and self.guard == NULL:
@@ -540,7 +541,7 @@ cdef class Handle:
         return 0
 
     cdef bint is_stray(self) noexcept:
-        # Only the host engine says by the cell what it has made before another call of the group failed.
+        # Only the host engine fills the cells of communicators that it made before another call of the group failed.
         if self.state == FAILED and abort_preempts and self.raw == NULL and self.guard == NULL:
             self.take_cell()
         return self.raw != NULL or self.guard != NULL
@@ -549,16 +550,16 @@ cdef class Handle:
         return self.init_state is not None and self.init_state.stage == INIT_IN_PARENT
 
     cdef bint adopt_late_handle(self, bint called) except -1:
-        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
+        """Take over the handle that NCCL has made meanwhile for a communicator that was aborted during initialisation.
 
-        Nobody polls for it any more, and it would stay behind. `called` says that the call that makes it has returned,
-        although nobody has waited for it.
+        No thread polls for the handle any more, so it would leak. `called`: the call that makes the communicator has
+        returned, although no thread has waited for it.
         """
         cdef bint taken
         if self.state != ABORTED or self.init_state is None:
             return False
         if not called and abort_preempts and self.init_state.stage == INIT_PENDING and self.parent is None:
-            # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
+            # The host engine fills the cell as soon as the call has begun; the call returns only after this abort.
             if self.init_state.init_args.cell == NULL:
                 return False
             self.take_cell()
@@ -573,7 +574,7 @@ cdef class Handle:
         cdef bint taken
         if not lock_within(&self.mutex, until):
             return False
-        while self.init_state.is_splitting_guard() and now() < until:  # the guard is gone, which brings it back
+        while self.init_state.is_splitting_guard() and now() < until:  # the guard's abort makes the split return
             pause(0.001)
         taken = self.init_state.stage != INIT_PENDING or (called and self.raw == NULL)  # else the call has not returned
         if taken:
@@ -590,10 +591,10 @@ cdef class Handle:
         return self.guard != NULL or self.nonblocking or abort_preempts
 
     cdef list tied(self):
-        """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
+        """A child that NCCL has not made yet can only be ended by an abort of its parent, which ends both."""
         asked = self.state == DEFERRED and self.init_state is not None and self.parent is None and self.raw == NULL
         if asked and abort_preempts:
-            self.take_cell()  # NCCL has written it, and works on it in another thread
+            self.take_cell()  # the host engine may have written it, in a call of another thread
             if self.init_state.init_args.cell != NULL:
                 self.init_state.stage = INIT_POLLED
         unmade = self.state == DEFERRED or self.state == INITIALISING
@@ -602,7 +603,7 @@ cdef class Handle:
         return [self, *self.making]
 
     cdef int check_endable(self, object what) except -1:
-        """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
+        """Refuse a deadline of one operation if NCCL could not end the operation; the host engine refuses as well."""
         if self.guard == NULL and not self.nonblocking:
             raise ValueError(
                 f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
@@ -627,27 +628,27 @@ cdef class Handle:
         return check(result, function, self.raw)
 
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
-        """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
+        """Raise if a call was not made (`WAS_ABORTED`), or failed because the communicator was aborted during it."""
         if self.precall_hook != NULL and has_ended(self.precall_hook):
             tell_ended(self)
         if <int>result == WAS_ABORTED:
-            self.check_state()  # says whether it was closed or aborted
+            self.check_state()  # raises if it was closed, or aborted
             raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")
-        if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
+        if self.state == ABORTED:  # the call was stuck; its result code does not say so
             raise self.aborted_error(f"{function.decode()} of {self!r} ended: the communicator was aborted")
         return 0
 
     cdef object aborted_error(self, object what):
-        """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        """Return the exception for an operation that an abort has ended, with the reason of the abort."""
         self.inform()
-        if self.abort_error is not None:  # not the one that is kept: it would grow with every frame that it passes
+        if self.abort_error is not None:  # a copy: each raise of the kept one would add frames to its traceback
             error = type(self.abort_error)(f"{what}: {self.abort_error}")
             tell_trouble([self], error)
             return error
         return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
 
     cdef object timeout_error(self, object what, double waited):
-        """Return the exception for a deadline that has passed; it looks around, so before the abort."""
+        """Return the exception for a deadline that has passed; call it before the abort: it asks for missing ranks."""
         if self.state == INITIALISING and self.init_state.stage == INIT_IN_PARENT:
             missing = who_is_missing(self.speaker())
             missing += ". " if missing else ""
@@ -678,7 +679,7 @@ cdef class Handle:
             return 0
         if reports_suppressed():  # the caller that suppresses them tells of the outcome
             return 0
-        # They are asked once: not for what a rank has got wrong alone and can go on from.
+        # The ranks are asked once, so not for an error of this rank alone after which the communicator is usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
             self.peer_status.explain(error)
@@ -701,7 +702,7 @@ cdef class Handle:
 
     cdef bint look_at_waits(self) noexcept:
         cdef bint all_have = True
-        # Its own abort ends them as well.
+        # An abort of this communicator ends its waits as well.
         cdef bint ends = self.fenced or self.state == ABORTED
         cdef Waiting* one = NULL if ends else self.waits_now
         while one != NULL:
@@ -710,7 +711,7 @@ cdef class Handle:
             one = one.following
         if ends or self.waits_now == NULL or self.peek() == ncclSuccess:
             return all_have
-        one = self.waits_now  # what has failed ends as well
+        one = self.waits_now  # a failed communicator may run its streams dry without data
         while one != NULL:
             one.whole = False
             one = one.following
@@ -725,7 +726,7 @@ cdef class Handle:
         with nogil:
             count = self._threads_marked(threads)
         found = {threads[i] for i in range(count)}
-        one = self.waits_now  # not before: without the GIL a wait may be over
+        one = self.waits_now  # read again: waits may have ended while the GIL was released
         while one != NULL:
             found.discard(one.thread)
             one = one.following
@@ -736,9 +737,10 @@ cdef class Handle:
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
-        while not locked and not self.marks.open and now() < until:  # by a thread that may only wait for a core
+        while not locked and not self.marks.open and now() < until:  # the lock's owner may only wait for a core
             locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
-        # A thread that is stuck in a call has the lock. It adds no mark before it is back, nor does another behind an abort.
+        # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
+        # after an abort has begun: the marks can be read without the lock.
         if locked or (self.marks.open and self.state == ABORTED):
             mode = relax()
             count = threads_marked(self.marks, threads, MOST_READERS)
@@ -760,22 +762,22 @@ cdef class Handle:
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""
         if self.stream is None:
-            made = Stream(self.device)  # without the GIL: another thread may have been here meanwhile
+            made = Stream(self.device)  # releases the GIL: another thread may have made one meanwhile
             if self.stream is None:
                 self.stream = made
         return (<Stream>self.stream).raw
 
     cdef long long keep(self, object buffer) except -1:
-        """Keep a buffer that NCCL has registered; return the number by which to let it go."""
+        """Keep a buffer that NCCL has registered; return the number for `unkeep`."""
         self.registrations += 1
         self.registered[self.registrations] = buffer
         return self.registrations
 
     cdef int unkeep(self, long long number) except -1:
-        """Let a registered buffer go, or, where an abort is under way, have it go with that: until then it is in use."""
+        """Release a registered buffer; if an abort is under way, release it after that, as it is in use until then."""
         self.windows.pop(number, None)
         if self.state == ABORTED and self.aborting is None and (self.raw != NULL or self.guard != NULL):
-            return 0  # the abort is about to begin: the buffer goes with this object, which that keeps
+            return 0  # the abort is about to begin and keeps this object, with which the buffer is released
         buffer = self.registered.pop(number, None)
         if buffer is None or self.aborting is None:
             return 0
@@ -821,7 +823,7 @@ cdef int tell_trouble(list handles, object error, bint wait=True) except -1:
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:
-    """Return the handles in the order in which their locks are taken, that of their addresses."""
+    """Return the handles in the order in which their locks are taken: by address."""
     cdef size_t i
     cdef PyObject** ordered = <PyObject**>malloc(len(handles) * sizeof(PyObject*))
     if ordered == NULL:

@@ -1,4 +1,4 @@
-/* A hook of the memory registry on a communicator: run before its next call where that is wanted, and told of its calls. */
+/* The memory registry's hook on a communicator: it runs before the next call if wanted, and is told of the calls. */
 #ifndef NCCLPY_PRECALL_HOOK_H
 #define NCCLPY_PRECALL_HOOK_H
 
@@ -8,14 +8,14 @@
 
 typedef struct ncclpy_precall_hook {
   int wanted;        /* whether `run` is wanted before the next call; any thread sets it */
-  int known;         /* events[current] stands target all that was issued; guarded, as what follows, by the communicator */
-  int unknown;       /* something was issued target which no event could be put */
-  int ended;         /* it is about to abort the communicator, without the GIL: its owner knows why */
-  int current;       /* the event that is recorded target the next call */
+  int known;         /* events[current] is behind all issued work; from here on, the communicator's lock guards */
+  int unknown;       /* something was issued that has no event behind it */
+  int ended;         /* atomic: the hook is about to abort the communicator, without the GIL; its owner knows why */
+  int current;       /* index of the event to record behind the next call */
   void *events[2];   /* CUevent */
   void *context;     /* CUcontext of the communicator's device */
   void (*enter)(struct ncclpy_precall_hook *precall_hook, void *comm); /* before a call, on the communicator's device */
-  void (*caught)(struct ncclpy_precall_hook *precall_hook);            /* a call was captured: it runs at an unknown time */
+  void (*caught)(struct ncclpy_precall_hook *precall_hook);            /* a call was captured */
   void (*over)(struct ncclpy_precall_hook *precall_hook);              /* the communicator was aborted; perhaps not under its lock */
 } ncclpy_precall_hook;
 
@@ -27,15 +27,15 @@ static inline int ncclpy_hook_is_aborting(const ncclpy_precall_hook *precall_hoo
 
 static inline void ncclpy_hook_set_aborting(ncclpy_precall_hook *precall_hook) { __atomic_store_n(&precall_hook->ended, 1, __ATOMIC_RELEASE); }
 
-/* A weak reference to a communicator for a thread without the GIL, which can have no other. A pin keeps the
- * communicator's memory; the thread that frees that revokes the reference and waits for the pins, whose threads never wait
- * for the GIL. A child of a fork has none of its parent's threads: pins from before are never released there, and
- * not waited for. */
+/* A weak reference to a communicator for threads without the GIL, which cannot use Python's. A pin keeps the
+ * communicator's memory. The thread that frees the memory revokes the reference and waits until the pins are released;
+ * a thread that holds a pin never waits for the GIL. A forked child has none of its parent's threads: pins from before
+ * the fork are never released there, and not waited for. */
 typedef struct ncclpy_weak_handle {
   void *target; /* the Handle */
-  int pins;   /* twice their number, and 1 when it is revoked */
-  int owners;     /* of it: the handle, and its hook */
-  pid_t process;   /* whose threads pin it */
+  int pins;   /* twice the number of pins, plus 1 when the reference is revoked */
+  int owners;     /* of this struct: the handle and its hook */
+  pid_t process;   /* the process in which it was made */
 } ncclpy_weak_handle;
 
 static inline ncclpy_weak_handle *ncclpy_weak_handle_new(void *target) {

@@ -1,32 +1,33 @@
-"""What a communicator is made of: its states, its creation, the events around its operations, the ranges it registered.
+"""Parts of a communicator: its states, its initialisation, the events around its operations, its registered ranges.
 
 DEFERRED -> INITIALISING -> READY -> FINALIZED -> CLOSED
                               READY <-> SUSPENDED -> FINALIZED
                                     (and from each of them to ABORTED)
 
-Who moves one asks `Handle.become`, which goes by this table, always with the GIL. It is read without.
+`Handle.become` alone changes the state, by the table `_MOVES` and with the GIL; reading the state needs no GIL.
 
-A communicator with a guard is made in two steps. NCCL first makes the guard, in the background, with `splitShare`; the
-guard is then split into a communicator that blocks, as one without a deadline does, so that its calls cost the same.
-Both can be polled and aborted at any time, through the guard.
+A communicator with a guard is made in two steps. NCCL first makes the guard, nonblocking and with `splitShare`; the
+guard is then split into a blocking communicator, so that its calls cost no more than those of a communicator without a
+deadline. Both can be polled and aborted at any time, through the guard.
 
-The split is called in a thread of its own. NCCL makes it in the background and should return at once; should it not,
-whoever polls is stuck in nothing, and an abort of the guard brings that thread back.
+The split is called in a thread of its own. NCCL splits in the background and should return at once; if it does not, no
+polling thread is stuck, and an abort of the guard makes the call return.
 
-The cells lie on the heap, and are given back when it is known that NCCL will not write into them any more: never
-while a thread may be polling, since that thread holds the communicator, and the communicator its `InitState`.
+The cells, in which NCCL stores the handles that it makes, lie on the heap, and are freed only when NCCL cannot write
+into them any more. No thread polls by then: a polling thread holds the communicator, and the communicator its
+`InitState`.
 
-They are recorded by the thread that makes the call, directly before and behind it: nobody else may touch a stream of
-the user's, which may be destroyed, captured, or mean another one in another thread. The clock of an operation starts
-when the device has come to it, so that neither what the stream does before nor what it does behind is counted.
+Events are recorded by the thread that makes the call, directly before and after it. No other thread may touch a user's
+stream: it may be destroyed, captured, or stand for another stream in another thread. The clock of an operation starts
+when the device has reached it, so time that the stream spends before or after the operation does not count.
 
-NCCL itself counts registrations of one range, and a registration that is forgotten keeps the memory mapped for good. So
-a buffer that lies in a registered range gets no registration of its own: it uses that one, whose last user deregisters
-it. A buffer that a range holds in part only is a range of its own, as for NCCL, which looks for one that holds the
-whole buffer.
+NCCL counts the registrations of one range, and a registration that is not released keeps the memory mapped. So a
+buffer within a registered range uses the registration of that range, and the last user deregisters it. A buffer that a
+range contains only in part gets a range of its own, as in NCCL, which looks for a range that contains the whole
+buffer.
 
-A range is known by a number, not by its address: memory that was freed and allocated again is never taken for another,
-unless the old one is still registered.
+A range is known by a number, not by its address: memory that was freed and allocated again is never mistaken for the
+earlier memory, unless that is still registered.
 """
 
 from cpython.ref cimport Py_INCREF
@@ -51,9 +52,9 @@ cdef dict _NAMES = {
 
 cdef dict _MOVES = {
     DEFERRED: (
-        INITIALISING,  # the call that makes it has returned
-        READY,  # somebody else has made it: from_handle()
-        FAILED,  # its group came to nothing
+        INITIALISING,  # the init call has returned
+        READY,  # made outside ncclpy: from_handle()
+        FAILED,  # its group failed
         CLOSED,
         ABORTED,
     ),
@@ -66,7 +67,7 @@ cdef dict _MOVES = {
     READY: (
         FINALIZED,  # by finalize(), or since it is being closed
         SUSPENDED,
-        CLOSED,  # of somebody else, who goes on with it
+        CLOSED,  # not owned: it is let go of, not destroyed
         ABORTED,
     ),
     SUSPENDED: (
@@ -76,17 +77,17 @@ cdef dict _MOVES = {
         ABORTED,
     ),
     FINALIZED: (
-        READY,  # a close that could give nothing back
+        READY,  # its close was refused, and nothing was released
         SUSPENDED,  # the same
         CLOSED,
         ABORTED,
     ),
     FAILED: (CLOSED, ABORTED),
     ABORTED: (
-        FAILED,  # aborted for what had failed, which is what its users are to hear
+        FAILED,  # aborted because its initialisation failed: users get that error
     ),
     CLOSED: (
-        INITIALISING,  # closed before its group has ended, which makes it all the same
+        INITIALISING,  # closed before the end of its group, which makes it nevertheless
     ),
 }
 
@@ -121,10 +122,11 @@ cdef void* _ask(void* argument) noexcept nogil:
     cdef ncclResult_t result = ncclUnhandledCudaError
     cdef CUstreamCaptureMode mode = relax()
     if driver.cuCtxSetCurrent(guard_split.context) == 0:
-        result = nccl.ncclCommSplit(guard_split.guard, 0, 0, &guard_split.cell, &guard_split.config)  # equal keys: ranks stay
+        # Equal keys keep the ranks.
+        result = nccl.ncclCommSplit(guard_split.guard, 0, 0, &guard_split.cell, &guard_split.config)
     restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
-        # Of which the guard itself, which is well, will not tell whoever asks next.
+        # Copied here: the guard itself has not failed and does not report this error later.
         guard_split.words = keep_words(result)
         guard_split.failed = result
     __atomic_store_n(&guard_split.under_way, 0, __ATOMIC_RELEASE)
@@ -132,7 +134,7 @@ cdef void* _ask(void* argument) noexcept nogil:
 
 
 cdef class InitState:
-    """Own the cells of a communicator, and what NCCL reads to make it."""
+    """Own the cells of a communicator, and the arguments that NCCL reads to make it."""
 
     def __cinit__(self):
         self.init_args = <InitArgs*>calloc(1, sizeof(InitArgs))
@@ -141,7 +143,7 @@ cdef class InitState:
             raise MemoryError
 
     def __dealloc__(self):
-        if self.lent:  # nobody knows when NCCL reads and writes: then the memory stays
+        if self.lent:  # NCCL may still read and write: the memory is never freed
             Py_INCREF(self.strings)
             return
         if self.init_args != NULL:
@@ -152,14 +154,14 @@ cdef class InitState:
         free(self.guard_split)
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1:
-        """Fill in the configurations. `blocking` is what the communicator is to be; None leaves it to NCCL."""
+        """Fill in the configurations. `blocking`: whether the communicator blocks; None leaves that to NCCL."""
         self.guarded = guarded
         self.strings = [fill_config(&self.init_args.config, config)]
         if guarded:
             self.strings.append(fill_config(&self.guard_split.config, config))
             self.guard_split.config.blocking = 1
             self.init_args.config.blocking = 0
-            self.init_args.config.splitShare = 1  # a guard is none unless the abort flag is shared
+            self.init_args.config.splitShare = 1  # the guard's abort reaches the communicator by the shared abort flag
         elif blocking is not None:
             self.init_args.config.blocking = 1 if blocking else 0
         return 0
@@ -174,7 +176,7 @@ cdef class InitState:
         if pthread_create(&thread, NULL, _ask, self.guard_split) == 0:
             pthread_setname_np(thread, b"ncclpy-call")
             pthread_detach(thread)
-        else:  # no more threads; here it may block, but it would never be made else
+        else:  # no more threads: call here, although this may block; otherwise it would never be made
             driver.cuCtxGetCurrent(&saved)
             _ask(self.guard_split)
             driver.cuCtxSetCurrent(saved)
@@ -183,7 +185,7 @@ cdef class InitState:
         return __atomic_load_n(&self.guard_split.under_way, __ATOMIC_ACQUIRE)
 
 
-# So many marks are there before the first is looked for to be used again; and at most.
+# Initial and largest number of marks. The ring grows only when dropping ended operations makes no room.
 cdef enum:
     FEW = 64
     MANY = 4096
@@ -209,7 +211,7 @@ cdef void free_marks(Marks* marks) noexcept nogil:
 
 
 cdef bint _grow(Marks* marks) noexcept nogil:
-    """Make room for twice as many; the device's context is current. False if that fails."""
+    """Double the ring (or make the first one); the device's context must be current. Return False on failure."""
     cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else FEW
     cdef Mark* ring = <Mark*>calloc(capacity, sizeof(Mark))
     if ring == NULL:
@@ -221,7 +223,7 @@ cdef bint _grow(Marks* marks) noexcept nogil:
             driver.cuEventCreate(&ring[i].begin, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
             or driver.cuEventCreate(&ring[i].end, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
         ):
-            capacity = i  # as many as there are
+            capacity = i  # use the marks that have events
             break
     free(marks.ring)
     marks.ring = ring
@@ -233,12 +235,12 @@ cdef bint _grow(Marks* marks) noexcept nogil:
 
 
 cdef void _forget_some(Marks* marks) noexcept nogil:
-    """Forget the older half if the device has done with it: one question for many marks."""
+    """Drop the older half if the device has ended it: one event query covers many marks."""
     cdef size_t half = marks.count // 2, i
     cdef CUstream stream = marks.ring[marks.first].what.stream
     for i in range(half):
         if marks.ring[(marks.first + i) % marks.capacity].what.stream != stream:
-            half = i  # they end in their own order only on one stream
+            half = i  # operations end in order only on one stream
             break
     if half and driver.cuEventQuery(marks.ring[(marks.first + half - 1) % marks.capacity].end) != CUDA_ERROR_NOT_READY:
         marks.first = (marks.first + half) % marks.capacity
@@ -300,7 +302,7 @@ cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil:
     cdef bint overdue = False
     for i in range(marks.count):
         mark = &marks.ring[(marks.first + i) % marks.capacity]
-        if mark.over or mark.open:  # the end of one that is open is that of an earlier operation
+        if mark.over or mark.open:  # the `end` of an open mark was recorded for an earlier operation
             continue
         if driver.cuEventQuery(mark.end) != CUDA_ERROR_NOT_READY:
             mark.over = True
@@ -350,7 +352,7 @@ cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t mo
     return found
 
 
-# How long NCCL may take to close a communicator's connections.
+# Seconds that NCCL may take to close a communicator's connections.
 cdef double CLOSING = 10.0
 
 
@@ -410,7 +412,7 @@ cdef class Ranges:
         self.known[i].users -= 1
         if self.known[i].users > 0:
             return ncclSuccess
-        # Also if NCCL fails below: what it has of this range is unknown then, so no later operation may use it.
+        # Also if NCCL fails below: its state of this range is unknown then, so no later operation may use the range.
         gone[0] = True
         raw = self.known[i].raw
         self.count -= 1
@@ -441,16 +443,18 @@ cdef class Ranges:
 
 
 cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint guard_aborted) noexcept nogil:
-    """Deregister what NCCL itself would deregister too late, and free the list; errors are dropped.
+    """Deregister ranges that NCCL itself would deregister too late, and free the list; errors are dropped.
 
-    Where the memory was used between processes, to deregister asks a proxy of the peer's. The end of a communicator frees
-    what it reaches proxies by, and then deregisters what is left (NCCL 2.28 to 2.32; SIGSEGV).
+    To deregister memory that was used between processes, NCCL sends a request to a proxy of the peer. When NCCL ends a
+    communicator, it frees its connections to the proxies first and deregisters what is left after that (NCCL 2.28 to
+    2.32; SIGSEGV).
 
-    Nor may a peer be asked any more. With the abort flag up NCCL sends the first word of each request, and the peer's
-    proxy takes the words of ten for a request that it then carries out. So the connections are closed first, and NCCL
-    drops its side alone: finalizing does that, which waits for no peer once the flag is up (`flagged`), and so does revoking,
-    which raises it. What NCCL has finalized or revoked before refuses, and has none. NCCL before 2.28.7 has no such
-    call for a communicator without a guard: there the peers are asked.
+    Requests to peers must not be sent once the abort flag is set either: NCCL then sends only the first word of each
+    request, and the peer's proxy takes ten such words for one request and executes it. So the connections are closed
+    first, and NCCL then drops only its own side. ncclCommFinalize closes them, and waits for no peer once the flag is
+    set (`guard_aborted`); ncclCommRevoke sets the flag and closes them. A communicator that was finalized or revoked
+    before refuses the call, and has no connections left. For a communicator without a guard NCCL before 2.28.7 has no
+    such call: there the requests are sent to the peers.
     """
     cdef ncclResult_t result = ncclSuccess, state
     cdef double started = now()
@@ -466,6 +470,6 @@ cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint guard
     while result == ncclInProgress and now() < started + CLOSING:
         pause(now() - started)
         result = state if nccl.ncclCommGetAsyncError(comm, &state) == ncclSuccess else ncclSuccess
-    for i in range(left if result != ncclInProgress else 0):  # else NCCL is at work on it
+    for i in range(left if result != ncclInProgress else 0):  # else NCCL still works on the communicator
         nccl.ncclCommDeregister(comm, taken[i].raw)
     free(taken)

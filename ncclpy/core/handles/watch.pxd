@@ -6,42 +6,43 @@ from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.wait cimport Waiting
 
 
-# Take over what NCCL has made, is making, or failed to make; wait for nothing.
+# Take over the communicator that NCCL has made, is making, or failed to make; wait for nothing.
 cdef int end_init(Handle child, ncclResult_t result) except -1
 
-# Have the watcher keep deadlines, of which this is one.
+# Have the watcher enforce deadlines of this communicator, `limit` among them.
 cdef int be_watched(Handle handle, double limit) except -1
 
 # Raise unless operations may be submitted; wait for a nonblocking initialisation to end.
 cdef int check_alive(Handle handle) except -1
 
-# Wait until it has left ncclInProgress. `started` is when the wait began, if that was before now.
+# Wait until the communicator has left ncclInProgress. `started` is when the wait began, if that was before now.
 cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
 
-# Wait for what was issued on a stream. If a signal handler raises, `together` is aborted; by default this one.
+# Wait for what was issued on a stream. If a signal handler raises, `together` is aborted, by default [handle].
 cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
 
-# Its parts, for who makes a call before it and gives the GIL up once: refuse a wait that cannot be; wait, which changes
-# nothing of Python's; and raise unless the data are there.
+# The parts of `wait_stream`, for a caller that makes a call before the wait and releases the GIL once for both.
+# `begin_wait` refuses a wait that is not possible; `make_wait` touches no Python object; `end_wait` raises unless the
+# data are there.
 cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
 cdef int end_wait(Waiting* waiting) except -1
 
-# Raise where another rank of this process was aborted: before a call that waits, and before its data are handed out.
+# Raise if another rank of this process was aborted: before a call that waits, and before its data are handed out.
 cdef int raise_if_fenced(Handle handle, const char* what) except -1
 
-# What `begin_wait` has noted of it: always, before the memory of the wait goes.
+# Undo what `begin_wait` has noted in the handle: always, before the memory of `waiting` is released.
 cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 
-# Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
+# Refuse a wait in a signal handler that has interrupted a wait for the same communicator.
 cdef int check_not_beneath(Handle handle, const char* what) except -1
 
 # Abort after a deadline and say what was waited for.
 cdef int give_up(Handle handle, str what, double waited) except -1
 
 
-# Have the watcher look after a communicator from now on.
+# Have the watcher check a communicator from now on.
 cdef int watch(Handle handle) except -1
 
-# One of them has a shorter deadline than before.
+# Wake the watcher: a watched communicator has a shorter deadline than before.
 cdef int look_sooner() except -1

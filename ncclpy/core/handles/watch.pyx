@@ -1,13 +1,15 @@
 """Waits for communicators, and the watchdog of those that have a deadline.
 
-However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
-communicator is aborted (`abort`), and what may still be touched is held (`stream.hold`) before the exception goes on.
+A wait that ends early, by a deadline or because a signal handler raises, also ends what it waited for: the
+communicator is aborted (`abort`), and memory that may still be touched is held (`stream.hold`) before the exception
+propagates.
 
-A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
-itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this
-thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on;
-the call raises `NcclTimeout`, or the thread that has begun the operation, wherever that is. It does the same for Ctrl-C in a call that is stuck, which Python's
-handler could not end: it only runs when the call has returned.
+A thread that waits in Python sees its own deadline pass. The watcher's thread handles two other cases, for
+communicators that can be ended: a call in which NCCL itself is stuck, and an operation that is stuck on the device
+while no thread waits for it. The watcher aborts the communicator, which makes the call return and lets the stream run
+on; `NcclTimeout` is raised by the call or, wherever it is, in the thread that has begun the operation. The watcher
+also aborts after Ctrl-C during a stuck call: Python's handler could not end the call, as it runs only when the call
+has returned.
 """
 
 import atexit
@@ -43,15 +45,16 @@ from ncclpy.errors import NcclError
 
 
 cdef int end_init(Handle child, ncclResult_t result) except -1:
-    """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it."""
+    """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it made."""
     if child.state == READY or child.state == ABORTED:
         return 0
     if child.state == INITIALISING:
         return _grown(child)
-    # First what an abort goes by, and without Python's code, in which a signal handler may raise.
+    # First the state that an abort depends on, without Python code, in which a signal handler may raise.
     child.init_state.lent = True
     child.become(INITIALISING)
-    # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
+    # NCCL writes the cell of a child of a nonblocking parent when the parent is done; any other cell is written by
+    # now.
     in_parent = child.parent is not None and child.parent.in_background() and child.init_state.init_args.cell == NULL
     child.init_state.stage = INIT_IN_PARENT if in_parent else INIT_POLLED
     if not in_parent:
@@ -62,19 +65,19 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
     if child.init_state.guarded:
         look_up_overrides()  # again: NCCL has read its configuration file
     if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.init_state.guarded):
-        # A blocking communicator says nothing else; one that works in the background may still be in progress.
+        # A blocking communicator is made by now; a nonblocking one may still be in progress.
         if child.nranks != 0:
             with nogil:
                 result = child.poll_init()
-        if result == ncclSuccess and child.state == INITIALISING:  # without the GIL it may have been aborted
+        if result == ncclSuccess and child.state == INITIALISING:  # it may have been aborted without the GIL
             _grown(child)
     if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
-        begin_abort(child.tied(), "its parent was aborted while it was made")  # and did not know of it yet
+        begin_abort(child.tied(), "its parent was aborted while it was made")  # that abort did not include it
     return 0
 
 
 cdef int _grown(Handle child) except -1:
-    """Note that NCCL has made it."""
+    """Note that NCCL has made the communicator."""
     child.init_state.lent = False
     if child.parent is not None and child in child.parent.making:
         child.parent.making.remove(child)
@@ -87,19 +90,19 @@ cdef int _grown(Handle child) except -1:
     if child.guard != NULL:
         be_watched(child, child.limit)
     tell_ready(child)
-    # Those that a grown one has more do not know the store.
+    # Not for a communicator that has grown: its new ranks do not know the store.
     if child.parent is not None and child.parent.peer_status is not None and 1 < child.nranks <= child.parent.nranks:
         try:
             child.peer_status = child.parent.peer_status.of_part(child)
             child.told = child.peer_status is not None
-        except BaseException as error:  # of a signal handler
+        except BaseException as error:  # raised by a signal handler
             leave([child], "the call that made it did not return it", error)
             raise
     return 0
 
 
 cdef int be_watched(Handle handle, double limit) except -1:
-    """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
+    """Have the watcher enforce deadlines, `limit` among them; without any it only handles Ctrl-C in stuck calls."""
     if limit < handle.shortest_limit:
         handle.shortest_limit = limit
         look_sooner()
@@ -149,7 +152,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             handle.become(FAILED)
         words = handle.last_words()
         failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {handle!r}")
-        if initialising:  # what there is of it is of no use, and may be in nobody's hands
+        if initialising:  # a half-made communicator is useless, and the caller may have no reference to it
             leave([handle], f"{what} failed", failure)
             handle.become(FAILED)
         else:
@@ -183,17 +186,17 @@ cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
     const int __ATOMIC_SEQ_CST
 
-# How long the device may take to end what runs on a communicator that has failed.
+# Seconds that the device may take to end what runs on a communicator that has failed.
 cdef double BROKEN_PATIENCE = 1.0
 
-# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
+# When Python finalizes, it kills threads that ask for the GIL: from then on waits do not take the GIL.
 cdef bint _exiting = False
 cdef int _looking = 0
 
 
 @atexit.register
 def _end_of_process():
-    """Have waits in other threads go on without Python."""
+    """Have waits in other threads continue without Python."""
     global _exiting
     _exiting = True
     until = now() + 1.0
@@ -210,7 +213,10 @@ os.register_at_fork(after_in_child=_forget_waits)
 
 
 cdef double _tick(void* argument) noexcept nogil:
-    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
+    """Check a wait; return the seconds until the next check, or LEAVE.
+
+    The GIL is taken only for a failure, a passed deadline, or signal handlers, which only the main thread runs.
+    """
     global _looking
     cdef Waiting* waiting = <Waiting*>argument
     cdef double moment = now()
@@ -231,7 +237,7 @@ cdef double _tick(void* argument) noexcept nogil:
 
 
 cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
-    """Return whether the communicator has failed and the device does not come back from that."""
+    """Return whether the communicator has failed and the device has not ended its work in time since."""
     cdef ncclResult_t result = (<Handle>waiting.handle).peek()
     if result == ncclSuccess or waiting.broken == FOREVER:
         waiting.broken = FOREVER if result == ncclSuccess else moment
@@ -239,7 +245,7 @@ cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
 
 
 cdef object _failure_of(Handle handle, const char* what):
-    """Return the exception for what NCCL says of a communicator, with its last words on it."""
+    """Return the exception for the error that NCCL reports of a communicator, with NCCL's message."""
     cdef ncclResult_t result = handle.peek()
     cdef char* words = NULL
     if result == ncclSuccess:  # another thread has begun its end meanwhile
@@ -255,13 +261,13 @@ cdef object _failure_of(Handle handle, const char* what):
 
 
 cdef int _look(Waiting* waiting) noexcept with gil:
-    """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
+    """Run signal handlers and check the deadline; if the wait must end, note why and begin the abort."""
     cdef Handle handle = <Handle>waiting.handle
     together = [handle] if waiting.together == NULL else <list>waiting.together
     try:
         run_handlers()
         what = waiting.what.decode()
-        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
+        if now() - waiting.broken > BROKEN_PATIENCE:  # for example, a rank has died and the kernel waits for it
             failure = _failure_of(handle, waiting.what)
             note_failure([handle], failure)
             threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
@@ -288,7 +294,7 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
 
 
 cdef int raise_if_fenced(Handle handle, const char* what) except -1:
-    """Raise where another rank was aborted: what ends now may have wrong data. A close hands out no data."""
+    """Raise if another rank was aborted: what ends now may have wrong data. A close hands out no data: no error."""
     if handle.fenced and strcmp(what, b"close") != 0:
         handle.inform()
         raise type(handle.abort_of_local_peer)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_local_peer}")
@@ -306,7 +312,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         handle.inform()
         tell_trouble([handle], error)
         raise error
-    if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort of another rank may be what has ended it
+    if handle.peer_status is not None and handle.peer_status.has_ended():  # another rank's abort may have ended the wait
         raise _not_complete(handle, waiting, "aborted")
     if waiting.whole:
         return 0
@@ -316,7 +322,7 @@ cdef int end_wait(Waiting* waiting) except -1:
     if handle.revoked:
         raise _not_complete(handle, waiting, "revoked")
     raise_if_fenced(handle, waiting.what)
-    if <int>state == WAS_ABORTED:  # by now nobody can tell
+    if <int>state == WAS_ABORTED:  # it is not known whether the data are right
         raise _not_complete(handle, waiting, "ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
         try:
@@ -342,7 +348,7 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.state = ncclSuccess
     waiting.stream, waiting.whole = NULL, False
     check_not_beneath(handle, what)
-    forget_wait(waiting, handle)  # it may begin anew
+    forget_wait(waiting, handle)  # the same `waiting` may begin once more
     waiting.following, handle.waits_now = handle.waits_now, waiting
     return 0
 
@@ -360,8 +366,8 @@ cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
         (<Handle>waiting.handle).main_waits = True
     waiting.stream = stream
     waiting.result = await_stream(stream, _tick, waiting)
-    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died. Not behind
-    # an abort, which may still have the communicator's lock.
+    # A stream also runs dry when ranks disagree or a rank has died: ask NCCL before the data are handed out. Not after
+    # an abort, which may still hold the communicator's lock.
     if (
         waiting.result == CUDA_SUCCESS and waiting.error == NULL and (<Handle>waiting.handle).state != ABORTED
         and not (<Handle>waiting.handle).revoked
@@ -381,7 +387,7 @@ cdef int wait_stream(
     """
     cdef Waiting waiting
     begin_wait(&waiting, handle, what, deadline, together)
-    handle.waiters += 1  # until all is known: who closes the communicator destroys it then
+    handle.waiters += 1  # until the outcome is known: a thread that closes the communicator destroys it after that
     try:
         with nogil:
             make_wait(&waiting, stream)
@@ -406,7 +412,7 @@ cdef extern from *:
     #include <stddef.h>
     #include <time.h>
 
-    /* When SIGINT came last, on the monotonic clock, and whose handler comes behind ours. */
+    /* When SIGINT came last, on the monotonic clock; and the handler that ours calls. */
     static volatile double ncclpy_sigint_at = 0;
     static struct sigaction ncclpy_before;
 
@@ -419,9 +425,9 @@ cdef extern from *:
         ncclpy_before.sa_handler(number);
     }
 
-    /* Stands before the handler of SIGINT that there is, unless it stands there already. */
+    /* Installs our handler of SIGINT before the present one, unless it is installed already. */
     static void ncclpy_note_sigint(void) {
-      static void (*python)(int) = NULL; /* Python's handler: no other, which may lead to ours and go round for ever */
+      static void (*python)(int) = NULL; /* Python's handler; any other may call ours in an endless loop */
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;
       if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
@@ -438,15 +444,15 @@ cdef extern from *:
     volatile double ncclpy_sigint_at
     void ncclpy_note_sigint()
 
-# How long Python's handler of SIGINT has to raise before the call is ended in which the main thread is stuck.
+# Seconds that Python's handler of SIGINT has to raise before the call in which the main thread is stuck is ended.
 cdef double SIGINT_PATIENCE = 1.0
 
-# How often the watcher looks: an eighth of the shortest deadline, within these bounds.
+# Seconds between two looks of the watcher: an eighth of the shortest deadline, within these bounds.
 cdef double OFTEN = 0.01
 cdef double SELDOM = 1.0
 _log = logging.getLogger("ncclpy.core")
-cdef list _watched = []  # of weak references; taken away by the watcher alone
-cdef bint _watching = False  # changed in one step with the look at it: there must never be two watchers
+cdef list _watched = []  # of weak references; only the watcher removes them
+cdef bint _watching = False  # tested and set without releasing the GIL: there must never be two watchers
 _wake = threading.Event()
 
 
@@ -458,14 +464,14 @@ cdef int watch(Handle handle) except -1:
         _watching = True
         try:
             (<Call>_Watcher()).start("ncclpy-watcher")
-        except BaseException:  # no more threads: a later communicator may have more luck
+        except BaseException:  # no more threads: a later communicator tries again
             _watching = False
             raise
     return 0
 
 
 cdef class _Watcher(Call):
-    """The watcher's thread, which looks until nothing is left to watch."""
+    """The watcher's thread, which runs until nothing is left to watch."""
 
     def __cinit__(self):
         self.serves = True
@@ -474,7 +480,7 @@ cdef class _Watcher(Call):
         global _watching
         try:
             _look_on()
-        except BaseException as error:  # a defect of ours; the next communicator starts another
+        except BaseException as error:  # a defect of ncclpy; the next communicator starts another watcher
             _watching = False
             _log.error("deadlines are not watched until another communicator is made", exc_info=error)
         return 0
@@ -484,7 +490,7 @@ cdef int _look_on() except -1:
     global _watching
     cdef double pause
     while True:
-        _wake.clear()  # before the look: what comes behind it is not to wait for the next one
+        _wake.clear()  # before the round: a wake-up during it must cause another round at once
         pause = min(_round(), SELDOM, _rest_of_patience())
         if not _watched:
             _wake.wait(10.0)
@@ -496,7 +502,7 @@ cdef int _look_on() except -1:
 
 
 cdef double _round() except? -1:
-    """Look at every communicator once; return the pause until the next round."""
+    """Check every communicator once; return the seconds until the next round."""
     cdef Handle handle
     cdef double shortest_limit = SELDOM * 8
     cdef bint asked_to_stop = _is_interrupted()
@@ -506,10 +512,10 @@ cdef double _round() except? -1:
             _watched.remove(reference)
             continue
         shortest_limit = min(shortest_limit, handle.limit, handle.shortest_limit)
-        if handle.state in (READY, FINALIZED):  # what was begun before a close has its deadline still
+        if handle.state in (READY, FINALIZED):  # operations from before a close keep their deadlines
             try:
                 _look_at(handle, asked_to_stop)
-            except Exception as error:  # the others are watched all the same
+            except Exception as error:  # the others are still watched
                 _watched.remove(reference)
                 _log.error("%r is no longer watched", handle, exc_info=error)
     return shortest_limit / 8
@@ -535,27 +541,27 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
 
 
 cdef int _end(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
-    """Abort a communicator, and leave word for whoever calls it next: of an operation, also where it was called."""
+    """Abort a communicator; its next call raises the error, which tells where the overdue operation was called."""
     cdef CallTracer tracer = _handles.tracer
     error = handle.timeout_error(what, waited)
     if operation != NULL and tracer is not None:
         tracer.explain(tracer.find(handle, operation), error)
     handle.abort_error = error
-    note_failure([handle], handle.abort_error)  # what is stuck is known now: the abort ends it on the device
+    note_failure([handle], handle.abort_error)  # before the abort, which ends on the device what is stuck now
     begin_abort(handle.tied(), f"{what} passed its deadline")
     return 0
 
 
 cdef bint _is_interrupted() except -1:
-    """Return whether Python's own handler of SIGINT has waited too long for the main thread to run it."""
+    """Return whether the main thread has not run Python's default handler of SIGINT in time after a SIGINT."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
-    ncclpy_note_sigint()  # again: signal.signal() puts Python's handler in our place
+    ncclpy_note_sigint()  # again: signal.signal() replaces our handler by Python's
     return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
 
 
 cdef double _rest_of_patience() noexcept:
-    """Return how long it is until a handler of SIGINT that came lately has had its time."""
+    """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT; SELDOM if it has passed."""
     cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
     return rest + OFTEN if rest > 0 else SELDOM
 

@@ -1,1 +1,1 @@
-"""Calls of NCCL: one, several at once, a group."""
+"""Calls of NCCL: a single call, a batch of calls, a group."""

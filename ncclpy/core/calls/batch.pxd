@@ -10,38 +10,39 @@ from ncclpy.core.arguments.operation cimport Operation
 cdef struct Step:
     Operation operation
     PyObject* handle  # a Handle
-    Mark* mark  # while the calls are made
-    ncclResult_t polled  # what its communicator said, if it was polled
+    Mark* mark  # valid while the calls are made
+    ncclResult_t polled  # the result of polling its communicator, if it was polled
 
 
-# Calls that are made together. Its steps may be parts of something larger, `stride` bytes from one to the next.
+# Calls that are made together. The steps may be parts of larger structs: they are `stride` bytes apart.
 cdef struct CallBatch:
     char* steps
     size_t stride
     size_t count
-    PyObject** handles  # each once, in the order of the locks; NULL if the steps stand in that order
+    PyObject** handles  # each once, in the order of the locks; NULL if the steps are in that order
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
     bint watched  # the watcher is told of the calls
-    bint marked  # and has marks around them, to see one that is stuck on the device
-    double limit  # seconds that they may take; negative for what each communicator has
-    unsigned long caller  # the thread that they are made for, where it is another; else 0
-    ncclSimInfo_t* simulated  # where nothing is launched, or NULL
-    # What has become of them.
-    size_t failed  # the step that was refused, or `count`
+    bint marked  # and they get marks, by which it sees an operation that is stuck on the device
+    double limit  # seconds that the calls may take; negative for the limit of each communicator
+    unsigned long caller  # the thread for which another thread makes the calls; else 0
+    ncclSimInfo_t* simulated  # receives the estimate of a simulated group, which launches nothing; else NULL
+    # The outcome.
+    size_t failed  # index of the step that was refused, or `count`
     ncclResult_t result  # of that step, or of the last call
-    char* words  # NCCL's last ones on it, of the thread that has made the calls; from malloc
+    char* words  # NCCL's message for `result`, read by the thread that has made the calls; from malloc
 
 
 cdef inline Step* step_of(const CallBatch* batch, size_t index) noexcept nogil:
     return <Step*>(batch.steps + index * batch.stride)
 
 
-# Make the calls; False, with nothing called, if other threads are inside the communicators until a moment.
+# Make the calls; return False, with nothing called, if other threads hold locks of the communicators until `until`.
 cdef bint make_calls(CallBatch* batch, double until) noexcept nogil
-# Poll the communicators of calls that have returned ncclInProgress, each until it has left that, is aborted, or late.
+# Poll the communicators of calls that have returned ncclInProgress, each until it is done, aborted, or past its limit.
 cdef void poll_calls(CallBatch* batch) noexcept nogil
-# Tell the hooks of calls that NCCL has issued after they had returned; a caller that does not poll does so then.
+# Tell the pre-call hooks of calls that NCCL has issued after they had returned. `poll_calls` does so itself; a caller
+# that waits in another way calls this after the wait.
 cdef void follow_late(const CallBatch* batch) noexcept nogil
-# Note, for the other ranks, that the data of a communicator's last operation of them are there.
+# Note, for the other ranks, that the data of a communicator's last operation in the batch are there.
 cdef int note_arrival(const CallBatch* batch, Handle handle) except -1

@@ -1,7 +1,7 @@
-"""A batch of calls: lock, look, ncclGroupStart, issue, ncclGroupEnd, poll.
+"""A batch of calls: lock, check, ncclGroupStart, issue, ncclGroupEnd, poll.
 
-It is the only place where several calls of NCCL are made: for a group's end, a plan, a graph that is captured, and a
-launch of the Manager's, in whichever thread. All of it is done without the GIL.
+This is the only module that makes several calls of NCCL together: for a group's end, a plan, a captured graph, and a
+launch of the Manager, in any thread. All of it runs without the GIL.
 """
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
@@ -57,7 +57,7 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
 
 
 cdef ncclResult_t _end_group(const CallBatch* batch, ncclResult_t refused) noexcept nogil:
-    """End the group; a refused call has marked it: its end launches nothing and returns the same error."""
+    """End the group. After a refused call NCCL's group end launches nothing and returns the same error."""
     cdef ncclResult_t ended
     if batch.simulated != NULL:
         ended = nccl.ncclGroupSimulateEnd(batch.simulated)
@@ -67,7 +67,7 @@ cdef ncclResult_t _end_group(const CallBatch* batch, ncclResult_t refused) noexc
 
 
 cdef inline char* _handles(const CallBatch* batch, size_t* count, size_t* pitch) noexcept nogil:
-    """Return where the first handle stands, how many there are, and the bytes from one to the next."""
+    """Return the address of the first handle, how many there are, and the bytes from one to the next."""
     if batch.handles != NULL:
         count[0], pitch[0] = batch.nhandles, sizeof(PyObject*)
         return <char*>batch.handles
@@ -95,7 +95,7 @@ cdef bint _lock(const CallBatch* batch, double until) noexcept nogil:
 
 
 cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
-    """Give the locks back, of the first so many entries."""
+    """Release the locks of the first `first` entries."""
     cdef size_t i, count, pitch
     cdef char* at = _handles(batch, &count, &pitch)
     cdef PyObject* last = NULL
@@ -107,11 +107,11 @@ cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
 
 
 cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) noexcept nogil:
-    """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
+    """Fill the communicators into the operations, under their locks; return WAS_ABORTED if one has ended."""
     cdef size_t i
     cdef char* at = batch.steps
     cdef Operation* operation
-    cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
+    cdef PyObject* last = NULL  # values of the last handle are read once for successive steps on it
     cdef ncclComm_t comm = NULL
     cdef long long sequence = 0
     cdef bint aborted = False, told = False
@@ -130,7 +130,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
                 watched[0] = True
             if (<Handle>last).precall_hook != NULL and counted:
                 precall_hooks[0] = True
-        # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
+        # A communicator that this call makes has no handle yet, but may have been aborted before the call began.
         if aborted or (comm == NULL and operation.kind < INIT_RANK):
             batch.failed = i
             return <ncclResult_t>WAS_ABORTED
@@ -146,7 +146,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
 
 
 cdef void _enter(CallBatch* batch) noexcept nogil:
-    """Tell the watcher, with a mark for each stream of each communicator if that is asked for."""
+    """Tell the watcher of the calls; if `marked`, set a mark for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
@@ -211,7 +211,7 @@ cdef void follow_late(const CallBatch* batch) noexcept nogil:
 
 
 cdef void poll_calls(CallBatch* batch) noexcept nogil:
-    """Poll; each step gets its own result, so that all that are late can be aborted; the batch the first bad one."""
+    """Poll; each step gets its own result, so that all late ones can be aborted, and the batch the first failure."""
     cdef size_t i
     cdef Step* step
     cdef double limit, begun = now()

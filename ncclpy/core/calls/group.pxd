@@ -10,9 +10,9 @@ from ncclpy.core.calls.batch cimport Step, CallBatch
 cdef enum:
     FEW = 4  # operations for which a group needs no memory of its own
 
-# One operation, and what it keeps alive until its group ends: owned references, that of the step's handle as well.
+# One operation with owned references to its buffers and, in `step`, to its handle, released when its group ends.
 cdef struct Held:
-    Step step  # first, so that it is the address
+    Step step  # first: the address of a Held is that of its step
     PyObject* send
     PyObject* recv
 
@@ -25,23 +25,23 @@ cdef class Group:
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
     cdef list inits  # (index of the operation, the communicator that it makes)
-    cdef list waits  # (handle, stream as int, seconds) of host memory, whose data must be there when the group ends
-    cdef PyObject* awaited  # the last of them
+    cdef list waits  # (handle, stream as int, seconds): data in host memory, which must be there when the group ends
+    cdef PyObject* awaited  # handle, stream and limit of the last wait
     cdef CUstream awaited_stream
     cdef double awaited_limit
-    cdef bint blocks  # something in it waits for other ranks: it is made in a thread of its own
-    cdef bint watched  # a communicator of it has a deadline that the watcher keeps
+    cdef bint blocks  # a call of the group waits for other ranks: the calls are made in a thread of their own
+    cdef bint watched  # a communicator of the group has a deadline that the watcher enforces
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
-    cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
-    cdef CallBatch calls  # and what has become of them
+    cdef double limit  # seconds for each wait at the group's end; FOREVER for the communicators' own limits
+    cdef CallBatch calls  # the calls and their outcome
     cdef ncclSimInfo_t info
-    cdef list places  # where each operation was recorded, for the tracer; None without one
+    cdef list places  # where each operation was recorded, for the tracer; None without a tracer
     cdef list aborts
     cdef Group outer
     cdef size_t mark
     cdef bint entered
     cdef readonly bint simulate
-    cdef bint keeps  # the operations, to be launched later
+    cdef bint keeps  # the group's end keeps the operations, to be launched later: a plan
     cdef readonly object estimated_time_us
 
     cdef int finish(self) except -1
@@ -54,26 +54,29 @@ cdef class Group:
     cdef bint writes_to(self, object recv) noexcept
 
 
-# The outermost group of the calling thread, borrowed, or NULL; and the same as an object, or None.
+# The outermost group of the calling thread: a borrowed reference, or NULL; or an object, or None.
 cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
 
-# Raise unless NCCL takes the communicators in one group; those of `newborn`, by id (None are none), are not made yet.
+# Raise unless NCCL takes the communicators in one group. `newborn`: ids of communicators that are not made yet, or
+# None.
 cdef int check_together(list handles, set newborn) except -1
 
-# Raise unless its operations can run at the same time: what one of them writes is used by no other.
+# Raise unless a group's operations can run at the same time: no operation uses memory that another one writes.
 cdef int check_memory(Group group) except -1
 
 
-# The seconds of a wait: those of the whole group, or its own, and not for ever once another member has failed.
+# The seconds that a wait may take: the group's (`whole`) or else the wait's own (`limit`); GROUP_PATIENCE if that is
+# FOREVER and another member has failed.
 cdef double patience(double whole, double limit, list errors) noexcept
 
-# Take over what NCCL has made, is making, or failed to make; and wait for a communicator. Errors are noted.
+# `adopt` takes over what NCCL has made, is making, or failed to make; `await_member` waits for a communicator.
+# NcclErrors are appended to `errors`.
 cdef int adopt(list errors, Handle child, ncclResult_t result) except -1
 cdef int await_member(list errors, Handle handle, double deadline, double started=*) except -1
 
-# End what NCCL has made for children that were aborted in the middle of the calls.
+# Abort what NCCL has made for children that were aborted while the calls were made.
 cdef int end_orphans(list children, list errors) except -1
 
-# Poll all children that NCCL is making; `whole` are the seconds of the group.
+# Poll all children that NCCL is making; `whole` is the group's limit in seconds.
 cdef int poll_inits(list children, double whole, list errors) except -1

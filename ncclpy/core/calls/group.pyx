@@ -1,11 +1,11 @@
-"""Groups of calls, and waits for all communicators of one.
+"""Groups of calls, and waits for all communicators of a group.
 
-A group records what is called inside its block and makes the calls when the outermost block ends, between
-`ncclGroupStart` and `ncclGroupEnd`, all in one batch without the GIL. NCCL itself cannot take a call back once it is
-inside a group; recording can, so an exception inside the block launches nothing.
+A group records what is called inside its block. When the outermost block ends, it makes the calls between
+`ncclGroupStart` and `ncclGroupEnd`, in one batch without the GIL. NCCL itself cannot withdraw a call from a group, but
+a recorded call can be dropped: an exception inside the block launches nothing.
 
-A member that fails hides no other: its error goes to the list of all, and the rest have their deadlines, or, where they
-have none, a patience.
+The failure of one member does not hide that of another: its error is added to a list, and the other members have until
+their deadlines or, without a deadline, GROUP_PATIENCE.
 """
 
 cimport cython
@@ -43,7 +43,7 @@ cdef extern from *:
     """
     PyObject* ncclpy_current_group
 
-# Operations of a group that an error says the places of.
+# How many operations of a group an error tells the call sites of.
 cdef int EXPLAINED = 3
 
 
@@ -52,7 +52,7 @@ cdef PyObject* open_group() noexcept nogil:
 
 
 def in_group():
-    """Return whether the calling thread has a group open: what it calls is then made when the group ends."""
+    """Return whether the calling thread has a group open: its calls are then made when the group ends."""
     return ncclpy_current_group != NULL
 
 
@@ -81,8 +81,8 @@ Record the calls of a ``with`` block and start them together when the outermost 
 
     Notes
     -----
-    A failing member hides no other: all are waited for, each under its deadline (5 s where it has none), before the
-    first error is raised, with the others' as notes. If a signal handler raises, all are aborted.
+    A member that fails hides no other: all are waited for, each under its deadline (5 s if it has none), before the
+    first error is raised, with the others as notes. If a signal handler raises, all are aborted.
     """
 
     def __cinit__(self, bint simulate=False, timeout=None):
@@ -120,8 +120,8 @@ Record the calls of a ``with`` block and start them together when the outermost 
         """Note where the last operation was recorded."""
         cdef Py_ssize_t before = self.count - 1
         cdef list places = self.places or []
-        places += [None] * (before - len(places))  # nobody wanted to know then
-        del places[before:]  # of what was dropped
+        places += [None] * (before - len(places))  # operations recorded before there was a tracer
+        del places[before:]  # places of operations that were dropped
         places.append((<CallTracer>_handles.tracer).here())
         self.places = places
 
@@ -134,7 +134,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return found
 
     cdef bint writes_to(self, object recv) noexcept:
-        """Return whether an operation that is recorded here writes to this object."""
+        """Return whether a recorded operation has this object as its receive buffer."""
         cdef size_t i
         for i in range(self.count):
             if self.held[i].recv == <PyObject*>recv:
@@ -142,7 +142,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return False
 
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1:
-        """Have the group's end wait for a stream, on which data are in CPU memory."""
+        """Have the group's end wait for a stream with operations on data in CPU memory."""
         if self.awaited != <PyObject*>handle or self.awaited_stream != stream or self.awaited_limit != limit:
             self.waits.append((handle, <uintptr_t>stream, limit))
             self.awaited, self.awaited_stream, self.awaited_limit = <PyObject*>handle, stream, limit
@@ -159,7 +159,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         self.held, self.capacity = grown, capacity
 
     cdef int meet(self, Handle handle) except -1:
-        """Note another communicator. The lists are made here: an empty group costs next to nothing."""
+        """Note a communicator of the group. The lists are made here, so that an empty group costs almost nothing."""
         if self.handles is None:
             self.handles = []
             self.inits = []
@@ -170,10 +170,10 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return 0
 
     cdef int drop(self, size_t mark) noexcept:
-        """Let go of what the operations from `mark` on keep alive."""
+        """Drop the operations from `mark` on, with their references."""
         cdef size_t i
         cdef size_t count = self.count
-        self.count = min(mark, count)  # first: letting go may run anything
+        self.count = min(mark, count)  # first: dropping a reference may run any Python code
         for i in range(mark, count):
             Py_XDECREF(self.held[i].step.handle)
             Py_XDECREF(self.held[i].send)
@@ -215,7 +215,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             self.handles = self.inits = self.waits = self.aborts = self.places = None
             self.drop(0)
             Py_DECREF(self)
-            # Whatever became of the calls: who asks for an abort wants an end.
+            # Whether or not the calls succeeded: an abort that was asked for is always done.
             if aborts is not None:
                 abort_handles(aborts, ABORT_DEADLINE, "aborted in a group")
 
@@ -268,7 +268,7 @@ cdef int _forget(Group group, size_t mark) except -1:
 
 
 cdef int check_together(list handles, set newborn) except -1:
-    """Raise for a communicator that cannot be used, and for a mixture that NCCL takes in no group."""
+    """Raise for a communicator that cannot be used, and for a mixture that NCCL does not take in a group."""
     cdef Handle handle
     for handle in handles:
         if handle.state != READY and (newborn is None or id(handle) not in newborn):
@@ -282,7 +282,7 @@ cdef int check_together(list handles, set newborn) except -1:
 
 
 cdef int check_memory(Group group) except -1:
-    """Raise if what an operation writes is read or written by another one: a group runs them at the same time."""
+    """Raise if an operation writes memory that another one uses: a group runs its operations at the same time."""
     cdef uint64_t number
     cdef int nranks
     cdef Handle handle
@@ -311,7 +311,7 @@ cdef int _compare_memory(Group group) except -1:
     cdef size_t i
     for i in range(group.count):
         held = &group.held[i]
-        if held.send != <PyObject*>None or held.recv != <PyObject*>None:  # a barrier has no memory of the caller's
+        if held.send != <PyObject*>None or held.recv != <PyObject*>None:  # a barrier uses no memory of the caller
             extents.add_operation(&held.step.operation, (<Handle>held.step.handle).nranks, i)
     if extents.clash():
         raise shared_memory_error(
@@ -321,13 +321,13 @@ cdef int _compare_memory(Group group) except -1:
 
 
 cdef str _called(Group group, size_t place):
-    """Return what an operation of the group is called."""
+    """Return the name of an operation of the group, for errors."""
     cdef Step* step = &group.held[place].step
     return f"operation {place + 1} of {group.count} ({method_of(step.operation.kind)} of rank {(<Handle>step.handle).rank})"
 
 
 cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
-    """Make the recorded calls; return False if other threads are inside the communicators until a moment."""
+    """Make the recorded calls; return False if other threads hold locks of the communicators until `until`."""
     cdef CallBatch* calls = &group.calls
     calls.steps = <char*>group.held
     calls.stride = sizeof(Held)
@@ -341,9 +341,9 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
 
 
 cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting, CUstream stream) except -1:
-    """Make the calls when other threads are through with the communicators; handlers run meanwhile.
+    """Make the calls when other threads have released the communicators; signal handlers run meanwhile.
 
-    And wait for the stream, if `waiting` is given and they are made: the GIL is given up once for both, as for a single
+    If `waiting` is given, wait for the stream after the calls: the GIL is released once for both, as for a single
     call.
     """
     cdef bint made
@@ -358,14 +358,14 @@ cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* 
         PyErr_CheckSignals()
         if now() >= deadline:
             give_up(<Handle>group.handles[0], "ncclGroupEnd", now() - started)
-        if waiting != NULL:  # it has its own time, which begins with the calls
+        if waiting != NULL:  # the time of the wait begins with the calls
             begin_wait(
                 waiting, <Handle>waiting.handle, waiting.what, now() + (waiting.deadline - waiting.started), group.handles
             )
 
 
 cdef double _limit_of(Group group, list concerned) noexcept:
-    """Return the seconds that the calls of a group may take: its own, or the least of its communicators'."""
+    """Return the seconds that the calls of a group may take: its own limit, or the least of its communicators."""
     cdef Handle handle
     cdef double limit = group.limit
     if limit == FOREVER:
@@ -391,7 +391,7 @@ cdef class _Stretch(Call):
 
 
 cdef int _call_aside(Group group) except -1:
-    """Make the calls in another thread and wait for it, under the communicators' deadlines, with signal handlers."""
+    """Make the calls in another thread and wait for it, under the communicators' deadlines; signal handlers run."""
     cdef _Stretch batch = _Stretch()
     cdef Handle handle
     cdef double started = now()
@@ -412,20 +412,20 @@ cdef int _call_aside(Group group) except -1:
         why = f"a call was left early: {type(error).__name__}"
         try:
             end_call(concerned, batch, [child for _, child in group.inits], why, error)
-        finally:  # also if Ctrl-C comes a second time
+        finally:  # also after a second Ctrl-C
             hold([group.everything(), concerned, group], [batch], f"what a call of NCCL needs that was left: {why}")
         raise
 
 
 cdef int _launch(Group group) except -1:
-    """Make the recorded calls, and wait for what the end of a group waits for."""
+    """Make the recorded calls, and wait for communicators that are made and for data in CPU memory."""
     if _handles.tracer is not None and not group.simulate:
         return _launch_traced(group, _handles.tracer)
     return _launch_and_wait(group)
 
 
 cdef int _launch_traced(Group group, CallTracer tracer) except -1:
-    """The same, and have the calls told of."""
+    """Do as `_launch_and_wait`, and report the calls to the tracer."""
     cdef size_t i
     cdef Step* step
     cdef list noted = []
@@ -437,7 +437,7 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
         if step.operation.kind >= WINDOW:
             noted.append(None)
             continue
-        # As far as is known before their turn; a dump is to show it while they are stuck.
+        # An estimate before the locks are taken: a dump shows it while the calls are stuck.
         number = <uintptr_t>step.handle
         step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
         earlier[number] = earlier.get(number, 0) + 1
@@ -464,7 +464,7 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
 
 
 cdef int _explain(CallTracer tracer, list noted, object error) except -1:
-    """Have an error say where a group's first operations were called."""
+    """Add to an error where the first operations of a group were called."""
     cdef int left = EXPLAINED
     for each in noted:
         if each is not None and left > 0:
@@ -487,7 +487,7 @@ cdef int _launch_and_wait(Group group) except -1:
 
 
 cdef int _launch_counted(Group group, Waiting* wait) except -1:
-    """Make the calls and wait for them; for one stream with `wait`, which is given where there is something to wait for."""
+    """Make the calls and wait for them. A wait for a single stream uses `wait`, which is NULL if there is no wait."""
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
@@ -513,7 +513,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         if group.blocks:
             _call_aside(group)
         else:
-            if nlocked > 1:  # else the steps stand in that order
+            if nlocked > 1:  # with one handle the steps are in that order
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
@@ -552,7 +552,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
 
 
 cdef int _raise_failed(Group group) except -1:
-    """Raise what the call that failed, or the group's end, has said."""
+    """Raise the error of the call that failed, or of the group's end."""
     cdef Handle handle
     cdef CallBatch* calls = &group.calls
     cdef int kind
@@ -574,24 +574,24 @@ cdef double _by(Group group, double limit, list errors) noexcept:
 
 
 cdef int _see_through(Group group, Waiting* waited) except -1:
-    """Wait for all members, whatever becomes of each; raise the first error with the others as notes.
+    """Wait for all members, even if some fail; raise the first error with the others as notes.
 
-    `waited` is a wait, the only one for CPU memory, that was made with the calls.
+    `waited`: the only wait for CPU memory, if it was made together with the calls; else NULL.
     """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles
-    if group.inits:  # most have none, and each list costs a small group a hundredth of its time
+    if group.inits:  # most groups have none, and each list costs a small group 1% of its time
         children = [child for _, child in group.inits]
         together = children + handles
     try:
         if children:
-            for child in children:  # all of them before any is waited for: NCCL may write into any of them
+            for child in children:  # adopt all before any is waited for: NCCL may write into the cell of any
                 adopt(errors, child, group.calls.result)
             end_orphans(children, errors)
             poll_inits([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
-        if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
+        if group.calls.result == ncclInProgress and not (group.bare and children):  # else the child is polled
             for handle in handles:
-                if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
+                if handle.state == READY or handle.state == FINALIZED:  # FINALIZED: a close waits for this group
                     if not children:
                         handle.was_in_progress()
                     await_member(errors, handle, _by(group, handle.limit, errors))
@@ -610,12 +610,12 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
             except NcclError as error:
                 errors.append(error)
                 handle.explain(error)
-    except BaseException as error:  # of a signal handler: whoever raises wants to get out, not to wait for the others
+    except BaseException as error:  # raised by a signal handler: end at once, without waiting for the other members
         try:
             leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
-        finally:  # also if Ctrl-C comes a second time, and a third
+        finally:  # also after a second and a third Ctrl-C
             try:
-                abort_late(children, "a group was left early")  # those that were not collected yet
+                abort_late(children, "a group was left early")  # children that were not adopted yet
             finally:
                 _hold_all(group)
         raise
@@ -627,7 +627,7 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
 
 
 cdef int _hold_all(Group group) except -1:
-    """Hold what the operations of a group that has failed may still touch."""
+    """Hold the objects that the operations of a failed group may still touch."""
     cdef const Operation* operation
     cdef Handle handle
     cdef size_t i
@@ -643,7 +643,7 @@ cdef int _hold_all(Group group) except -1:
     return 0
 
 
-# How long the other members of a group that has failed may take, where they have no deadline of their own.
+# Seconds that the other members of a group that has failed may take if they have no deadline of their own.
 cdef double GROUP_PATIENCE = 5.0
 
 
@@ -654,7 +654,7 @@ cdef double patience(double whole, double limit, list errors) noexcept:
 
 
 cdef int end_orphans(list children, list errors) except -1:
-    """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
+    """Abort what NCCL has made for children that were aborted during the calls: that abort found no handle."""
     cdef Handle child
     abandoned = [child for child in children if child.state == ABORTED and child.init_state.stage == INIT_PENDING]
     if abandoned:
@@ -666,7 +666,7 @@ cdef int end_orphans(list children, list errors) except -1:
 
 
 cdef int poll_inits(list children, double whole, list errors) except -1:
-    """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
+    """Poll all children that NCCL is making, in turn: each advances only when polled, and may wait for another one."""
     cdef Handle child
     cdef ncclResult_t result
     cdef double started = now(), moment
@@ -686,7 +686,7 @@ cdef int poll_inits(list children, double whole, list errors) except -1:
             elif moment >= deadline:
                 late.append(child)
             else:
-                if errors:  # of another one
+                if errors:  # another child has failed
                     deadline = min(deadline, deadline_after(patience(whole, child.limit, errors)))
                 still.append((child, deadline))
         if late:
@@ -700,7 +700,7 @@ cdef int poll_inits(list children, double whole, list errors) except -1:
 
 
 cdef int _give_up(list late, list errors, double started) except -1:
-    """Abort what has passed its deadline, together: the abort of one alone would be an error of NCCL to the others."""
+    """Abort all children past their deadlines together: the abort of one alone would be an NCCL error to the others."""
     cdef Handle child
     failures = [child.timeout_error("initialisation", now() - started) for child in late]
     tied = [each for child in late for each in child.tied()]

@@ -1,4 +1,4 @@
-"""Calls of one communicator: made at once, or recorded by the group that is open in this thread."""
+"""Calls on one communicator: made at once, or recorded by the group that is open in this thread."""
 
 from cpython.exc cimport PyErr_CheckSignals
 
@@ -68,8 +68,8 @@ cdef int submit(
 cdef int _submit_traced(
     CallTracer tracer, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1:
-    """Make a call at once, and have it told of."""
-    operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
+    """Make a call at once, and report it to the tracer."""
+    operation.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
     noted = tracer.begin(handle, operation, None)
     suppress_reports()
     try:
@@ -90,16 +90,16 @@ cdef int _submit_traced(
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
-    """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
+    """Make a call on CPU memory and wait for it. The wait is counted before the call: a close waits for both."""
     cdef ncclResult_t result
     cdef Waiting waiting
-    if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
+    if handle.state != READY:  # another thread may have begun to close it while the buffers were checked
         check_alive(handle)
     raise_if_fenced(handle, function_of(operation.kind))
     handle.waiters += 1
     try:
         begin_wait(&waiting, handle, function_of(operation.kind), deadline_after(limit), None)
-        with nogil:  # once for both: to give it up and to have it back takes as long as the rest
+        with nogil:  # once for call and wait: releasing and taking the GIL takes as long as the rest
             result = _call(handle, operation, True, limit, 0)
             if result == ncclSuccess:
                 make_wait(&waiting, operation.stream)
@@ -128,7 +128,7 @@ cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil
 
 
 cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit) except? -1:
-    """Make a call at once, or when the threads before this one are through with the communicator."""
+    """Make a call at once, or when other threads have released the communicator."""
     cdef ncclResult_t result
     with nogil:
         result = _call(handle, operation, False, limit, 0)
@@ -138,7 +138,7 @@ cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit)
 cdef inline ncclResult_t _call(
     Handle handle, Operation* operation, bint wait_host, double limit, double until
 ) noexcept nogil:
-    """Make a call under the communicator's lock, unless another thread has that until a moment."""
+    """Make a call under the communicator's lock; return LOCK_BUSY if another thread holds the lock until `until`."""
     cdef ncclResult_t result
     cdef Mark* mark
     cdef bint lent
@@ -153,13 +153,13 @@ cdef inline ncclResult_t _call(
         handle.sequence += 1
     if handle.told:
         handle.note(_last_of(operation))
-    lent = not host_engine and lend_device(handle.device)  # the host engine asks the stream, or the communicator
+    lent = not host_engine and lend_device(handle.device)  # the host engine knows it itself
     if handle.precall_hook != NULL and operation.comm != NULL and handle.state != ABORTED:
         run_if_wanted(handle.precall_hook, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
-        # Who waits for CPU memory keeps the deadline itself.
+        # A thread that waits for CPU memory enforces the deadline itself.
         mark = handle.enter_call(_last_of(operation), limit) if not wait_host else NULL
         result = issue(operation)
         handle.leave_call(mark, result == ncclSuccess)
@@ -174,7 +174,7 @@ cdef inline ncclResult_t _call(
 
 
 cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
-    """Run signal handlers while other threads are inside the communicator, until the call is made."""
+    """Run signal handlers while other threads hold the communicator's lock, until the call is made."""
     cdef ncclResult_t result
     cdef double started = now(), deadline = deadline_after(limit)
     while True:
@@ -182,7 +182,7 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
             result = _call(handle, operation, wait_host, limit, min(now() + SLICE, deadline))
         if <int>result != LOCK_BUSY:
             return <int>result
-        PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
+        PyErr_CheckSignals()  # nothing was called yet: if a handler raises, nothing needs to be ended
         if now() >= deadline:
             give_up(handle, function_of(operation.kind).decode(), now() - started)
 
@@ -190,7 +190,7 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
 cdef int _see_to(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
 ) except -1:
-    """Wait for an operation as far as its caller does, and hold its arrays if that ends early."""
+    """Wait for an operation as far as its caller waits; raise its error, and hold its arrays if the wait ends early."""
     cdef const char* what = function_of(operation.kind)
     try:
         if result == ncclInProgress:
@@ -203,7 +203,7 @@ cdef int _see_to(
         if wait_host:
             wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException as error:
-        # A group's end may fail half way.
+        # SENDRECV is a group: its end may fail after a part was launched.
         if result == ncclSuccess or result == ncclInProgress or operation.kind == SENDRECV:
             _have_left(handle, operation, send, recv, error)
         else:
@@ -213,7 +213,7 @@ cdef int _see_to(
 
 
 cdef int _have_left(Handle handle, Operation* operation, object send, object recv, object error) except -1:
-    """Hold the arrays of an operation that runs, perhaps, though its wait has ended."""
+    """Hold the arrays of an operation that may still run although its wait has ended."""
     what = function_of(operation.kind).decode()
     handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
     handle.explain(error)
@@ -221,7 +221,7 @@ cdef int _have_left(Handle handle, Operation* operation, object send, object rec
 
 
 cdef int _follow_late(Handle handle, CUstream stream) except -1:
-    """Tell the hook of what NCCL has issued after its call had returned."""
+    """Tell the pre-call hook of an operation that NCCL has issued after the call had returned."""
     with nogil:
         if handle.lock_alive():
             follow(handle.precall_hook, stream, True)
@@ -230,7 +230,7 @@ cdef int _follow_late(Handle handle, CUstream stream) except -1:
 
 
 cdef int check_makes(Group group, str what) except -1:
-    """Refuse to make something in a group that calls NCCL never, or many times."""
+    """Refuse to make an object in a group that never calls NCCL (simulate) or does so many times (a plan)."""
     if group.simulate:
         raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
     if group.keeps:
@@ -256,7 +256,7 @@ cdef int issue_init(Handle parent, Handle child, Operation* operation) except -1
 
 
 cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1:
-    """Make one call that waits for other ranks, or have the thread's group record it."""
+    """Make one call that waits for other ranks, in a thread of its own, or have the thread's group record it."""
     cdef Group group
     if open_group() != NULL:
         return submit(handle, operation, send, recv, False, handle.limit)

@@ -312,7 +312,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         handle.inform()
         tell_trouble([handle], error)
         raise error
-    if handle.peer_status is not None and handle.peer_status.has_ended():  # another rank's abort may have ended the wait
+    if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort may have ended the wait
         raise _not_complete(handle, waiting, "aborted")
     if waiting.whole:
         return 0

@@ -700,7 +700,7 @@ cdef int poll_inits(list children, double whole, list errors) except -1:
 
 
 cdef int _give_up(list late, list errors, double started) except -1:
-    """Abort all children past their deadlines together: the abort of one alone would be an NCCL error to the others."""
+    """Abort all children past their deadlines together: after the abort of one alone NCCL would fail the others."""
     cdef Handle child
     failures = [child.timeout_error("initialisation", now() - started) for child in late]
     tied = [each for child in late for each in child.tied()]

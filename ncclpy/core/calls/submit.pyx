@@ -190,7 +190,7 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
 cdef int _see_to(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
 ) except -1:
-    """Wait for an operation as far as its caller waits; raise its error, and hold its arrays if the wait ends early."""
+    """Wait for an operation as far as its caller waits; raise its error; hold its arrays if the wait ends early."""
     cdef const char* what = function_of(operation.kind)
     try:
         if result == ncclInProgress:

@@ -1,7 +1,8 @@
 from ncclpy.abi.driver cimport CUcontext, CUstreamCaptureMode
 
 
-# From here on this thread's calls of the driver disturb no capture, its own neither; returns what `restore` takes.
+# From now on this thread's driver calls invalidate no stream capture, not even its own; returns the mode for
+# `restore`.
 cdef CUstreamCaptureMode relax() noexcept nogil
 cdef void restore(CUstreamCaptureMode mode) noexcept nogil
 

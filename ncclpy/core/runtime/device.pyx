@@ -1,9 +1,9 @@
 """Devices, contexts and plain device memory.
 
-While a stream is captured in global mode, CUDA refuses calls that it holds to be unsafe (to ask an event, to allocate)
-in all threads, in thread-local mode in the thread that captures, and invalidates the capture. What we do does not touch
-the captured stream, so it is done in relaxed mode: a thread of ours for as long as it lives, one of the user's around
-the call.
+While a stream is captured, CUDA refuses calls that it considers unsafe (to query an event, to allocate) and
+invalidates the capture: in all threads in global mode, in the capturing thread in thread-local mode. ncclpy's calls do
+not touch the captured stream, so they are made in relaxed mode: for the whole life of a thread of ncclpy, and in a
+user's thread during the call.
 
 A device is an ordinal, as in CUDA. ncclpy only uses primary contexts, those of the CUDA runtime, torch and CuPy, and
 leaves the calling thread's current device as it found it.
@@ -25,7 +25,7 @@ from ncclpy.core.runtime.library cimport check_driver, driver, host_engine, requ
 
 
 cdef CUstreamCaptureMode relax() noexcept nogil:
-    """Have CUDA take this thread's calls for safe, and return how it took them before."""
+    """Switch this thread to relaxed capture mode, in which no call is refused; return the previous mode."""
     cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
     if driver.cuThreadExchangeStreamCaptureMode != NULL:
         driver.cuThreadExchangeStreamCaptureMode(&mode)
@@ -37,8 +37,8 @@ cdef void restore(CUstreamCaptureMode mode) noexcept nogil:
         driver.cuThreadExchangeStreamCaptureMode(&mode)
 
 
-# Primary contexts are retained once and kept, as the CUDA runtime does: releasing one while a library still has
-# streams in it would pull the ground from under that library.
+# Primary contexts are retained once and never released, as by the CUDA runtime: another library may still have streams
+# in them.
 cdef CUcontext* _contexts = NULL
 cdef int _count = -1
 
@@ -64,7 +64,7 @@ def device_count():
 
 
 cdef int known_devices() except -1:
-    """Return what `device_count` does, without asking the driver again."""
+    """Return the number of devices as `device_count` does, but ask the driver only once."""
     if _count < 0:
         _load()
     return _count
@@ -129,7 +129,7 @@ cdef CUcontext context_of(int ordinal) except NULL:
 
 
 cdef CUcontext enter_device(int ordinal) except? NULL:
-    """Make a device current and return the context to give back to `leave_device`, which may be NULL."""
+    """Make a device current and return the previous context, for `leave_device`; it may be NULL."""
     cdef CUcontext context = context_of(ordinal)
     cdef CUcontext saved = NULL
     check_driver(driver.cuCtxGetCurrent(&saved), b"cuCtxGetCurrent")
@@ -139,7 +139,7 @@ cdef CUcontext enter_device(int ordinal) except? NULL:
 
 
 cdef int leave_device(CUcontext saved) except -1:
-    """Restore what was current before `enter_device`; mostly it is current."""
+    """Make the context from `enter_device` current again; mostly it is current already."""
     cdef CUcontext current = NULL
     check_driver(driver.cuCtxGetCurrent(&current), b"cuCtxGetCurrent")
     if current != saved:
@@ -148,9 +148,10 @@ cdef int leave_device(CUcontext saved) except -1:
 
 
 cdef bint lend_device(int ordinal) noexcept nogil:
-    """Make a device current in a thread that has none; return whether it was, for `take_device_back` to undo it.
+    """Make a device current in a thread that has none; return True if `take_device_back` must undo it.
 
-    NCCL gives such a thread the first device back behind every call, and with it a context there: some 500 MiB.
+    Without this NCCL would, after every call, make the first device current in such a thread, which creates a context
+    of some 500 MiB there.
     """
     cdef CUcontext current = NULL
     if driver.cuCtxGetCurrent == NULL or driver.cuCtxGetCurrent(&current) != 0 or current != NULL:
@@ -166,11 +167,11 @@ cdef void take_device_back() noexcept nogil:
 
 
 cdef bint switch_device(int ordinal, CUcontext* saved) noexcept nogil:
-    """Make a device current, without the GIL; return whether it is. Then `saved` is what to make current again."""
+    """Make a device current, without the GIL; return whether it is. `saved` receives the context for `switch_back`."""
     saved[0] = NULL
     if driver.cuCtxGetCurrent == NULL or driver.cuCtxGetCurrent(saved) != 0 or ordinal < 0 or ordinal >= _count:
         return False
-    # Should two threads come at once it is retained twice: it is never given back.
+    # If two threads do this at once, the context is retained twice, which does not matter: it is never released.
     if _contexts[ordinal] == NULL and driver.cuDevicePrimaryCtxRetain(&_contexts[ordinal], ordinal) != 0:
         return False
     return saved[0] == _contexts[ordinal] or driver.cuCtxSetCurrent(_contexts[ordinal]) == 0
@@ -265,7 +266,7 @@ def driver_version():
 
 
 def allocate(size_t nbytes, device=None):
-    """Allocate device memory and return its address (`cuMemAlloc`); give it back with `free`.
+    """Allocate device memory and return its address (`cuMemAlloc`); release it with `free`.
 
     Parameters
     ----------
@@ -279,7 +280,7 @@ def allocate(size_t nbytes, device=None):
     cdef CUstreamCaptureMode mode
     cdef CUcontext saved = enter_device(as_device(device))
     if nbytes == 0:
-        nbytes = 1  # the driver refuses 0; an empty buffer still wants an address
+        nbytes = 1  # the driver refuses 0, but an empty buffer needs an address
     with nogil:
         mode = relax()
         result = driver.cuMemAlloc_v2(&pointer, nbytes)
@@ -336,7 +337,7 @@ def memset(uintptr_t pointer, unsigned char value, size_t nbytes, stream=None):
 
 
 cdef CUstream _stream_handle(object stream) except? NULL:
-    # The full conversion lives one room above, in `stream`; memory needs only handles and objects that carry one.
+    # The full conversion is in `stream`, which imports this module; here handles and __cuda_stream__ objects suffice.
     if stream is None:
         return NULL
     number = stream if isinstance(stream, int) else int(stream.__cuda_stream__()[1])

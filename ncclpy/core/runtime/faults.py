@@ -1,4 +1,4 @@
-"""Faults on command: make the host engine fail where a program is to be tested."""
+"""Fault injection: make the host engine fail, to test how a program reacts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _outer: list[Faults] = []  # the enclosing blocks
 
 
 class Faults:
-    """Let what a plan says go wrong on the host engine, inside a ``with`` block.
+    """Make the host engine fail as a plan says, inside a ``with`` block.
 
-    The plan holds for every thread of the process, from the block's beginning to its end; the plan that held before,
-    of an enclosing block or of the environment variable ``NCCLPY_FAULTS``, then holds again, its occurrences counted
-    anew. ``docs/host-engine.md`` describes the language. A rule that has not fired when its block ends is told by a
+    The plan holds for every thread of the process, from the beginning of the block to its end. After that the previous
+    plan, of an enclosing block or of the environment variable ``NCCLPY_FAULTS``, holds again, with its counts reset.
+    ``docs/host-engine.md`` describes the language. A rule that has not fired when its block ends causes a
     `RuntimeWarning`: it tests nothing, perhaps because the program makes another call than the rule names.
 
     Parameters
     ----------
     plan : str
-        Rules apart by ``;``, each of words ``key=value``, as in ``"rank=1 call=AllReduce nth=2 do=hang"``.
+        Rules separated by ``;``, each of words ``key=value``, as in ``"rank=1 call=AllReduce nth=2 do=hang"``.
 
     Raises
     ------
     ValueError
-        At the block's beginning, if the plan is not understood: the message names the word and what is allowed.
+        At the beginning of the block, if the plan is not valid: the message names the word and what is allowed.
     RuntimeError
-        If the loaded library is not the host engine: NCCL itself takes no orders to fail.
+        If the loaded library is not the host engine: NCCL itself has no fault injection.
     """
 
     def __init__(self, plan: str):
@@ -37,7 +37,7 @@ class Faults:
             raise TypeError(f"plan must be a str, not {type(plan).__name__}")
         self.plan = plan
         self._fired: list[str] | None = None
-        self._unfired: list[str] | None = None  # before an inner block began, which forgets what has fired
+        self._unfired: list[str] | None = None  # read before an inner block began, which resets what has fired
 
     def __enter__(self) -> Faults:
         unfired = _unfired()
@@ -69,7 +69,7 @@ class Faults:
 
     @property
     def fired(self) -> list[str]:
-        """Return what has happened so far, one line each, in order; it stays readable after the block."""
+        """Return the faults that have happened so far, one line each, in order; also after the block has ended."""
         if self._fired is not None:
             return self._fired
         return _read() if self in _outer else []

@@ -4,22 +4,23 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSucce
 
 cdef str who_is_missing(ncclComm_t comm)
 
-# Warn of variables of NCCL's that override what a guard needs, as far as the process's environment shows them.
+# Warn of NCCL variables in the process's environment that override the configuration which a guard needs.
 cdef int look_up_overrides() except -1
 
-# The same, found out from what a call has returned.
+# Warn of NCCL_COMM_BLOCKING=0: a call that should have blocked has returned ncclInProgress.
 cdef int guarded_was_in_progress() except -1
 
-# The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
-# process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
-# driver's table is filled whole or not at all.
+# The tables of C functions. An entry is NULL until the library is loaded, if the loaded NCCL lacks the symbol, and in
+# a process forked after loading. Before calling an entry, call `require(...)`, which loads the library, or raises and
+# tells why the entry is missing. The driver's table is filled completely or not at all.
 cdef ncclpy_nccl_table nccl
 cdef ncclpy_driver_table driver
 
-# Whether the host engine is loaded, which takes CPU memory.
+# Whether the host engine, which works on CPU memory, is loaded.
 cdef bint host_engine
 
-# Whether ncclCommAbort brings back a thread that is inside the communicator: NCCL's frees it under that thread.
+# Whether ncclCommAbort makes the calls of other threads on the communicator return. NCCL instead frees the
+# communicator while those threads use it.
 cdef bint abort_preempts
 
 # How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on
@@ -29,17 +30,18 @@ cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
 
-# The same of who wants to be told when an event is ready, instead of asking: by a call of `tell`; or of who sleeps until
-# then, for so many seconds at most.
+# Of the host engine: `event_tell` has `tell` called when an event is ready; `event_await` sleeps until an event is
+# ready, for at most the given seconds.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
 cdef EventHelp event_await
 
-# Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for.
+# Only of the host engine, else NULL: writes which ranks have not joined the call for which a communicator waits.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 
-# Of the host engine alone: keeps what `ncclGetPeerDevicePointer` gives for a rank where it is, whatever becomes of the
-# window; NULL if there is no such window. What it returns is given back, in any thread.
+# Only of the host engine. `host_hold_window` keeps the memory that `ncclGetPeerDevicePointer` returns for a rank
+# mapped, even after the window is deregistered; it returns NULL if there is no such window. `host_let_window_go`
+# releases what it has returned, in any thread.
 cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
 cdef void (*host_let_window_go)(void*) noexcept nogil
 cdef int version_code() except -1
@@ -61,13 +63,14 @@ cdef inline int require_driver() except -1:
     return 0
 
 
-# Raise in a process that was forked after loading, where neither communicators nor threads exist.
+# Raise in a process that was forked after loading: there neither communicators nor threads exist.
 cdef int check_process() except -1
 
 
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil
 
-# What NCCL says of an error that was just returned, as a copy to free; NULL of what is no error of NCCL's.
+# A copy, for `free`, of NCCL's message for an error that was just returned to this thread; NULL if `result` is no NCCL
+# error.
 cdef char* keep_words(ncclResult_t result) noexcept nogil
 cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=*)
 cdef object driver_error(CUresult result, const char* function)

@@ -1,14 +1,15 @@
 """The library in use: one dlopen, the tables of its functions, NCCL's environment, and exceptions for result codes.
 
-`NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` come before what a communicator is asked for. They may stand
-in NCCL's configuration file as well. NCCL puts those into the environment when it first reads them, behind the back of
-`os.environ`; so the environment of C is looked at, again when a guard has been made. Where even that shows nothing, as
-with a plugin that answers for the environment, a call shows that was to block and is in progress. The others show in no
-result: a guard that was to work in the background may be quick as well, and say success at once.
+`NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` override the configuration of a communicator. NCCL's
+configuration file may set them as well: NCCL then puts them into the C environment when it first reads the file,
+without an update of `os.environ`. So ncclpy reads the C environment, and reads it again after a guard was made. An
+environment plugin of NCCL does not change even that; then NCCL_COMM_BLOCKING=0 shows when a call that should block
+returns ncclInProgress. The other overrides show in no result: a nonblocking guard may also be made quickly and return
+success at once.
 
-Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol comes
-from that handle, so that no communicator is ever driven by two libraries. The driver's symbols come from the same
-handle when it has them (the host engine), else from ``libcuda.so.1``.
+Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol is taken
+from that handle, so that no communicator is used through two libraries. The driver's symbols are taken from the same
+handle if it has them (the host engine), else from ``libcuda.so.1``.
 """
 
 import logging
@@ -28,8 +29,9 @@ from ncclpy.errors import LibraryNotFound, NcclError, NcclRemoteError, NcclTimeo
 cdef str who_is_missing(ncclComm_t comm):
     """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
 
-    It is empty on NCCL, and if nothing is waited for. Of a child that is still being made, its parent is asked. May be
-    asked without the communicator's lock, while another thread is stuck in a call; not once the handle is destroyed.
+    The text is empty on NCCL, and if the communicator waits for no rank. For a child that is still being made, pass
+    its parent. The communicator's lock is not needed, so that another thread may be stuck in a call; but the handle
+    must not be destroyed.
     """
     cdef char text[4096]
     text[0] = 0
@@ -58,7 +60,7 @@ cdef dict _LOST = {
     ),
 }
 
-cdef set _told = set()  # once a process
+cdef set _told = set()  # names of which this process was warned
 
 
 cdef int _tell(str name, int value, str how) except -1:
@@ -70,7 +72,7 @@ cdef int _tell(str name, int value, str how) except -1:
         "Take it out of the environment and of NCCL's configuration file (NCCL_CONF_FILE, ~/.nccl.conf, "
         "/etc/nccl.conf)",
         RuntimeWarning,
-        stacklevel=1,  # functions in Cython have no frames: it is the caller's line
+        stacklevel=1,  # Cython functions have no frames: this is the caller's line
     )
     return 0
 
@@ -108,7 +110,7 @@ cdef extern from *:
     #include "nccl_abi.h"
     #include "driver_abi.h"
 
-    /* One row a function, made from the X-macros: where its pointer lies in the table, and since when NCCL has it. */
+    /* One row per function, made from the X-macros: the offset of its pointer in the table; its first NCCL version. */
     typedef struct { const char* name; size_t offset; int version; } ncclpy_symbol;
 
     #define NCCLPY_ROW(version, ret, name, params) {#name, offsetof(ncclpy_nccl_table, name), version},
@@ -116,8 +118,8 @@ cdef extern from *:
     #define NCCLPY_DRIVER_ROW(ret, name, params) {#name, offsetof(ncclpy_driver_table, name), 0},
     static const ncclpy_symbol ncclpy_driver_symbols[] = { NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DRIVER_ROW) {NULL, 0, 0} };
 
-    /* After fork() the child must not touch NCCL: its threads and its sockets are the parent's. Emptying both tables
-       costs the calls nothing, since each looks for NULL anyway. */
+    /* After fork() the child must not touch NCCL: the threads and sockets are the parent's. Emptying both tables costs
+       the calls nothing, since each checks for NULL anyway. */
     static ncclpy_nccl_table* ncclpy_the_nccl;
     static ncclpy_driver_table* ncclpy_the_driver;
     static void* ncclpy_the_extra;
@@ -156,7 +158,7 @@ debug_locks = DEBUG_LOCKS
 
 
 cdef class PythonLock:
-    """A lock of `threading`, which gives the GIL up while it waits, with its place in the order of all locks."""
+    """A lock of `threading`, which releases the GIL while it waits, with its place in the order of all locks."""
 
     cdef object lock
     cdef ncclpy_lock place
@@ -174,11 +176,11 @@ cdef class PythonLock:
         self.lock.release()
 
 
-_lock = PythonLock(threading.RLock(), LOCK_LIBRARY)  # of who loads: without the GIL, others may come meanwhile
+_lock = PythonLock(threading.RLock(), LOCK_LIBRARY)  # held while loading, which releases the GIL
 
 
 def _in_child():
-    """Forget a lock that was held for a thread which the child has not."""
+    """Replace a lock that may be held by a thread which the child does not have."""
     global _lock
     _lock = PythonLock(threading.RLock(), LOCK_LIBRARY)
 
@@ -202,7 +204,7 @@ class Library:
     found : str
         How it was found.
     version : tuple of int
-        What `ncclGetVersion` says, ``(2, 32, 3)``.
+        The version from `ncclGetVersion`, such as ``(2, 32, 3)``.
     """
 
     __slots__ = ("engine", "path", "found", "version")
@@ -214,7 +216,7 @@ class Library:
         self.version = version
 
     def has(self, symbol):
-        """Return whether the loaded library has the C function `symbol`, say ``"ncclCommGrow"``."""
+        """Return whether the loaded library has the C function `symbol`, such as ``"ncclCommGrow"``."""
         name = symbol.encode()
         return any(row == name for row, _, present in _rows() if present)
 
@@ -227,7 +229,7 @@ class Library:
 
 
 def use(choice):
-    """Choose the library before anything uses it.
+    """Choose the library to use; call this before the first use of NCCL.
 
     Parameters
     ----------
@@ -255,7 +257,7 @@ def use(choice):
 
 
 def _as_choice(text):
-    """Return "cuda" or "host" for either in any case, else the path that `text` is; None for nothing."""
+    """Return "cuda" or "host" for either word in upper or lower case, None for "", else `text` itself, a path."""
     return text.lower() if text.lower() in ("cuda", "host") else text or None
 
 
@@ -267,13 +269,13 @@ def _same_file(one, other):
 
 
 def library():
-    """Return the `Library` in use, loading it if nothing has yet."""
+    """Return the `Library` in use; load it if it is not loaded yet."""
     _ensure_loaded()
     return _library
 
 
 def loaded():
-    """Return the `Library` as `library` does, or None before the first use: it loads nothing."""
+    """Return the `Library` in use, or None before the first use; load nothing."""
     return _library
 
 
@@ -296,7 +298,7 @@ cdef int version_code() except -1:
 
 
 cdef int missing_nccl(const char* name) except -1:
-    """Load on first use; what is still missing then is an error that names the release to install."""
+    """Load the library on first use; if it lacks the function, raise an error that names the release to install."""
     cdef size_t i = 0
     _ensure_loaded()
     while ncclpy_nccl_symbols[i].name != NULL:
@@ -333,12 +335,12 @@ def _ensure_loaded():
             if _library is None:
                 _library = _load()
                 made = True
-        if made:  # outside the lock: a log handler may be the user's code
+        if made:  # outside the lock: a log handler may be user code
             _tell_of_faults()
 
 
 def _tell_of_faults():
-    """Warn, once a process, of faults that the environment sets: one left there by mistake gives wrong results."""
+    """Warn, once a process, of faults that the environment sets: left set by mistake, they give wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(
@@ -375,7 +377,10 @@ _HOW_TO_CHOOSE = (
 
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
-    """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
+    """Open the first place that is an NCCL library, fill the tables and return its `Library`.
+
+    If none is, raise LibraryNotFound with a message that begins with `failed`.
+    """
     global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
     global host_who_is_missing, host_hold_window, host_let_window_go
     cdef void* handle
@@ -421,7 +426,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         _mark_loaded()
         if dlsym(handle, b"cuInit") != NULL:
             _fill_driver(handle)
-        # Last: whoever finds an entry makes the call, from whatever thread.
+        # Last: another thread makes the call as soon as it finds an entry.
         _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
     raise LibraryNotFound(f"{failed}. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
@@ -442,7 +447,7 @@ cdef int _fill(void* handle, const ncclpy_symbol* symbols, char* table) except -
 
 
 cdef int _fill_driver(void* handle) except -1:
-    """Fill the driver table and initialise the driver; every call of the table must be there."""
+    """Fill the driver table and initialise the driver; raise if the library lacks a function of the table."""
     cdef size_t i = 0
     cdef int result
     cdef const char* words = NULL
@@ -471,7 +476,7 @@ cdef int _fill_driver(void* handle) except -1:
 
 
 cdef int load_driver() except -1:
-    """Load on first use. The driver of a NCCL that does not bring its calls, as the host engine does, is libcuda."""
+    """Load the driver on first use: libcuda, unless the NCCL library has the driver's functions (the host engine)."""
     cdef void* handle
     cdef const char* error
     _ensure_loaded()
@@ -491,7 +496,7 @@ cdef int load_driver() except -1:
 
 
 def _has_gpu():
-    """Return whether libcuda.so.1 opens and shows a device; what was found goes into `_driver_places`."""
+    """Return whether libcuda.so.1 opens and shows a device; if not, `_driver_places` tells why."""
     cdef void* handle
     cdef int count = 0
     cdef bint works
@@ -516,7 +521,7 @@ def _has_gpu():
 
 
 cdef object _loaded_path(path):
-    """Return the file behind a soname; a path stays what it is."""
+    """Return the file that a soname was loaded from; a path is returned unchanged."""
     if os.sep in path:
         return path
     for mapped in search.mapped_nccl():
@@ -525,7 +530,7 @@ cdef object _loaded_path(path):
 
 
 def _rows():
-    """Yield ``(symbol, first version, is it there)`` for every row of the NCCL table."""
+    """Return ``(symbol, first version, whether it is there)`` for every row of the NCCL table."""
     cdef size_t i = 0
     rows = []
     while ncclpy_nccl_symbols[i].name != NULL:
@@ -539,7 +544,7 @@ def _rows():
 
 
 def abi_version():
-    """Return the NCCL release whose ABI ncclpy was written against, ``(2, 32, 3)``."""
+    """Return the NCCL release for the ABI of which ncclpy was written, ``(2, 32, 3)``."""
     return decode_version(NCCLPY_ABI_VERSION)
 
 
@@ -548,7 +553,7 @@ cdef extern from "string.h" nogil:
 
 
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil:
-    """Raise what `result` stands for, with NCCL's own last words on it."""
+    """Raise the exception for `result`, with NCCL's last error message."""
     cdef const char* text = NULL
     if nccl.ncclGetLastError != NULL:
         text = nccl.ncclGetLastError(comm)
@@ -564,8 +569,8 @@ cdef char* keep_words(ncclResult_t result) noexcept nogil:
 cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=None):
     """Return the exception for a result code.
 
-    `last_words` are what ncclGetLastError said when it was returned. `during` says what failed, where `function` has
-    only brought the news.
+    `last_words`: the text of ncclGetLastError when the code was returned. `during`: what failed, if `function` has
+    only reported the failure of something else.
     """
     cdef const char* text
     cdef int code = <int>result
@@ -574,7 +579,7 @@ cdef object nccl_error(ncclResult_t result, const char* function, const char* la
     version = None
     if nccl.ncclGetErrorString != NULL:
         text = nccl.ncclGetErrorString(result)
-        # A code from a newer NCCL has a text that says nothing ("unknown result code"); its number says more.
+        # For a code of a newer NCCL the text is only "unknown result code", so the number is added.
         reason = f"{text.decode(errors='replace')} (result {code})" if text != NULL else reason
         detail = last_words.decode(errors="replace").strip() if last_words != NULL else ""
         version = library().version

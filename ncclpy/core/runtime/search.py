@@ -1,7 +1,7 @@
 """Where a library may be: the host engine in this package, libnccl on the machine.
 
-Nothing here opens NCCL for use; `library` does, once. A place is tried in the order of the list, and every place
-tried is kept for the message of `LibraryNotFound`.
+This module does not open NCCL for use; `library` does, once. Places are tried in the order of the list, and each is
+named in the message of `LibraryNotFound`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def host_engine_path() -> str:
 
 
 def mapped_nccl() -> list[str]:
-    """Return the paths of every libnccl that is already mapped into this process, in the order of their addresses."""
+    """Return the path of every libnccl that is already mapped into this process, in the order of addresses."""
     found: dict[str, None] = {}
     try:
         with open("/proc/self/maps") as maps:
@@ -31,7 +31,7 @@ def mapped_nccl() -> list[str]:
                 if os.path.basename(path).startswith("libnccl.so"):
                     found[path] = None
     except OSError:
-        pass  # no /proc: nothing can be said of mapped libraries
+        pass  # no /proc: mapped libraries are unknown
     return list(found)
 
 
@@ -48,7 +48,7 @@ def candidates() -> list[tuple[str, str]]:
 
 
 def _pathfinder() -> tuple[str, str] | None:
-    # cuda.pathfinder is an optional dependency; without it the wheel and the system are still searched below.
+    # cuda.pathfinder is an optional dependency; without it `candidates` still lists the wheel and the system.
     if _find_spec("cuda.pathfinder") is None:
         return None
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib

@@ -26,13 +26,13 @@ cdef class DeviceWait(Call):
 
 cdef Stream owner_of(CUstream raw)
 
-# Whether a stream is being captured into a graph; it raises where that capture was invalidated.
+# Whether a stream is being captured into a graph; raises if the capture was invalidated.
 cdef bint is_captured(CUstream stream, int device) except -1
 
-# An event recorded behind what the stream has queued; None if that is done, or cannot be asked while it is captured.
+# An event recorded behind what the stream has queued; None if all of that is done, or if the stream is being captured.
 cdef object event_behind(CUstream stream, int device)
 
 
-# Keep objects until all of `until` are over: threads that have ended, Calls that have returned, Events that are
-# reached. What is over already is not kept. `what` is for people.
+# Keep objects until all of `until` are over: Calls that have returned, Events that are reached. If all are over
+# already, nothing is kept. `what` describes the objects for `in_flight`.
 cdef int hold(list objects, list until, object what) except -1

@@ -1,8 +1,8 @@
-"""Streams and events, and what stays in flight on them after a wait was left.
+"""Streams and events, and the arrays that are in use on them after a wait has ended early.
 
-Whoever makes a call holds its arrays while it waits. A wait that ends early hands them over to this module, which
-keeps them until neither NCCL nor a device can reach them any more, and for good where that never comes. In the steady
-state nothing comes here, so that calls pay nothing for it.
+The thread that makes a call keeps its arrays alive while it waits. If the wait ends early, this module takes over the
+arrays and keeps them until neither NCCL nor a device can access them any more, for good if necessary. Calls that end
+normally do not use it, and pay nothing for it.
 """
 
 import os
@@ -24,7 +24,7 @@ from ncclpy.errors import NcclTimeout, not_copied, seconds
 from ncclpy.types import as_integer
 
 
-# How the handle is got out of a stream object, by exact type; filled at first sight of a type.
+# Functions that read the handle of a stream object, by exact type; filled when a type is first seen.
 cdef dict _readers = {}
 
 
@@ -50,14 +50,14 @@ cdef CUstream _from_int(object handle) except? NULL:
 
 
 cdef CUstream as_stream_of(object stream, int device) except? NULL:
-    """Return the handle of a stream that must be on `device`, as far as that is known: of other objects it is not."""
+    """Return the handle of a stream that must be on `device`; only for an ncclpy `Stream` the device is checked."""
     if type(stream) is Stream and (<Stream>stream).device != device:
         raise ValueError(f"stream: it is on device {(<Stream>stream).device}, this communicator on device {device}")
     return as_stream(stream)
 
 
 cdef object _reader_of(object stream):
-    """Choose once for a type how its objects are read; nothing is imported to find out."""
+    """Return the function that reads handles of this object's type; no library is imported to find it."""
     kind = type(stream)
     if hasattr(kind, "cuda_stream"):  # torch: an attribute, cheaper than its protocol and older
         return lambda stream: stream.cuda_stream
@@ -76,12 +76,12 @@ cdef object _reader_of(object stream):
     )
 
 
-# Streams of ours by handle, so that whoever is given a handle can keep the stream and see that it is closed.
+# Open `Stream` objects by handle: code that is given only a handle can keep the stream and see that it is closed.
 cdef object _open = weakref.WeakValueDictionary()
 
 
 cdef Stream owner_of(CUstream raw):
-    """Return our own stream of this handle, None if it is somebody else's."""
+    """Return the `Stream` object of this handle; None if ncclpy has not made the stream."""
     return _open.get(<uintptr_t>raw)
 
 
@@ -129,7 +129,7 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
         return <uintptr_t>alive(self)
 
     def __cuda_stream__(self):
-        """Return ``(protocol version, handle)``, by which other libraries take this stream."""
+        """Return ``(protocol version, handle)``, for other libraries."""
         return 0, <uintptr_t>alive(self)
 
     def synchronize(self, timeout=None):
@@ -138,7 +138,7 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
+            Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
         """
         cdef double limit = as_timeout(timeout)
         waited(wait_for_stream(alive(self), deadline_after(limit)), b"cuStreamQuery", self, limit)
@@ -180,7 +180,7 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
         return self.raw == NULL
 
     def close(self):
-        """Give the stream back; work already queued still runs (`cuStreamDestroy`)."""
+        """Destroy the stream; work already queued still runs (`cuStreamDestroy`)."""
         cdef CUstream raw = self.raw
         cdef CUresult result
         if raw == NULL:
@@ -231,7 +231,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         The ordinal; the current device by default. An event is recorded on streams of its own device and may be
         waited for by streams of any.
     timing : bool, optional
-        Whether `elapsed_time` will be asked; without it recording is cheaper.
+        Whether `elapsed_time` can be called; without it recording is cheaper.
     """
 
     def __init__(self, device=None, *, bint timing=False):
@@ -287,7 +287,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
+            Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
         """
         cdef double limit = as_timeout(timeout)
         waited(wait_for_event(event_alive(self), deadline_after(limit)), b"cuEventQuery", self, limit)
@@ -311,7 +311,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         return self.raw == NULL
 
     def close(self):
-        """Give the event back (`cuEventDestroy`)."""
+        """Destroy the event (`cuEventDestroy`)."""
         cdef CUevent raw = self.raw
         if raw == NULL:
             return
@@ -358,7 +358,7 @@ def synchronize(device=None, timeout=None):
     device : int, optional
         The ordinal; the current device by default.
     timeout : float, optional
-        Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
+        Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
     """
     cdef DeviceWait call = DeviceWait()
     cdef double limit = as_timeout(timeout)
@@ -370,7 +370,7 @@ def synchronize(device=None, timeout=None):
 
 
 cdef bint is_captured(CUstream stream, int device) except -1:
-    """Return whether a stream is being captured; the legacy default stream, which cannot be, is not asked."""
+    """Return whether a stream is being captured; the legacy default stream cannot be, so the driver is not asked."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef CUresult result
@@ -390,13 +390,13 @@ cdef bint is_captured(CUstream stream, int device) except -1:
 
 
 cdef object event_behind(CUstream stream, int device):
-    """Return an event behind what a stream has queued, or None."""
+    """Return an event recorded behind what a stream has queued; None if that is done or the stream is captured."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved
     cdef CUresult result
     if driver.cuStreamIsCapturing == NULL:
         return None
-    saved = enter_device(device)  # whose default stream may be meant
+    saved = enter_device(device)  # `stream` may be a default stream of this device
     with nogil:
         result = driver.cuStreamIsCapturing(stream, &status)
         if result == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
@@ -410,7 +410,7 @@ cdef object event_behind(CUstream stream, int device):
 
 
 cdef int waited(int result, const char* function, object what, double limit) except -1:
-    """Raise for the end of a wait that was no success."""
+    """Raise for the result of a wait unless it is a success; NcclTimeout for CUDA_ERROR_NOT_READY."""
     if result == <int>CUDA_ERROR_NOT_READY:
         raise NcclTimeout(
             f"{what} was not done after {seconds(limit)}; only the wait has ended", function=function.decode()
@@ -418,8 +418,8 @@ cdef int waited(int result, const char* function, object what, double limit) exc
     return check_driver(<CUresult>result, function)
 
 
-cdef list _held = []  # of (objects, until, what); changed under the GIL only, in one step each
-cdef bint _watching = False  # changed under the GIL only, in one step with the last look at what is held
+cdef list _held = []  # of (objects, until, what); each change is one step under the GIL
+cdef bint _watching = False  # changed under the GIL, in one step with the check of `_held`
 
 
 cdef int hold(list objects, list until, object what) except -1:
@@ -433,13 +433,13 @@ cdef int hold(list objects, list until, object what) except -1:
         _watching = True
         try:
             begin_thread(_watch)
-        except RuntimeError:  # no more threads: what is held stays so until the next one comes here
+        except RuntimeError:  # no more threads: the objects are held until a later `hold` starts a thread
             _watching = False
     return 0
 
 
 def in_flight():
-    """Return what is kept since a wait for it ended early, a line each, for people."""
+    """Return descriptions, one line each, of the objects that are kept because a wait for them ended early."""
     return [what for _, _, what in list(_held)]
 
 
@@ -448,19 +448,19 @@ cdef bint _is_over(object each) except -1:
         return (<Call>each).done
     try:
         return (<Event?>each).is_done()
-    except Exception:  # a device that has failed says so of every event, and runs nothing any more
+    except Exception:  # a failed device returns its error for every event, and runs nothing any more
         return True
 
 
 cdef bint _is_needed() noexcept:
-    """Return whether something is held still; whoever holds something next starts the watch anew, if not."""
+    """Return whether objects are still held; if not, the next `hold` starts a new thread."""
     global _watching
     _watching = len(_held) != 0
     return _watching
 
 
 def _watch():
-    """Let go of what is over, until nothing is left."""
+    """Release entries that are over, until none is left."""
     pause = 0.001
     while _is_needed():
         time.sleep(pause)
@@ -469,11 +469,11 @@ def _watch():
             if all([_is_over(each) for each in entry[1]]):
                 _forget(entry)
                 pause = 0.001
-        entry = None  # let go of here, and not when the next one is looked at
+        entry = None  # release its objects now, not in the next round
 
 
 cdef int _forget(tuple entry) except -1:
-    """Take an entry away, by what it is: list.remove() would compare arrays."""
+    """Remove an entry by identity: list.remove() would compare arrays."""
     cdef Py_ssize_t i
     for i in range(len(_held)):
         if _held[i] is entry:
@@ -483,7 +483,7 @@ cdef int _forget(tuple entry) except -1:
 
 
 def _forked():
-    """In the child nothing runs that could touch the memory, and nothing can be asked."""
+    """Drop all entries: in the child nothing runs that could touch the memory, and nothing can be asked."""
     global _watching
     _watching = False
     del _held[:]

@@ -1,8 +1,8 @@
-"""How threads hear that an operation has failed for which only a stream of theirs waits.
+"""How a thread that waits for an operation only by a stream is told that the operation has failed.
 
-Such a thread is in no wait of ncclpy's: it reads a result by its framework's calls, which return once the
-communicator is aborted, with whatever is there. So before the abort the error is set in the thread as an asynchronous
-exception. CPython raises it when the call returns, before its value is stored or passed on.
+Such a thread is in no wait of ncclpy: it reads a result with calls of its framework, which return after an abort of
+the communicator, with invalid data. So before the abort the error is set in the thread as an asynchronous exception.
+CPython raises it when the call returns, before its value is stored or passed on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
 
-#: What was set in a thread and was not raised yet: of what, by the thread's ident. Changed in one step under the GIL.
+#: Subject of the error that was set in a thread and is not raised yet, by the thread's ident. Each change is one step
+#: under the GIL.
 _pending: dict[int, Hashable] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
 _collected: dict[int, list[BaseException]] = {}
-_lock = threading.RLock()  # a signal handler may close something while its thread has it
+_lock = threading.RLock()  # re-entrant: a signal handler may close a communicator while its thread holds the lock
 
 
 @contextlib.contextmanager
 def raise_at_end() -> Iterator[None]:
-    """Raise at the end of a block what `raise_in_readers` would raise within it, and so leave its steps undone.
+    """Defer errors of `raise_in_readers` in this thread to the end of a block, so that they interrupt no step of it.
 
-    An exception of the block's own is its context then; a KeyboardInterrupt or SystemExit is raised alone.
+    An exception that the block itself raises becomes the context of the error; after a KeyboardInterrupt or SystemExit
+    the error is dropped.
     """
     ident = threading.get_ident()
     if ident in _collected:  # a block within another: the outer one raises
@@ -54,17 +56,18 @@ def raise_at_end() -> Iterator[None]:
 
 
 def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, subject: Hashable = None) -> None:
-    """Have an error raised in threads, by their idents.
+    """Have an error raised in threads, given by their idents.
 
-    Python does not know some threads, such as torch's for backward passes: in their place the thread that has made
-    the group is told, or the main thread if that one has ended or is not known (0).
+    Python has not started some threads, such as torch's threads for backward passes: in their place the error is
+    raised in `maker`, the thread that has made the group, or in the main thread if `maker` has ended or is not known
+    (0).
 
     Parameters
     ----------
     subject
         The name of what has failed, for `withdraw`.
     """
-    # Dummies are threads that Python has only seen: they may come back from it at any moment.
+    # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     main = threading.main_thread().ident
     stand_in = maker if maker in known else main
@@ -80,7 +83,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, s
 
 
 def withdraw(subject: Hashable) -> None:
-    """Take back what was set in the calling thread for a subject, unless it was raised: the caller raises it."""
+    """Take back an error of a subject that is set in the calling thread and not raised yet: the caller raises it."""
     ident = threading.get_ident()
     if subject is not None and _pending.get(ident) == subject:
         del _pending[ident]
@@ -88,11 +91,11 @@ def withdraw(subject: Hashable) -> None:
 
 
 def _raised_as(error: BaseException, ident: int) -> type[BaseException]:
-    """Return a class that is this error when it is raised: an asynchronous exception is given by its class."""
+    """Return a class for which CPython raises `error`: asynchronous exceptions are given as classes, not objects."""
     kind = type(error)
 
     def raised(cls: type[BaseException], *_: object) -> BaseException:
-        # Up to Python 3.11 it may be called again, with the error: that is not of this class.
+        # Python up to 3.11 may call this once more, with the error as an argument, which is not of this class.
         _pending.pop(ident, None)
         return error
 

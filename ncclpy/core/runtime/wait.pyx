@@ -1,7 +1,7 @@
 """Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
 
-No wait of the package is one that Python cannot get out of. What the CPU polls is polled in slices, between which
-signal handlers run; a call of NCCL that can block for long is made in a thread of its own, and that is waited for.
+Python can leave every wait of the package. The CPU polls in slices, between which signal handlers run; a call of NCCL
+that can block for long is made in a thread of its own, for which the caller waits.
 """
 
 import _thread
@@ -36,16 +36,16 @@ cdef extern from *:
     /* Threads that are inside a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
 
-    /* Ends the process where such a thread still runs: it uses what the destructors of NCCL and CUDA are about to free. */
+    /* Ends the process if such a thread still runs: destructors of NCCL and CUDA would free memory that it uses. */
     static void ncclpy_leave_at_once(int status, void* unused) {
       (void)unused;
       if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) return;
-      fflush(stdout); /* not all: a thread that reads stdin holds its lock */
+      fflush(stdout); /* not all streams: a thread that reads stdin holds its lock */
       fflush(stderr);
       _exit(status);
     }
 
-    /* Called last in Python, so that this handler comes before all destructors. */
+    /* Called at the end of Python, so that this handler runs before all destructors. */
     static void ncclpy_leave_before_destructors(void) {
     #ifdef __GLIBC__
       on_exit(ncclpy_leave_at_once, NULL);
@@ -65,7 +65,7 @@ cdef extern from * nogil:
 cdef enum:
     _LAST_DEFAULT = 2
 
-# Threads that were started and have not begun; changed with the GIL.
+# Number of threads that were started and do not run yet; changed with the GIL.
 cdef int _beginning = 0
 
 FOREVER = float("inf")
@@ -81,7 +81,7 @@ cdef double now() noexcept nogil:
 
 
 cdef double now_about() noexcept nogil:
-    """Return the same clock as it was some milliseconds ago at most, at a quarter of the cost."""
+    """Return the monotonic clock, some milliseconds late at most, at a quarter of the cost of `now`."""
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t)
     return t.tv_sec + t.tv_nsec * 1e-9
@@ -109,10 +109,10 @@ cdef double deadline_after(double timeout) noexcept nogil:
 
 
 cdef void pause(double waited) noexcept nogil:
-    """Give way: yield for a millisecond, then sleep, each time for a hundredth of what has passed.
+    """Yield during the first millisecond of a wait; after that sleep, each time for a hundredth of the time waited.
 
-    So a wait ends late by a hundredth of itself and what the system adds to a sleep (50 us). Sleeps of a tenth, after
-    0.2 ms, could be seen in benchmarks whose operations are waited for together: 2 to 8% more.
+    So a wait ends late by 1% of its length and the time that the system adds to a sleep (50 us). Sleeps of a tenth,
+    after 0.2 ms, cost 2 to 8% in benchmarks that wait for several operations together.
     """
     cdef timespec t
     if waited < 1e-3:
@@ -127,7 +127,7 @@ cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept 
     """Wait until a stream has run dry."""
     cdef CUresult result
     cdef double started, due, seconds
-    if stream_wait != NULL:  # the host engine: whoever waits does the work
+    if stream_wait != NULL:  # the host engine: the waiting thread does the work
         return stream_wait(stream, tick, argument)
     started = due = now()
     while True:
@@ -158,7 +158,7 @@ cdef CUresult _ask_event(void* event) noexcept nogil:
 
 
 cdef int _poll(Ask ask, void* what, double deadline) except? -1:
-    """Ask until the answer is another than "not ready", or the deadline has passed."""
+    """Call `ask` until its result is not CUDA_ERROR_NOT_READY, or the deadline has passed."""
     cdef CUresult result
     cdef double started = now(), until
     while True:
@@ -190,9 +190,9 @@ cdef unsigned long this_thread() noexcept nogil:
 
 
 cdef int begin_thread(object function) except -1:
-    """Start a thread in one step. A thread that has yet to begin when the process ends is waited for until it has.
+    """Start a thread in one step. The end of the process waits until every thread that was started runs.
 
-    Python's end frees what such a thread reads first; one that has begun it lets come to nothing.
+    When Python finalizes, it frees objects that a new thread reads first; threads that already run are stopped safely.
     """
     global _beginning
     _beginning += 1
@@ -227,7 +227,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 cdef class Call:
-    """A call in a thread of its own, which is left behind if nobody can wait for it any longer."""
+    """A call in a thread of its own, which is left behind if no caller waits for it any longer."""
 
     def __cinit__(self):
         self.ended = threading.Lock()
@@ -236,9 +236,10 @@ cdef class Call:
         raise NotImplementedError
 
     cdef int start(self, str name) except -1:
-        """Start the thread. Either it runs then, or this raises: no signal handler can raise in between.
+        """Start the thread. Either the thread runs or this raises; no signal handler can raise in between.
 
-        (Thread.start() of `threading` waits for its thread, and may be left by Ctrl-C with nobody to say that it runs.)
+        (Thread.start() of `threading` waits for its thread: Ctrl-C may end it without telling whether the thread
+        runs.)
         """
         self.ended.acquire()
         self.name = name.encode()
@@ -250,7 +251,7 @@ cdef class Call:
         return 0
 
     cdef int run_here(self) except -1:
-        """Make the call in this thread, which may block in it, where no other is to be had."""
+        """Make the call in this thread, where it may block: for a caller that could start no other thread."""
         self.ended.acquire()
         self._make()
         return 0
@@ -265,7 +266,7 @@ cdef class Call:
             __atomic_add_fetch(&ncclpy_calls, 1, __ATOMIC_SEQ_CST)
         try:
             self.make()
-        except BaseException as error:  # carried to who waits
+        except BaseException as error:  # `wait` raises it
             self.failure = error
         if not self.serves:
             __atomic_add_fetch(&ncclpy_calls, -1, __ATOMIC_SEQ_CST)
@@ -273,8 +274,9 @@ cdef class Call:
         self.ended.release()
 
     cdef bint wait(self, double deadline) except -1:
-        """Return whether the call has ended by the deadline, and raise what it raised."""
-        # While Python waits for a lock a signal wakes it at once. One that came just before does not: hence the slices.
+        """Return whether the call has ended by the deadline, and raise its exception, if it raised one."""
+        # A signal wakes Python at once while it waits for a lock, but not one that arrived just before: hence the
+        # slices.
         while True:
             PyErr_CheckSignals()
             if self.ended.acquire(timeout=max(0.0, min(deadline - now(), SLICE))):

@@ -1,12 +1,12 @@
 from ncclpy.abi.dlpack cimport DLPackExchangeAPI
 from ncclpy.abi.driver cimport CUstream
 
-# Where memory lies, beside the ordinals of devices.
+# Values of `View.device` besides the ordinals of devices.
 cdef enum:
     HOST_MEMORY = -1  # CPU memory: only the host engine takes it
-    UNKNOWN_DEVICE = -2  # nobody said: explicit pointers, page-locked memory
+    UNKNOWN_DEVICE = -2  # explicit pointers, page-locked memory
 
-# Whose current stream stands for stream=None.
+# The framework that determines the stream for stream=None by its current stream.
 cdef enum:
     NO_FRAMEWORK = 0
     EXCHANGE_API = 1
@@ -18,10 +18,10 @@ cdef enum:
 cdef struct View:
     void* pointer
     size_t count  # in elements of `datatype`: a complex array counts double
-    size_t unit  # so many of them are one element of the array
+    size_t unit  # how many of those make one element of the array
     size_t nbytes
     int datatype  # ncclDataType_t
-    unsigned long long flavour  # how it carries what NCCL has not, see datatypes
+    unsigned long long flavour  # how `datatype` carries a type that NCCL lacks, see datatypes
     int device
     int framework
     bint readonly
@@ -31,7 +31,7 @@ cdef struct View:
 
 cdef class Buffer:
     cdef View view
-    cdef str type_name  # of a type whose name is not kept for good
+    cdef str type_name  # of a type that is sent as bytes, else None
     cdef readonly object owner
 
     cdef int keep_name(self) except -1

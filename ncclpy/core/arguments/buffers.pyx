@@ -1,10 +1,10 @@
 """From a Python object to pointer, count, data type and device.
 
-Objects are told apart by their exact type, once; the answer is cached. No framework is imported: an object of a
-framework can only come from one that is already there. The road of each kind is the cheapest that its owner offers:
-numpy's C API, a function that was built for the type (torch, where its extension is loaded), DLPack's C exchange API
+How to read an object (its road) is decided once for its exact type and cached. No framework is imported: an object of
+a framework exists only if the framework is imported already. The road is the fastest that the library of the type
+offers: numpy's C API, a native read function for the type (torch, if its extension is loaded), DLPack's C exchange API
 (torch since 2.10), attributes (CuPy, older torch, cuda.core), then the ``__cuda_array_interface__`` and ``__dlpack__``
-protocols (JAX by the latter).
+protocols (the latter for JAX).
 """
 
 import math
@@ -52,7 +52,7 @@ cdef extern from *:
 
 cnp.import_array()
 
-# Roads, by kind of object.
+# Roads: how objects of a type are read.
 cdef enum:
     BY_NUMPY
     BY_EXCHANGE_API
@@ -69,21 +69,21 @@ cdef class _Road:
     """How objects of one type are read."""
 
     cdef int kind
-    cdef Reader reader  # comes before the kind's own way
+    cdef Reader reader  # its function, if set, is tried before `kind`
     cdef const DLPackExchangeAPI* api  # or NULL
     cdef object is_neg, is_conj  # torch's methods, or None
-    cdef bint torch  # it has torch's attributes
+    cdef bint torch  # the type has torch's attributes
 
 
 cdef dict _roads = {}
 
-# The last type that was seen: programs use one kind of array over and over.
+# The type that was read last: programs mostly use one type of array.
 cdef object _recent_type = None
 cdef _Road _recent_road = None
 
 
 cdef int read_view(object obj, View* view, str argument) except -1:
-    """Fill `view` from any object that stands for memory; `argument` names it in errors."""
+    """Fill `view` from any object that describes memory; `argument` names the object in errors."""
     cdef _Road road
     cdef int kind
     cdef ncclpy_read_tensor tensor
@@ -127,7 +127,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
 
 
 cdef _Road _remember(object obj, str argument):
-    """Look the type up, decide on it if it is new, and note it as the last one seen."""
+    """Return the road of the object's type, which is decided if the type is new, and note it as the last one."""
     global _recent_type, _recent_road
     road = _roads.get(type(obj))
     if road is None:
@@ -174,7 +174,7 @@ cdef _Road _road_of(object obj, str argument):
             "array, an object with __cuda_array_interface__ or __dlpack__, a cuda.core Buffer, an ncclpy.Buffer, or "
             "(pointer, count, dtype)"
         )
-    road.reader = reader_of(kind)  # kept for good, so only of what can be read
+    road.reader = reader_of(kind)  # kept for good, so only for types that can be read
     return road
 
 
@@ -184,7 +184,7 @@ cdef object _method(object kind, str name):
 
 
 cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Road road, View* view, str argument) except -1:
-    """Take what the function that was built for the type has read; it knows no lazy view and nothing that has gaps."""
+    """Fill `view` from a tensor that the native function has read, which takes no lazy and no non-contiguous ones."""
     cdef ElementType found
     view.framework = EXCHANGE_API if road.api != NULL else TORCH
     view.api = road.api
@@ -245,12 +245,12 @@ cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argum
     if road.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
         if not road.torch:
             return _reraise(argument)
-        PyErr_Clear()  # it says less than the attributes do
+        PyErr_Clear()  # `_read_torch` raises a better error
         return _read_torch(obj, view, argument)
     view.framework = EXCHANGE_API
     view.api = road.api
     _read_dltensor(&tensor, view, argument)
-    # No type says so, and the memory holds other values than the tensor has.
+    # DLPack does not show a lazy view, and its memory holds other values than the tensor.
     if road.is_neg is not None and road.is_neg(obj) is not False:
         raise _lazy(argument, "negative", "neg")
     if view.flavour == COMPLEX and road.is_conj is not None and road.is_conj(obj) is not False:
@@ -265,7 +265,7 @@ cdef object _lazy(str argument, str what, str which):
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:
-    """Refuse torch's lazy views on the slower roads."""
+    """Raise for torch's lazy views, on the slower roads."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
         asks = _method(type(tensor), f"is_{which}")
         if asks is not None and asks(tensor):
@@ -278,7 +278,7 @@ cdef object _first_line(error):
 
 
 cdef int _reraise(str argument) except -1:
-    """Raise what another library's C function has set as the current exception, or say that it set none."""
+    """Raise the exception that another library's C function has set, or a BufferError if it has set none."""
     if PyErr_Occurred() != NULL:
         return -1
     raise BufferError(f"{argument}: the tensor cannot be read through DLPack")
@@ -328,7 +328,7 @@ cdef int _read_tuple(object triple, View* view, str argument) except -1:
 
 
 cdef int _set_explicit(View* view, object pointer, object count, object dtype, str argument) except -1:
-    """Fill a view from what the caller says; nothing can be checked but the types and signs."""
+    """Fill a view from a caller's pointer, count and data type; only types and signs can be checked."""
     if not isinstance(pointer, int) or not isinstance(count, int):
         raise TypeError(
             f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}"
@@ -362,7 +362,7 @@ cdef int _read_cupy(object array, View* view, str argument) except -1:
     view.pointer = <void*><uintptr_t>memory.ptr
     view.device = memory.device_id
     view.framework = CUPY
-    # The flag itself costs a tenth of the flags object that shows it; it has been there since CuPy 8.
+    # Reading the flag itself costs a tenth of making the flags object; CuPy has it since version 8.
     contiguous = getattr(array, "_c_contiguous", None)
     if not (array.flags.c_contiguous if contiguous is None else contiguous):
         raise _not_contiguous(argument, array.shape, array.strides)
@@ -371,7 +371,7 @@ cdef int _read_cupy(object array, View* view, str argument) except -1:
 
 
 cdef int _read_torch(object tensor, View* view, str argument) except -1:
-    """Read a tensor through its attributes: of a torch older than 2.10, or one that its C function refuses."""
+    """Read a tensor through its attributes: with a torch older than 2.10, or if its C function refuses the tensor."""
     cdef ElementType found
     device = tensor.device
     if device.type == "cuda":
@@ -391,7 +391,7 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
         raise _not_contiguous(argument, tensor.shape, tensor.stride())
     try:
         view.pointer = _address(tensor.data_ptr(), argument)
-    except RuntimeError as error:  # a wrapper, as those of torch.func are
+    except RuntimeError as error:  # a wrapper, such as those of torch.func
         raise TypeError(f"{argument}: the tensor has no memory of its own: {_first_line(error)}") from None
     view.framework = TORCH
     of_torch(tensor.dtype, tensor.element_size(), &found, argument)
@@ -442,10 +442,10 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
 
 
 cdef int _read_jax(object obj, View* view, str argument) except -1:
-    """Read an array of JAX once it is there: JAX has no current stream on which others could wait for it.
+    """Wait until a JAX array is computed and read it: JAX has no current stream on which NCCL could wait for it.
 
-    Its ``__cuda_array_interface__`` knows neither bfloat16 nor CPU memory, and its ``__dlpack__`` takes any number for a
-    stream, -1 too.
+    ``__dlpack__`` is used because JAX's ``__cuda_array_interface__`` has neither bfloat16 nor CPU memory. No stream is
+    passed: JAX takes any number for a stream, even -1.
     """
     obj.block_until_ready()
     capsule = obj.__dlpack__()
@@ -457,7 +457,7 @@ cdef int _read_jax(object obj, View* view, str argument) except -1:
 
 
 cdef int _device_of_pointer(void* pointer) except -3:
-    """Ask the driver on which device memory lies; page-locked and unknown memory has none."""
+    """Ask the driver on which device memory lies; return UNKNOWN_DEVICE for page-locked and unknown memory."""
     cdef int kind = 0, ordinal = UNKNOWN_DEVICE
     require_driver()
     if driver.cuPointerGetAttribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, <CUdeviceptr>pointer) != CUDA_SUCCESS:
@@ -469,7 +469,7 @@ cdef int _device_of_pointer(void* pointer) except -3:
 
 
 cdef int _read_dlpack(object obj, View* view, str argument) except -1:
-    """Read any ``__dlpack__`` object. Its stream is not waited for: NCCL is enqueued on a stream itself."""
+    """Read any ``__dlpack__`` object, without waiting for its stream: NCCL's work is enqueued on a stream as well."""
     cdef DLManagedTensorVersioned* versioned
     _refuse_lazy(obj, argument)
     device_type = int(obj.__dlpack_device__()[0])
@@ -479,7 +479,7 @@ cdef int _read_dlpack(object obj, View* view, str argument) except -1:
         capsule = obj.__dlpack__(stream=stream, max_version=(1, 0))
     else:
         capsule = obj.__dlpack__(stream=stream)
-    # The capsule stays unused: its own destructor releases it, while `obj` goes on owning the memory.
+    # The capsule is not consumed: its own destructor releases it, and `obj` continues to own the memory.
     if PyCapsule_IsValid(capsule, b"dltensor_versioned"):
         versioned = <DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, b"dltensor_versioned")
         if versioned.version.major > DLPACK_MAJOR_KNOWN:
@@ -495,7 +495,7 @@ cdef dict _versioned_types = {}
 
 
 cdef bint _takes_max_version(object obj) except -1:
-    """Find out once for a type whether its ``__dlpack__`` knows DLPack 1.0's arguments."""
+    """Return whether the ``__dlpack__`` of a type takes DLPack 1.0's arguments; found out once for each type."""
     known = _versioned_types.get(type(obj))
     if known is None:
         try:
@@ -508,7 +508,7 @@ cdef bint _takes_max_version(object obj) except -1:
 
 
 cdef int current_stream(const View* view, int device, CUstream* out) except -1:
-    """Store the stream that stands for ``stream=None``: the framework's current one, else the legacy default."""
+    """Store the stream for ``stream=None``: the framework's current stream, else the legacy default stream."""
     cdef void* handle = NULL
     out[0] = NULL
     if view.framework == EXCHANGE_API:
@@ -525,7 +525,7 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
 
 
 cdef int _place(const View* view) except -3:
-    """Return the device on which a view's memory lies, or `HOST_MEMORY`: on the host engine all is CPU memory."""
+    """Return the device on which a view's memory lies, or `HOST_MEMORY`, as always on the host engine."""
     if view.device == HOST_MEMORY or view.count == 0:
         return HOST_MEMORY
     require_driver()
@@ -539,10 +539,10 @@ cdef class Buffer:
     """Buffer(pointer, count, dtype, *, device=None, owner=None)
 --
 
-Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
+Hold the pointer, count and data type of memory, checked once, so that passing the buffer costs no more checks.
 
-    Others read it without a copy: ``torch.from_dlpack(buffer)``, ``cupy.from_dlpack(buffer)``, and, if it is CPU memory,
-    ``numpy.asarray(buffer)``.
+    Other libraries read it without a copy: ``torch.from_dlpack(buffer)``, ``cupy.from_dlpack(buffer)``, and, if it is
+    CPU memory, ``numpy.asarray(buffer)``.
 
     Parameters
     ----------
@@ -553,9 +553,9 @@ Hold memory that is already known: pointer, count and data type, checked once an
     dtype : DataType, str or numpy.dtype
         The data type; a complex or bool numpy dtype is carried as for arrays.
     device : int, optional
-        The device on which the memory lies; unknown, and so not checked, by default.
+        The device on which the memory lies; by default unknown, and so not checked.
     owner : object, optional
-        What keeps the memory alive; the buffer holds a reference to it.
+        An object that keeps the memory alive; the buffer holds a reference to it.
     """
 
     def __init__(self, pointer, count, dtype, *, device=None, owner=None):
@@ -568,7 +568,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
 
     @staticmethod
     def of(array):
-        """Return the prepared buffer of an array, which the buffer keeps alive.
+        """Return a buffer over an array, and keep the array alive.
 
         Parameters
         ----------
@@ -582,7 +582,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
         return buffer
 
     cdef int keep_name(self) except -1:
-        """Keep what would be forgotten one day."""
+        """Keep the name of a type that is sent as bytes: the table of names may drop it."""
         self.type_name = name_of(self.view.datatype, self.view.flavour) if self.view.flavour >= BYTES else None
         return 0
 
@@ -612,7 +612,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
 
     @property
     def device(self):
-        """The device's ordinal, or None for CPU memory and memory of which nothing is known."""
+        """The device's ordinal, or None for CPU memory and memory on an unknown device."""
         return self.view.device if self.view.device >= 0 else None
 
     def __array__(self, dtype=None, copy=None):
@@ -632,7 +632,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
 
     @property
     def __cuda_array_interface__(self):
-        """What CuPy, numba and others read of memory of a GPU; CPU memory has none."""
+        """The description of GPU memory for CuPy, numba and others; CPU memory has none."""
         if _place(&self.view) == HOST_MEMORY:
             raise AttributeError(f"{self!r} is CPU memory, which has no __cuda_array_interface__")
         return {
@@ -644,7 +644,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
         }
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """Return a DLPack capsule. Nothing is enqueued for `stream`: who fills the memory sees to the order."""
+        """Return a DLPack capsule. Nothing is enqueued for `stream`: the caller orders its accesses to the memory."""
         if copy:
             raise BufferError(f"{self!r} is passed on as it is: copy what from_dlpack returns")
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
@@ -655,7 +655,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
         )
 
     def __dlpack_device__(self):
-        """Return DLPack's type and number of the device: ``(1, 0)`` is CPU memory, ``(2, 3)`` that of GPU 3."""
+        """Return DLPack's type and number of the device: ``(1, 0)`` for CPU memory, ``(2, 3)`` for memory of GPU 3."""
         cdef int device = _place(&self.view)
         if device == HOST_MEMORY:
             return kDLCPU, 0

@@ -1,10 +1,9 @@
 from ncclpy.abi.nccl cimport ncclCollConfig_t, ncclConfig_t
 
-# The version that a struct handed to NCCL carries: the loaded one, never above the ABI that ncclpy knows. NCCL refuses
-# some structs (ncclCommProperties_t) that come from a caller newer than itself, and ignores fields newer than
-# `version`.
+# The `version` of structs passed to NCCL: that of the loaded NCCL, but not above the ABI that ncclpy knows. NCCL
+# refuses some structs (ncclCommProperties_t) from a caller newer than itself, and ignores fields newer than `version`.
 cdef unsigned int struct_version() except? 0
 
-# Both fill the newest layout and return what must stay alive while NCCL reads the struct (the strings).
+# Both fill the newest layout and return the strings, which must stay alive while NCCL reads the struct.
 cdef object fill_config(ncclConfig_t* out, object config)
 cdef object fill_coll_config(ncclCollConfig_t* out, object config)

@@ -1,8 +1,8 @@
-"""What NCCL lets its user tune: `Config` for a communicator, `CollConfig` for one collective call.
+"""NCCL's tuning options: `Config` for a communicator, `CollConfig` for one collective call.
 
-The classes are plain frozen dataclasses whose field ``None`` means "NCCL's default". Filling turns one into the newest
-C struct, initialised as NCCL's own initialisers do. A field that is set but unknown to the loaded NCCL would silently
-be ignored by it, so it is refused here instead.
+The classes are plain frozen dataclasses; ``None`` in a field means "NCCL's default". `fill_config` and
+`fill_coll_config` turn one into the newest C struct, initialised as by NCCL's own initialisers. The loaded NCCL would
+silently ignore a field that it does not know, so setting such a field raises here.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def _unsigned64(name, value):
 
 
 def _pointer(name, value):
-    # An event of ours, or a library's handle type, carries its pointer as `handle` or as its int value.
+    # An `ncclpy.Event`, or a library's handle type, has its pointer as `handle` or as its int value.
     handle = getattr(value, "handle", value)
     try:
         return _unsigned64(name, int(handle) if not isinstance(handle, (float, str, bytes, bool)) else handle)
@@ -83,7 +83,7 @@ def _text(name, value):
 
 
 class _Checked:
-    """Check every field that is set, when the object is made; show no others."""
+    """Check every field that is set when the object is made; the repr shows these fields."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -156,7 +156,7 @@ class Config(_Checked):
     Notes
     -----
     A field that the loaded NCCL does not know raises `NcclUnsupported` where the configuration is used.
-    Stands for ``ncclConfig_t``.
+    The C struct is ``ncclConfig_t``.
     """
 
     blocking: bool | None = _field(_flag, 21400)
@@ -216,7 +216,7 @@ class CollConfig(_Checked):
 
     Notes
     -----
-    Stands for ``ncclCollConfig_t``.
+    The C struct is ``ncclCollConfig_t``.
     """
 
     ext: int | None = _field(_pointer, 23102)
@@ -231,7 +231,7 @@ class CollConfig(_Checked):
     launch_completion_event: object | None = _field(_pointer, 23203)
 
 
-# (name, first release) of each class, read once: filling may happen on every call.
+# (name, first release) of the fields of each class, read once: a struct may be filled on every call.
 _CONFIG_SINCE = tuple((field.name, field.metadata["since"]) for field in dataclasses.fields(Config))
 _COLL_CONFIG_SINCE = tuple((field.name, field.metadata["since"]) for field in dataclasses.fields(CollConfig))
 
@@ -275,7 +275,7 @@ cdef object fill_config(ncclConfig_t* out, object config):
         raise TypeError(f"config must be an ncclpy.Config or None, not {type(config).__name__}")
     _refuse_unknown(config, _CONFIG_SINCE)
     net_name, comm_name = _encoded(config.net_name), _encoded(config.comm_name)
-    # An older NCCL reads the prefix that it knows: it clips `size`.
+    # An older NCCL clips `size` and reads the prefix of the struct that it knows.
     out.size = sizeof(ncclConfig_t)
     out.magic = NCCL_API_MAGIC
     out.version = struct_version()
@@ -322,7 +322,7 @@ cdef object fill_coll_config(ncclCollConfig_t* out, object config):
         event = _pointer("CollConfig.launch_completion_event", config.launch_completion_event)
     out.size = sizeof(ncclCollConfig_t)
     if version_code() < 23203:
-        # The layout of 2.31 ends before the event; nothing promises that 2.31 clips a size that it does not know.
+        # The layout of 2.31 ends before the event; it is not documented that 2.31 clips a larger size.
         out.size = <char*>&out.launchCompletionEvent - <char*>out
     out.magic = NCCL_API_MAGIC
     out.version = struct_version()

@@ -4,44 +4,45 @@ from ncclpy.abi.tensor_reader cimport ncclpy_tensor_reader
 
 cdef extern from *:
     """
-    /* Whether a product of sizes does not fit; the product is stored if it does. */
+    /* Whether a product of sizes overflows; the product is stored if it does not. */
     static inline int ncclpy_times(size_t a, size_t b, size_t* out) { return __builtin_mul_overflow(a, b, out); }
     """
     bint times_overflows "ncclpy_times"(size_t a, size_t b, size_t* out) noexcept nogil
 
-# How NCCL's types carry what NCCL has not. From BYTES on each number is one data type that NCCL cannot reduce.
+# Flavours: how NCCL's types carry data types that NCCL lacks. From BYTES on each value is one data type that NCCL
+# cannot reduce.
 cdef enum:
     REAL = 0
     BOOLEAN = 1  # as uint8
     COMPLEX = 2  # as pairs of reals
-    BYTES = 3  # as uint8, itemsize of them an element
+    BYTES = 3  # as uint8, `itemsize` of them per element
 
-# So many characters of ASCII has the name of a type at most; a longer one is cut and ends in a digest of all of it.
+# Largest number of ASCII characters in the name of a type; a longer name is cut and ends in a digest of all of it.
 cdef enum:
     NAME = 155
 
 # The data type of an array's elements.
 cdef struct ElementType:
     int datatype  # ncclDataType_t
-    size_t unit  # so many of those are one element
+    size_t unit  # how many of `datatype` make one element
     unsigned long long flavour
 
 # The size in bytes of an element, by ncclDataType_t.
 cdef int* ITEMSIZE
 
-# By numpy's own type numbers; of what goes by its dtype the data type is -1.
+# By numpy's type numbers; the data type is -1 for numbers that do not determine a type, which needs the dtype.
 cdef ElementType* OF_NUMPY
 cdef int of_dtype(object dtype, ElementType* out, str argument) except -1
 cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1
 cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1
 cdef int of_anything(object dtype, ElementType* out, str argument) except -1
 
-# The name that ranks compare: the same in all processes for types that are the same.
+# The name that ranks compare: in all processes the same for equal types.
 cdef str name_of(int datatype, unsigned long long flavour)
 cdef bytes encoded(object value, object datatype, str argument)
 
 
-# Fill in a type that NCCL has, or that is made of those.
+# Fill in a type that NCCL has, or a bool or complex type made of NCCL's.
 cdef inline int as_real(ElementType* out, int datatype, unsigned long long flavour=REAL) noexcept:
     out.datatype, out.flavour = datatype, flavour
     out.unit = 2 if flavour == COMPLEX else 1

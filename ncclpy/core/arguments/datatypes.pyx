@@ -1,11 +1,13 @@
-"""Data types: those of numpy, DLPack and torch as NCCL's, and buffers as other libraries read them.
+"""Data types of numpy, DLPack and torch as NCCL's types, and buffers in the forms that other libraries read.
 
-NCCL has twelve. Bool travels as uint8 and a complex number as two reals; whatever else has a fixed size travels as
-bytes, which calls that only move data take and reductions refuse. Two types that look the same to NCCL have different
-flavours, so that they are not mistaken for each other. The flavour of a type that travels as bytes is a digest of its
-name and its size: nothing has to be kept for it, and the name, which is what ranks compare, is the same in all processes.
+NCCL has twelve types. Bool is sent as uint8 and a complex number as two reals; every other type of a fixed size is
+sent as bytes, which calls that only move data accept and reductions refuse. Types that are the same to NCCL have
+different flavours, so that they are not mistaken for each other. The flavour of a type that is sent as bytes is a
+digest of its name and size: no table is needed for it, and the name, which ranks compare, is the same in all
+processes.
 
-The latter come from above, since nothing here knows of frameworks, and may come when objects of the type were read already.
+Functions that read objects of one type natively (`read_by`) are set by modules above, as this module knows no
+framework; they may be set after objects of the type were read.
 """
 
 import hashlib
@@ -38,19 +40,20 @@ ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
 # The names of NCCL's own types.
 cdef tuple _REALS = tuple([member.name.lower() for member in DataType])
 
-# So many types of numpy that travel as bytes are remembered: a program may make new ones for ever ("S1", "S2", ...).
+# How many numpy types that are sent as bytes are remembered: a program may make new ones without end ("S1", "S2",
+# ...).
 cdef Py_ssize_t _REMEMBERED = 1024
 
-# Their names by flavour, and those that are never forgotten: DLPack's and torch's, of which there are few.
+# Names by flavour: of those numpy types, and of DLPack's and torch's types, which are few and never forgotten.
 cdef dict _names = {}
 cdef dict _known_names = {}
 
-# Of dtypes of numpy that have no number of their own (ml_dtypes, dates, structures), and of torch.
+# Types of numpy dtypes that have no number of their own (ml_dtypes, dates, structures), and of torch dtypes.
 cdef dict _of_dtype = {}
 cdef dict _of_torch = {}
 cdef ElementType[64] _of_numpy
 
-# DLPack's type codes that have a name of their own; the others are a word and a number of bits.
+# DLPack's type codes that are named by a word and the number of bits; and those with a name of their own.
 cdef dict _DLPACK_WORDS = {
     kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex",
 }
@@ -61,10 +64,10 @@ cdef dict _DLPACK_NAMES = {
     17: "float4_e2m1fn",
 }
 
-# Types of DLPack that NCCL has not, by code, bits and lanes.
+# DLPack types that NCCL lacks, by code, bits and lanes.
 cdef dict _of_codes = {}
 
-# Names that numpy does not know, with their sizes.
+# Names of types that numpy does not know, with their sizes in bytes.
 cdef dict _NAMED = {
     "complex32": 4, "float8_e3m4": 1, "float8_e4m3": 1, "float8_e4m3b11fnuz": 1, "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
@@ -79,7 +82,7 @@ cdef class _Type:
 
 
 cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) except -1:
-    """Fill in a type that travels as bytes."""
+    """Fill in a type that is sent as bytes."""
     digest = hashlib.blake2b(f"{itemsize} {name}".encode(), digest_size=8).digest()
     out.flavour = <unsigned long long>int.from_bytes(digest, "little") | 1ULL << 63
     out.datatype, out.unit = <int>ncclUint8, itemsize
@@ -88,7 +91,7 @@ cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) exce
 
 
 cdef int _forget(dict remembered) except -1:
-    """Make room for one more."""
+    """Drop the oldest entries until there is room for one more."""
     while len(remembered) >= _REMEMBERED:
         for oldest in remembered:
             break
@@ -114,7 +117,7 @@ cdef int _fill() except -1:
     for name in ("int16", "uint16"):
         i = np.dtype(name).num
         _as_bytes(&_of_numpy[i], name, 2, _known_names)
-    # C's long and long long are both 64 bits wide and have a number each.
+    # C's long and long long are both 64 bits wide, but numpy has a number for each.
     for code in "lqLQ":
         i = np.dtype(code).num
         as_real(&_of_numpy[i], <int>ncclInt64 if code in "lq" else <int>ncclUint64)
@@ -135,7 +138,7 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
     if found is None:
         found = _Type.__new__(_Type)
         try:
-            as_real(&found.type, <int>as_datatype(dtype))  # bfloat16 of ml_dtypes, say
+            as_real(&found.type, <int>as_datatype(dtype))  # for example bfloat16 of ml_dtypes
         except TypeError:
             if dtype.hasobject or dtype.itemsize == 0:
                 raise TypeError(
@@ -151,10 +154,10 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str _name_of_dtype(object dtype):
-    """Return a name that is the same for what numpy holds to be equal, in all processes; it has `NAME` characters at most.
+    """Return a name, of `NAME` characters at most, that is the same in all processes for dtypes that numpy finds equal.
 
-    Not numpy's text: that one shows also how a structure was made (``align=True``, titles, numpy.record), which two equal
-    dtypes may differ in.
+    numpy's own text would also show how a structure was made (``align=True``, titles, numpy.record), in which two
+    equal dtypes may differ.
     """
     if dtype.names is None and dtype.subdtype is None:
         text = dtype.name
@@ -169,12 +172,12 @@ cdef str _name_of_dtype(object dtype):
 
 
 cdef str _layout(object dtype):
-    """Return the fields of a structure in their order, and where each lies unless it follows the last one."""
+    """Return the fields of a structure in order, each with its offset unless it directly follows the previous one."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return f"({_layout(base)}, {shape})"
     if dtype.names is None:
-        # Types of numpy's own by their code, with the order of the bytes; others have a number from 256 on, or none.
+        # numpy's own types by their code, which has the byte order; other types have numbers from 256 on, or negative.
         return repr(dtype.str if 0 <= dtype.num < 256 else dtype.name)
     parts, end = [], 0
     for name in dtype.names:
@@ -185,7 +188,7 @@ cdef str _layout(object dtype):
 
 
 cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1:
-    """Fill in the type of a DLPack type."""
+    """Fill in the type for a DLPack type."""
     if lanes == 1:
         if code == kDLFloat:
             if bits == 32:
@@ -225,14 +228,14 @@ cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument
 
 
 cdef int _of_rare(int code, int bits, int lanes, ElementType* out, str argument) except -1:
-    """Fill in the type of a DLPack type that NCCL has not, which is remembered."""
+    """Fill in the type for a DLPack type that NCCL lacks, and remember it."""
     cdef _Type found = _of_codes.get((code, bits, lanes))
     if found is None:
         name = _DLPACK_NAMES.get(code)
         if name is None and code in _DLPACK_WORDS:
             name = f"{_DLPACK_WORDS[code]}{bits}"
         if name is not None and lanes != 1:
-            name = f"{name}_x{lanes}"  # as torch has it
+            name = f"{name}_x{lanes}"  # as in torch
         if name is None or bits * lanes == 0 or bits * lanes % 8:
             raise TypeError(
                 f"{argument}: NCCL has no data type for DLPack's type code {code} of {bits} bits, {lanes} an element"
@@ -245,7 +248,7 @@ cdef int _of_rare(int code, int bits, int lanes, ElementType* out, str argument)
 
 
 cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1:
-    """Fill in the type of a torch.dtype, whose objects are told apart by name: torch is not imported here."""
+    """Fill in the type for a torch.dtype, found by its name: torch is not imported here."""
     cdef _Type found = _of_torch.get(dtype)
     if found is None:
         found = _Type.__new__(_Type)
@@ -258,7 +261,7 @@ cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument)
 
 
 cdef bint _of_name(str name, ElementType* out) except -1:
-    """Fill in the type of a name that NCCL, numpy or DLPack has for it; return whether one of them has."""
+    """Fill in the type with a name from NCCL, numpy or DLPack; return whether one of them has the name."""
     try:
         as_real(out, <int>as_datatype(name))
         return True
@@ -279,7 +282,7 @@ cdef bint _of_name(str name, ElementType* out) except -1:
 
 
 cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
-    """Fill in the type of what a caller says: a member, its number, a name, a dtype of numpy or torch."""
+    """Fill in the type that a caller passes: a `DataType`, its number, a name, or a dtype of numpy or torch."""
     if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, complex))):
         dtype = np.dtype(dtype)
         if not dtype.isnative:
@@ -297,7 +300,7 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str name_of(int datatype, unsigned long long flavour):
-    """Name a data type as its owner does."""
+    """Return the data type's name in the array's library."""
     if flavour == REAL:
         return _REALS[datatype]
     if flavour == COMPLEX:
@@ -310,7 +313,7 @@ cdef str name_of(int datatype, unsigned long long flavour):
     return f"a type that was forgotten, #{flavour:x}" if name is None else name
 
 
-# Bits of the exponent and of the fraction, by data type.
+# Number of bits of the exponent and of the fraction, by data type.
 cdef dict _FLOATS = {
     <int>ncclFloat16: (5, 10), <int>ncclFloat32: (8, 23), <int>ncclFloat64: (11, 52), <int>ncclBfloat16: (8, 7),
     <int>ncclFloat8e4m3: (4, 3), <int>ncclFloat8e5m2: (5, 2),
@@ -333,7 +336,7 @@ cdef bytes encoded(object value, object datatype, str argument):
 
 
 def _float_bits(value, exponent_bits, fraction_bits, finite):
-    """Return the bits of a float; a `finite` format has no infinity, and NaN in its place."""
+    """Return the bits of a float; a `finite` format has no infinity and uses NaN instead."""
     bias = (1 << exponent_bits - 1) - 1
     sign = 1 << exponent_bits + fraction_bits
     infinity = (1 << exponent_bits) - 1 << fraction_bits
@@ -342,10 +345,10 @@ def _float_bits(value, exponent_bits, fraction_bits, finite):
         return nan
     negative = sign if value < 0 or (value == 0 and str(value).startswith("-")) else 0
     try:
-        top, bottom = abs(value).as_integer_ratio()  # exact: a detour over another format would round twice
+        top, bottom = abs(value).as_integer_ratio()  # exact: a conversion by way of another format would round twice
     except OverflowError:
         return negative | (nan if finite else infinity)
-    # The exponent e with 2**e <= top / bottom < 2**(e + 1), but none below that of the subnormal numbers.
+    # The exponent e with 2**e <= top / bottom < 2**(e + 1), but not below that of the subnormal numbers.
     e = top.bit_length() - bottom.bit_length()
     if (top << max(0, -e)) < (bottom << max(0, e)):
         e -= 1
@@ -355,7 +358,8 @@ def _float_bits(value, exponent_bits, fraction_bits, finite):
     fraction, rest = divmod(top << max(0, shift), bottom)
     if 2 * rest > bottom or (2 * rest == bottom and fraction & 1):
         fraction += 1
-    # A normal number's leading 1 counts the exponent up, and so does a fraction that was rounded up to the next one.
+    # The addition carries into the exponent: by the leading 1 of a normal number, and by a fraction that was rounded
+    # up.
     bits = (e - (1 - bias) << fraction_bits) + fraction if top else 0
     return negative | (min(bits, nan) if finite else min(bits, infinity))
 
@@ -364,7 +368,7 @@ cdef dict _readers = {}
 
 
 cdef class Reader:
-    """The place of the function that was built for a type; who reads objects of the type keeps it."""
+    """Holds the native read function of a type; `buffers` keeps one for each type that it reads."""
 
 
 cdef Reader reader_of(object kind):
@@ -375,14 +379,14 @@ cdef Reader reader_of(object kind):
 
 
 def read_by(kinds, capsule):
-    """Have objects of some types read by a C function first, and as before if it does not know what they are.
+    """Have objects of some types read by a C function first, and in the usual way if the function does not know them.
 
     Parameters
     ----------
     kinds : iterable of type
-        Types are compared for identity: what is derived from them is read as before.
+        Types are compared for identity: objects of derived types are read in the usual way.
     capsule : capsule or None
-        Holds an ``ncclpy_tensor_reader`` (abi/tensor_reader.h), which stays for good. None takes away what there is.
+        Holds an ``ncclpy_tensor_reader`` (abi/tensor_reader.h), which must never be freed. None removes the function.
     """
     cdef ncclpy_tensor_reader read = NULL
     if capsule is not None:
@@ -392,7 +396,7 @@ def read_by(kinds, capsule):
 
 
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
-    """Return a version of the type's exchange API whose layout is known and that gives a DLTensor without copying."""
+    """Return a version of the type's exchange API with a known layout and a DLTensor that needs no copy, or NULL."""
     cdef const DLPackExchangeAPIHeader* header
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if capsule is None or not PyCapsule_IsValid(capsule, b"dlpack_exchange_api"):
@@ -407,7 +411,7 @@ cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
 
 cnp.import_array()
 
-# What both kinds of managed tensor here have in common: the tensor, and its one dimension.
+# A managed tensor of either kind, with its single dimension.
 cdef struct Plain:
     DLManagedTensor managed
     int64_t shape
@@ -418,14 +422,14 @@ cdef struct Versioned:
     int64_t shape
     int64_t stride
 
-# NCCL's names of types that numpy has from ml_dtypes alone, and DLPack's codes of them.
+# Types that numpy has only from ml_dtypes, by NCCL's names: their names there, and their DLPack codes.
 cdef dict _ML_DTYPES = {"bfloat16": "bfloat16", "float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 cdef dict _CODES = {"bfloat16": kDLBfloat, "float8e4m3": kDLFloat8_e4m3fn, "float8e5m2": kDLFloat8_e5m2}
 cdef dict _KINDS = {"b": kDLBool, "i": kDLInt, "u": kDLUInt, "f": kDLFloat, "c": kDLComplex}
 
 
 cdef object _dtype(str name):
-    """Return numpy's type of a name, or None if it has none."""
+    """Return the numpy dtype with a name, or None."""
     try:
         return np.dtype(_ML_DTYPES.get(name, name))
     except TypeError:
@@ -459,7 +463,7 @@ cdef str typestr(str name):
 cdef object dlpack_capsule(
     void* pointer, size_t count, str name, int device, bint readonly, bint versioned, object owner
 ):
-    """Return a capsule of DLPack, of version 1.0 or of before, that keeps `owner` alive until it is released."""
+    """Return a DLPack capsule, of version 1.0 if `versioned`, else older, that keeps `owner` alive until its release."""
     cdef Plain* plain
     cdef Versioned* whole
     cdef DLDataType dtype

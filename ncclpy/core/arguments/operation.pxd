@@ -14,7 +14,7 @@ cdef enum:
     RECV
     PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
     SIGNAL  # to the peer `root`, signal `op`
-    SENDRECV  # a send, and the receive that it points to, in a group of their own: made at once, and never recorded
+    SENDRECV  # a send, and the receive that it points to, in an NCCL group: made at once, never recorded
     WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
     INIT_RANK  # from here on the call makes a communicator
@@ -23,7 +23,7 @@ cdef enum:
     GROW
 
 
-# What it takes to make a communicator. It lives on the heap until NCCL has written `*cell`.
+# The arguments of a call that makes a communicator. They stay on the heap until NCCL has written `cell`.
 cdef struct InitArgs:
     ncclConfig_t config
     bint inherits  # no configuration was given: the parent's is inherited
@@ -36,7 +36,7 @@ cdef struct InitArgs:
     int* exclude
     int nexclude
     int flags
-    CUcontext context  # of the device that the communicator is for
+    CUcontext context  # of the communicator's device
     ncclComm_t cell
 
 
@@ -49,15 +49,15 @@ cdef struct Operation:
     const void* send
     void* recv
     size_t count
-    size_t offset  # of PUT_SIGNAL alone
+    size_t offset  # PUT_SIGNAL only
     ncclComm_t comm
     cudaStream_t stream
     InitArgs* init_args
-    Operation* receive  # of SENDRECV alone
-    long long sequence  # which call of its communicator it was, once it is made
+    Operation* receive  # SENDRECV only
+    long long sequence  # its number among the calls of its communicator, once it is made
 
 
-# Whether a kind of operation has a root or a peer, and whether it has an operator; else nobody has filled that in.
+# Whether a kind of operation has a root or a peer, and whether it has an operator; otherwise the field is not set.
 cdef inline bint has_root(int kind) noexcept nogil:
     return (
         kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL
@@ -69,12 +69,12 @@ cdef inline bint reduces(int kind) noexcept nogil:
     return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
 
 
-# Whether it is point to point.
+# Whether a kind of operation is point to point.
 cdef inline bint is_pair(int kind) noexcept nogil:
     return kind == SEND or kind == RECV
 
 
-# A result of ours beside ncclResult_t: the entry is missing, since the NCCL is too old or the process was forked.
+# A result that ncclResult_t does not have: the table has no such function; NCCL is too old, or the process was forked.
 cdef enum:
     NOT_THERE = -1
 

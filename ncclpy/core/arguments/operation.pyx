@@ -1,4 +1,4 @@
-"""One NCCL call as a value: it can be issued at once, or recorded by a group and issued with others."""
+"""One NCCL call as a value: it is issued at once, or recorded by a group and issued with others."""
 
 from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.nccl cimport (
@@ -17,7 +17,7 @@ from ncclpy.core.arguments.datatypes cimport ITEMSIZE
 
 
 cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
-    """Make the call. NOT_THERE if the table has no such entry."""
+    """Make the call; return NOT_THERE if the table lacks the function."""
     cdef const Operation* o = operation
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
     cdef ncclRedOp_t op = <ncclRedOp_t>o.op
@@ -52,7 +52,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
         if nccl.ncclSend != NULL and nccl.ncclRecv != NULL and nccl.ncclGroupStart != NULL:
             return _issue_pair(o)
     elif o.kind == PUT_SIGNAL:
-        if nccl.ncclPutSignal != NULL:  # of a window that was closed meanwhile the cell is NULL, which NCCL refuses
+        if nccl.ncclPutSignal != NULL:  # NCCL refuses NULL, the value for a closed window
             return nccl.ncclPutSignal(
                 o.send, o.count, datatype, o.root, (<ncclWindow_t*>o.recv)[0], o.offset, o.op, 0, 0, o.comm, o.stream
             )
@@ -71,7 +71,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
 
 
 cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
-    """Make two calls; of what one of them refuses the group's end launches nothing, and says the same."""
+    """Make a send and a receive in a group; if NCCL refuses one, the group's end launches nothing and fails likewise."""
     cdef const Operation* r = o.receive
     cdef ncclResult_t result, ended
     result = nccl.ncclGroupStart()
@@ -85,10 +85,10 @@ cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
 
 
 cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
-    """Make the sends and receives of a gather or a scatter; of no elements there are none, on any rank.
+    """Make the sends and receives of a gather or a scatter; without elements no rank makes any.
 
-    They are those that `lower` makes for a root whose parts lie apart, so the other ranks need not know which it has.
-    Only the root has both buffers. In place its own part is not sent.
+    For a root with parts that are not adjacent `lower` makes the same ones, so the other ranks need not know which
+    case it is. Only the root has both buffers. If the root works in place, it does not send to itself.
     """
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
     cdef bint gathers = o.kind == GATHER
@@ -126,7 +126,7 @@ cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     return ended if _goes_on(result) else result
 
 
-# Called through a pointer: gcc would inline it into `issue`, where its registers cost every other call 11 instructions.
+# Called through a pointer: gcc would inline it into `issue`, where its registers cost all other kinds 11 instructions.
 cdef ncclResult_t (*_rooted)(const Operation* o) noexcept nogil
 _rooted = _issue_rooted
 
@@ -136,7 +136,7 @@ cdef inline bint _goes_on(ncclResult_t result) noexcept nogil:
 
 
 cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
-    """Make a communicator, with its device current as NCCL wants it."""
+    """Make a communicator, with its device current, as NCCL requires."""
     cdef InitArgs* b = o.init_args
     cdef CUcontext saved = NULL
     cdef ncclResult_t result = <ncclResult_t>NOT_THERE
@@ -199,9 +199,9 @@ cdef const char* function_of(int kind) noexcept nogil:
 
 
 cdef int raise_issue(ncclResult_t result, int kind, ncclComm_t comm) except -1 with gil:
-    """Raise what a failed `issue` stands for."""
+    """Raise the exception for the result of a failed `issue`."""
     cdef const char* function = function_of(kind)
     if <int>result == NOT_THERE:
         missing_nccl(function)
-        result = ncclInvalidArgument  # not reached: missing_nccl raises for what is missing
+        result = ncclInvalidArgument  # not reached: missing_nccl raises
     return raise_nccl(result, function, comm)

@@ -4,16 +4,16 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 
 
-# What a call has in common with those that it meets, of other ranks or of other participants.
+# The properties of a call that must match in the calls of other ranks or of other participants.
 cdef struct Fingerprint:
     int kind
-    int op  # -1 where nothing is reduced
-    int root  # or the peer; -1 where there is none
+    int op  # -1 if nothing is reduced
+    int root  # or the peer; -1 if there is none
     int datatype
     unsigned long long flavour
     size_t count  # in the array's own elements
 
-# What two calls differ in.
+# In what two calls differ.
 cdef enum Difference:
     NOTHING
     KIND
@@ -24,13 +24,13 @@ cdef enum Difference:
 
 cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil
 
-# The first thing that differs.
+# The first property in which two calls differ.
 cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil
 
-# The same of their arrays alone: of a send and the receive that it meets.
+# The same for type and count only: for a send and the receive that matches it.
 cdef Difference difference_of_data(const Fingerprint* one, const Fingerprint* other) noexcept nogil
 
-# The name of the array's type, which is what processes compare.
+# The name of the array's type, which processes compare.
 cdef str type_of(const Fingerprint* call)
 
 # Memory that an operation, or one part of a collective, reads or writes.
@@ -44,7 +44,7 @@ cdef struct Extent:
 cdef class Extents:
     cdef Extent* rows
     cdef size_t count, capacity
-    cdef Extent first, second  # what `clash` has found: two rows of which one at least is written
+    cdef Extent first, second  # found by `clash`: two overlapping rows, at least one of them written
 
     cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1
@@ -59,9 +59,9 @@ cdef inline bint lie_apart(const void* one, size_t size, const void* other, size
     )
 
 
-# Raise ValueError unless what an operation reads and writes lies apart, or as NCCL works in place: at the same place, or,
-# where one side has a part for each rank, this rank's, `offset` bytes from its beginning. An offset below 0 is not known
-# yet: any part will do.
+# Raise ValueError if the memory that an operation reads overlaps the memory that it writes, except for NCCL's in-place
+# layouts: both at the same address or, if one side has a part for each rank, the other side at this rank's part,
+# `offset` bytes from the beginning. If `offset` is negative, the rank is not known yet, and any part is accepted.
 cdef int refuse_overlap(
     int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
 ) except -1
@@ -75,19 +75,19 @@ cdef inline int check_overlap(
     return refuse_overlap(kind, send, sent, recv, received, offset)
 
 
-# The same of two ranges of one size, in fewer instructions.
+# `check_overlap` for two ranges of one size, in fewer instructions.
 cdef inline int check_same_size(int kind, const void* send, const void* recv, size_t nbytes) except -1:
-    if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: their distance is below the size else
+    if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: else they overlap
         return 0
     return refuse_overlap(kind, send, nbytes, recv, nbytes, 0)
 
 
-# The same for an operation that is filled in; a rank of -1 is not known yet.
+# `check_overlap` for an operation that is filled in; `rank` is -1 if it is not known yet.
 cdef int check_layout(const Operation* operation, int nranks, int rank) except -1
 
-# What operations of communicators of so many ranks read and write, as a number: it begins with one of these, and each
-# operation is mixed in. A group that was found to be right is known by it when it is made again, as in every step of a program: a look at all ranges costs
-# some ten times as much.
+# A digest of the memory that the operations of a group use, on communicators of `nranks` ranks: `digest_begun` starts
+# it, and `digest` mixes an operation in. A group that was checked once is recognised by its digest when it is made
+# again, as in every step of a program: comparing all ranges costs some ten times as much.
 cdef extern from *:
     """
     #include <string.h>
@@ -113,21 +113,22 @@ cdef inline uint64_t digest(uint64_t before, const Operation* operation) noexcep
     return _digest(before, operation.send, operation.recv, operation.count, operation)
 
 
-# Whether operations of such a digest are known to use no memory together; and note that they do not.
+# Whether operations with this digest are known not to clash; and note that they do not.
 cdef bint known_apart(uint64_t number) noexcept nogil
 cdef void note_apart(uint64_t number) noexcept nogil
 
-# The error of two operations of one launch; `second` and `first` are what to call them.
+# The error for two operations of one launch that use the same memory; `called` names the `second` one, `other` the
+# `first`.
 cdef object shared_memory_error(const Extent* first, const Extent* second, str called, str other)
 
-# What a kind of operation is called by users.
+# The name of the method for a kind of operation.
 cdef str method_of(int kind)
 
-# The memory in words, as part of an error.
+# A description of the memory, for errors.
 cdef str span(const Extent* extent)
 
 
-# The operations that one is made of, to be issued in one group.
+# The operations that replace a collective, to be issued in one group.
 cdef class Lowered:
     cdef Operation* operations
     cdef size_t count
@@ -141,19 +142,20 @@ cdef class Lowered:
 # Whether the loaded NCCL is too old for a kind of collective.
 cdef bint lacks(int kind) noexcept nogil
 
-# What stands for a collective whose parts lie apart, differ in size, or that the loaded NCCL lacks. `sends` and `recvs`
-# are where the parts lie that go to, and come from, each rank; None where they follow each other at the operation's own
-# pointer, `count` elements each. All ranks have operations for the same pairs; those of empty parts may be left out.
+# The operations that replace a collective with parts that are not adjacent or differ in size, or a collective that the
+# loaded NCCL lacks. `sends` are the parts that go to each rank, `recvs` those that come from each rank; None if they
+# are adjacent at the operation's own pointer, `count` elements each. All ranks have operations for the same pairs of
+# ranks; those of empty parts may be left out.
 cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs)
 
-# What a data type is called by its owner.
+# The name of the array's data type: the one in the array's library, not NCCL's.
 cdef object type_name(const View* view)
 
-# The count in the array's own elements, and the size of one in bytes.
+# The count in the array's own elements, and the size of an element in bytes.
 cdef size_t elements(const View* view) noexcept nogil
 cdef size_t element_size(const View* view) noexcept nogil
 
-# The rules, one by one. `argument` and `other` name buffers in errors.
+# Single rules. `argument` and `other` name buffers in errors.
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1
 cdef int writable(const View* view, str argument) except -1
 cdef int same_type(const View* view, const View* like, str argument, str other) except -1
@@ -162,9 +164,9 @@ cdef int op_number(object op, const View* view, int nranks) except -1
 cdef object cannot_reduce(const View* view, str argument=*)
 
 
-# One a collective: read and check its buffers, and fill in kind, data type, pointers and count of the operation. The
-# root or peer, the operator, the stream and the communicator are the caller's. A view is filled in if its buffer is
-# used on this rank. Return whether this rank receives: in `recv`, or in `send` if that is None.
+# One function for each collective: read and check its buffers, and fill in kind, data type, pointers and count of the
+# operation. The caller fills in root or peer, operator, stream and communicator. A view is filled in if its buffer is
+# used on this rank. Return whether this rank receives: in `recv`, or in `send` if `recv` is None.
 cdef bint shape_all_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device
 ) except -1
@@ -209,26 +211,26 @@ cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device
 cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1
 
 
-# Where the ranks' parts lie, in the order of the ranks.
+# The addresses and counts of the ranks' parts, in the order of the ranks.
 cdef class Parts:
     cdef int nranks
     cdef void** pointers
-    cdef size_t* counts  # as NCCL counts: a complex element is two
+    cdef size_t* counts  # in NCCL's elements: a complex element counts two
 
 
-# Parts of `count` elements that follow each other.
+# Adjacent parts of `count` elements each.
 cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nranks)
 
 
-# A collective whose parts differ in size or lie apart, checked: what `lower` makes a group of.
+# A checked collective with parts that differ in size or are not adjacent, of which `lower` makes a group.
 cdef class Spread:
     cdef int device, nranks, rank
-    cdef Operation operation  # this rank's own buffer, where it has one, as in core/arguments/validation
-    cdef Parts sends  # what goes to each rank; None for all of the operation's own buffer, and where nothing goes
-    cdef Parts recvs  # what comes from each rank
-    cdef View view  # of the first buffer that says whose current stream stands for stream=None, or the first of all
-    cdef bint seen  # there is one
-    cdef object send, recv  # what is held: of a list its buffers, as they are now
+    cdef Operation operation  # with this rank's own buffer, if it has one
+    cdef Parts sends  # parts that go to each rank; None if the operation's own buffer is sent whole, or nothing is
+    cdef Parts recvs  # parts that come from each rank; None if there are none
+    cdef View view  # of the first buffer that determines the stream for stream=None, or else of the first buffer
+    cdef bint seen  # `view` is filled in
+    cdef object send, recv  # the buffers, kept alive; a list is copied to a tuple
 
     cdef int all_gather(self, send, list recv) except -1
     cdef int reduce_scatter(self, list send, recv) except -1

@@ -1,21 +1,22 @@
 """From the buffers of a call to a checked operation: counts, parts, what must match, and which memory overlaps.
 
-The count is one of the array's own elements and the type has the name that its owner knows it by, not the one of what
-carries it: int16 and uint16 are the same bytes to NCCL. In one process types are told apart by their flavours, between
-processes by their names. A coordinator knows an array by its name and its shape, of which the count comes.
+Counts are in the array's own elements, and a type has the name from the array's library, not that of the NCCL type
+which carries it: int16 and uint16 are the same bytes to NCCL. Within a process types are compared by their flavours,
+between processes by their names. A coordinator knows an array by its name and shape; the shape gives the count.
 
-NCCL checks none of this: where the memory of `send` and `recv` overlaps in another way than its in-place layout, or two
-operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
+NCCL checks none of this. If the memory of `send` and `recv` overlaps otherwise than in NCCL's in-place layout, or if
+two operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
 
-NCCL's collectives take one buffer with parts of one size. All else is a group: broadcasts for an all-gather, reduces
-for a reduce-scatter, sends and receives for the rest. A gather and a scatter come here only on a root whose parts lie
-apart: the other ranks make the same calls whatever the root has (`operation`).
+NCCL's collectives take one buffer with parts of one size. A collective with other parts becomes a group: of broadcasts
+for an all-gather, of reduces for a reduce-scatter, of sends and receives for the rest. Of a gather and a scatter only
+the root makes a group here, if its parts are not adjacent: the other ranks make the same calls in either case (see
+`operation`).
 
-The rules of every collective, in one place for all who take part in one: a communicator's calls, the Manager's
-participants. Whatever does not fit raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
+The rules of every collective are here, for a communicator's calls and for the Manager's participants. A buffer that
+violates them raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
 
-Collectives whose parts differ in size or lie apart are checked by the same rules. In errors an element of a list is named
-by its place: ``recv[2]``.
+Collectives with parts that differ in size or are not adjacent are checked by the same rules. In errors an element of a
+list is named by its index: ``recv[2]``.
 """
 
 from operator import index
@@ -67,7 +68,7 @@ cdef str type_of(const Fingerprint* call):
 
 
 def type_of_array(array):
-    """Return the name of an array's type, of ASCII, which is what processes compare."""
+    """Return the ASCII name of an array's type, which processes compare."""
     cdef View view
     read_view(array, &view, "array")
     return name_of(view.datatype, view.flavour)
@@ -84,7 +85,7 @@ cdef dict _NAMES = {
 cdef inline void _memory_of(
     const Operation* o, size_t nranks, const void** send, size_t* sent, const void** recv, size_t* received
 ) noexcept nogil:
-    """Find what an operation reads and writes on this rank; nothing of a kind that has no memory of this rank's."""
+    """Find the memory that an operation reads and writes on this rank; none for kinds without memory of this rank."""
     cdef size_t nbytes
     cdef int kind = o.kind
     if kind > PUT_SIGNAL:
@@ -100,7 +101,7 @@ cdef inline void _memory_of(
         sent[0] = nbytes * nranks
     if kind == ALL_TO_ALL or kind == ALL_GATHER or kind == GATHER:
         received[0] = nbytes * nranks
-    elif kind == SEND or kind == PUT_SIGNAL:  # of a put `recv` is where the window stands
+    elif kind == SEND or kind == PUT_SIGNAL:  # for a put `recv` points to the window's handle
         recv[0] = NULL
     if kind == RECV:
         send[0] = NULL
@@ -119,7 +120,7 @@ cdef int check_layout(const Operation* operation, int nranks, int rank) except -
 
 
 cdef inline bint _is_part(uintptr_t part, size_t size, uintptr_t whole, size_t length, Py_ssize_t offset) noexcept:
-    """Return whether memory is the part at an offset; if that is not known, whether it is any part of this size."""
+    """Return whether memory is the part at `offset` or, if that is negative (not known), any part of this size."""
     if offset >= 0:
         return part == whole + <size_t>offset
     return whole <= part and part + size <= whole + length and (part - whole) % size == 0
@@ -156,7 +157,7 @@ cdef str method_of(int kind):
     return _NAMES.get(kind, "an operation")
 
 
-# Several that run together.
+# Several operations that run together.
 cdef enum:
     _FEW = 16
 
@@ -167,7 +168,7 @@ cdef int _by_start(const void* one, const void* other) noexcept nogil:
 
 
 cdef void _sort(Extent* rows, size_t count) noexcept:
-    """Sort by the start: a few as they come, which are in order already, mostly."""
+    """Sort by the start; a few by insertion, as they are mostly in order already."""
     cdef size_t i, at
     cdef Extent row
     if count > _FEW:
@@ -183,13 +184,13 @@ cdef void _sort(Extent* rows, size_t count) noexcept:
 
 
 cdef class Extents:
-    """Collect what operations, or the parts of one, read and write, and find two that may not run together."""
+    """Collect the memory that operations, or parts of one, read and write, and find two that must not run together."""
 
     def __dealloc__(self):
         free(self.rows)
 
     cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1:
-        """Add memory; no bytes overlap nothing."""
+        """Add memory; an empty range is left out, as it overlaps nothing."""
         cdef Extent* grown
         cdef size_t capacity
         if nbytes == 0:
@@ -207,7 +208,7 @@ cdef class Extents:
         return 0
 
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1:
-        """Add what one operation reads and writes; in place, what it writes and the rest that it only reads."""
+        """Add the memory of one operation; if it works in place, the part that it only reads as separate ranges."""
         cdef const void* send
         cdef const void* recv
         cdef size_t sent, received, before
@@ -222,10 +223,10 @@ cdef class Extents:
         return 0
 
     cdef bint clash(self) noexcept:
-        """Return whether memory that one place writes is read or written by another; `first` and `second` are such."""
+        """Return whether one place writes memory that another uses; `first` and `second` receive the two ranges."""
         cdef size_t i
         cdef Extent* row
-        cdef Extent* written = NULL  # which reaches farthest of those before
+        cdef Extent* written = NULL  # of the ranges before, the written and the read one that reach farthest
         cdef Extent* read = NULL
         cdef Extent* before
         _sort(self.rows, self.count)
@@ -242,14 +243,14 @@ cdef class Extents:
                     self.first, self.second = self.second, self.first
                 return True
             if row.writes:
-                written = row  # those before it have ended
+                written = row  # written ranges before it end before it starts
             elif read == NULL or row.end > read.end:
                 read = row
         return False
 
 
-# Digests of operations that were compared; of two with the same place here the later one stays. A word is written whole,
-# whatever thread does it.
+# Digests of groups that were checked, at their value modulo the size; a later one replaces an earlier one. Any thread
+# may write: a word is written atomically.
 cdef enum:
     _KNOWN = 1024
 
@@ -290,7 +291,7 @@ cdef class Lowered:
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1:
-        """Add an operation; the room for it was made at the beginning."""
+        """Append an operation; `__cinit__` has allocated the memory."""
         cdef Operation* one = &self.operations[self.count]
         one[0] = like[0]
         one.kind, one.root = kind, peer
@@ -299,7 +300,7 @@ cdef class Lowered:
         return 0
 
     cdef void drop_own(self, int rank) noexcept:
-        """Empty what a rank sends to itself: in place it is where it belongs."""
+        """Empty the operations of a rank with itself: in place its data are at their destination."""
         cdef size_t i
         for i in range(self.count):
             if self.operations[i].root == rank:
@@ -352,7 +353,7 @@ cdef object _SUM = ReduceOp.SUM
 
 
 cdef object type_name(const View* view):
-    """Name a data type as its owner does."""
+    """Return the data type's name in the array's library."""
     return name_of(view.datatype, view.flavour)
 
 
@@ -366,7 +367,7 @@ cdef size_t element_size(const View* view) noexcept nogil:
     return view.unit * ITEMSIZE[view.datatype]
 
 
-# The rules, one by one.
+# Single rules.
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
     """Read a buffer and check that a rank on `device` can reach it."""
     read_view(obj, view, argument)
@@ -407,19 +408,20 @@ cdef int fits(const View* view, size_t times, const View* unit, str argument, st
 
 
 cdef int op_number(object op, const View* view, int nranks) except -1:
-    """Return the number of one of NCCL's own operators for this data type."""
+    """Return the number of NCCL's built-in operator for this data type."""
     cdef int code = as_op(op) if op is not _SUM else SUM
     if view.flavour >= BYTES:
         raise cannot_reduce(view)
     if view.flavour == BOOLEAN:
         if code == AVG:
             raise ValueError("op: avg of bool has no meaning; convert to a number type")
-        # Any of them and all of them, without overflow: True is any byte but 0, and 2 * 128 is 0 in a byte.
+        # A sum is true if any element is, a product if all are. MAX and MIN give that without overflow: True may be
+        # any byte but 0, and 2 * 128 is 0 in a byte.
         return MAX if code == SUM else MIN if code == PROD else code
     if view.flavour == COMPLEX and code != SUM and code != AVG:
         raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
     if code == AVG and nranks == 1:
-        return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
+        return SUM  # the same result; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
     return code
 
 
@@ -431,7 +433,7 @@ cdef object cannot_reduce(const View* view, str argument="send"):
 
 
 cdef inline int _receiver(View* view, object recv, int device) except -1:
-    """Read a buffer that receives."""
+    """Read a receive buffer."""
     read_on_device(recv, view, "recv", device)
     return writable(view, "recv")
 
@@ -582,7 +584,7 @@ cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device
 
 
 cdef class Parts:
-    """Pointer and count of each rank's part; what they point to is held elsewhere."""
+    """Pointer and count of each rank's part; the memory is kept alive elsewhere."""
 
     def __cinit__(self, int nranks):
         self.nranks = nranks
@@ -597,7 +599,7 @@ cdef class Parts:
 
 
 cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nranks):
-    """Return parts of `count` elements that follow each other."""
+    """Return adjacent parts of `count` elements each."""
     cdef Parts parts = Parts(nranks)
     cdef size_t size = count * ITEMSIZE[datatype]
     cdef int rank
@@ -608,7 +610,7 @@ cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nran
 
 
 cdef Parts _parts_by(const View* view, list counts):
-    """Return parts of one buffer, which is known to hold them all."""
+    """Return adjacent parts of one buffer, which was checked to hold them all."""
     cdef Parts parts = Parts(len(counts))
     cdef size_t offset = 0, count
     cdef int rank
@@ -621,7 +623,7 @@ cdef Parts _parts_by(const View* view, list counts):
 
 
 cdef list _as_counts(object counts, int nranks, str argument):
-    """Return one count a rank, in elements of the array."""
+    """Return one count per rank, in elements of the array."""
     try:
         numbers = [index(count) for count in counts]
     except TypeError as error:
@@ -632,15 +634,15 @@ cdef list _as_counts(object counts, int nranks, str argument):
 
 
 cdef int _holds(const View* view, object count, str argument, str what) except -1:
-    if elements(view) != count:  # as Python ints, which do not wrap: no part lies outside the buffer then
+    if elements(view) != count:  # Python ints do not wrap: no part can lie outside the buffer
         raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
     return 0
 
 
 cdef int _check_lists(Spread spread, const View* send, const View* recv) except -1:
-    """Refuse memory that receives and is also sent, or that receives twice; `send` and `recv` are single buffers.
+    """Refuse memory that receives and is also sent, or that receives twice.
 
-    A single buffer may be this rank's own part of the list, which is then in place.
+    `send` and `recv` are single buffers, or NULL. A single buffer may be this rank's own part of the list: in place.
     """
     cdef Extents extents = Extents()
     cdef size_t n = spread.nranks, size = <size_t>ITEMSIZE[spread.operation.datatype]
@@ -672,19 +674,19 @@ cdef int _check_lists(Spread spread, const View* send, const View* recv) except 
 
 
 cdef str _called(size_t place, size_t nranks):
-    """Return the name of an argument, or of an element of it, by its place among what `_check_lists` compares."""
+    """Return the name of an argument, or of an element of it, by its place in the extents of `_check_lists`."""
     if place >= 2 * nranks:
         return "send" if place == 2 * nranks else "recv"
     return f"recv[{place - nranks}]" if place >= nranks else f"send[{place}]"
 
 
 cdef bint _has_stream(const View* view) noexcept:
-    """Return whether something other than the legacy default stream stands for stream=None."""
+    """Return whether stream=None means another stream than the legacy default stream."""
     return view.framework != NO_FRAMEWORK or view.device == HOST_MEMORY
 
 
 cdef int _read(Spread spread, object buffer, View* view, str argument, bint receives) except -1:
-    """Read a buffer, and let it say whose stream stands for stream=None, if none before it could."""
+    """Read a buffer; its framework determines the stream for stream=None unless an earlier buffer's does."""
     read_on_device(buffer, view, argument, spread.device)
     if receives:
         writable(view, argument)
@@ -694,7 +696,7 @@ cdef int _read(Spread spread, object buffer, View* view, str argument, bint rece
 
 
 cdef int _describe(Spread spread, int kind, const View* view, const View* send, const View* recv) except -1:
-    """Fill in the operation: its type and this rank's own buffers, of which the last one's count is its own."""
+    """Fill in the operation's type and this rank's own buffers; the count is that of `recv`, or else of `send`."""
     spread.operation.kind = kind
     spread.operation.datatype = view.datatype
     if send != NULL:
@@ -705,9 +707,9 @@ cdef int _describe(Spread spread, int kind, const View* view, const View* send, 
 
 
 cdef Parts _list(Spread spread, tuple buffers, str argument, bint receives, View* like, str other, View* own):
-    """Read a list of buffers, each of the type of `like`; `own` is the one of this rank.
+    """Read a list of buffers, each of the type of `like`; `own` receives this rank's buffer.
 
-    Without `other`, the name of `like`, it is the first one of the list.
+    `other` is the name of `like`. If it is None, `like` receives the first buffer of the list.
     """
     cdef Parts parts
     cdef View view
@@ -739,7 +741,7 @@ cdef int _counted(Spread spread, View* s, View* r, object send, object recv) exc
 
 
 cdef class Spread:
-    """A collective of one rank over parts; one of its methods fills it in."""
+    """A collective of one rank over parts; the method of the collective fills it in."""
 
     # Lists of buffers.
 

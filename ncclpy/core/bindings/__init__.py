@@ -1,1 +1,1 @@
-"""One Python function for each C function, a module for each noun; `ncclpy.bindings` is the public name."""
+"""One Python function for each C function of NCCL; `ncclpy.bindings` is the public name."""

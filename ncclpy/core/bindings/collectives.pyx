@@ -2,8 +2,8 @@
 
 Buffers, communicators and streams are ints, counts are in elements, `datatype` and `op` are ints or members of
 `DataType` and `ReduceOp`. A call queues its work on `stream` and returns before the data are there:
-``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator that must then be polled. Inside a group it
-only records the work, and reports what a later check of the arguments finds when the group ends.
+it returns ``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
+Inside a group a call only records the work; NCCL reports wrong arguments that it finds later when the group ends.
 """
 
 from libc.stdint cimport uintptr_t
@@ -209,7 +209,7 @@ def recv(uintptr_t recvbuff, size_t count, int datatype, int peer, uintptr_t com
 
 
 def red_op_create_pre_mul_sum(uintptr_t scalar, int datatype, int residence, uintptr_t comm):
-    """Return a new operator of `comm`: every rank's input is multiplied by its scalar, then summed.
+    """Return a new operator of `comm`: the input of every rank is multiplied by the rank's scalar, then summed.
 
     Parameters
     ----------
@@ -308,9 +308,9 @@ def put_signal(
     datatype : int or DataType
         Their type.
     peer : int
-        The rank written to.
+        The rank to write to.
     peer_win, peer_win_offset : int
-        Its window, and the offset in it, in bytes.
+        The window, and the offset in the peer's part of it, in bytes.
     sig_idx, ctx : int
         Which signal and which context, both from 0; NCCL 2.29 knows only 0.
     flags : int
@@ -337,7 +337,7 @@ def put_signal(
 
 
 def signal(int peer, int sig_idx, int ctx, unsigned int flags, uintptr_t comm, uintptr_t stream):
-    """Signal rank `peer`; what was put before is then visible to it. C: ``ncclSignal`` (2.29)."""
+    """Signal rank `peer`; data that were put before are then visible to it. C: ``ncclSignal`` (2.29)."""
     cdef int result
     require(<void*>nccl.ncclSignal, b"ncclSignal")
     with nogil:
@@ -354,7 +354,7 @@ def wait_signal(descriptors, uintptr_t comm, uintptr_t stream):
     Parameters
     ----------
     descriptors : sequence of (int, int, int, int)
-        For each peer waited for: number of operations, peer, signal index, context.
+        For each peer to wait for: number of operations, peer, signal index, context.
     comm, stream : int
         Communicator and stream.
 

@@ -1,7 +1,7 @@
 from ncclpy.abi.nccl cimport ncclInProgress, ncclUniqueId
 
 
-# The two results that a call can return without raising, made once: no enum is looked up on the way of a call.
+# The two results that a call can return without raising, made once, so that no call looks up an enum.
 cdef object SUCCESS
 cdef object IN_PROGRESS
 
@@ -12,8 +12,8 @@ cdef inline object state(int result):
 
 
 cdef class PendingHandle:
-    cdef void** cell  # what NCCL writes to, perhaps from a thread of its own
-    cdef bint written_once  # NCCL writes the handle as its last deed, so that a value means "done with the cell"
+    cdef void** cell  # NCCL writes the handle to it, perhaps from a thread of its own
+    cdef bint written_once  # NCCL writes the cell only once, as its last access: once it has a value, it can be freed
     cdef readonly object result
 
 

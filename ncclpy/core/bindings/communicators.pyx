@@ -1,13 +1,14 @@
-"""NCCL's functions for communicators, and what comes back from C: results, unique ids, handles written later.
+"""NCCL's functions for communicators, and the objects that they return: results, unique ids, handles written later.
 
-A communicator is an int, the ``ncclComm_t``; 0 is none. What is not a communicator crashes the process, as in C.
+A communicator is an int, the ``ncclComm_t``; 0 is none. An int that is no communicator crashes the process, as in C.
 
-NCCL may write the new communicator after the call has returned: on a nonblocking parent, or in a group. Each function
-therefore returns a `PendingHandle`. Poll the parent with `comm_get_async_error`; once it is ``SUCCESS``, ``value`` is
-the child, 0 if this rank has none. ``config=None`` gives the child its parent's configuration.
+NCCL may write a child communicator after the call has returned: on a nonblocking parent, or in a group. `comm_split`,
+`comm_shrink` and `comm_grow` therefore return a `PendingHandle`. Poll the parent with `comm_get_async_error`; once it
+is ``SUCCESS``, ``value`` is the child, 0 if this rank has none. ``config=None`` gives the child its parent's
+configuration.
 
-Arguments and results are those of the plain calls in `collectives`; `config` is a `CollConfig`, or ``None`` for NCCL's
-defaults. It is read during the call.
+The collectives with a configuration take and return the same as the plain calls in `collectives`; their `config` is a
+`CollConfig`, or ``None`` for NCCL's defaults. It is read during the call.
 """
 
 from libc.stdint cimport uint64_t, uintptr_t
@@ -38,19 +39,19 @@ cdef class PendingHandle:
     """PendingHandle(*args, **kwargs)
 --
 
-Hold a communicator or window that NCCL hands over now or later; it serves wherever its int does.
+Hold a communicator or window that NCCL writes now or later; it can be passed wherever the int can.
 
-    On a nonblocking communicator, or inside a group, NCCL writes the handle after the call has returned. The place it
-    writes to belongs to this object. An object dropped before NCCL has written leaves that place to NCCL for good:
-    a few bytes are lost, and nothing is overwritten.
+    On a nonblocking communicator, or inside a group, NCCL writes the handle after the call has returned, to memory of
+    this object. If the object is dropped before NCCL has written, that memory is never freed: a few bytes are lost,
+    and nothing is overwritten.
 
     Attributes
     ----------
     value : int
-        The handle, 0 as long as NCCL has not written it. It stays 0 where there is none: a split with a negative color
-        (``NCCL_SPLIT_NOCOLOR``), or a window on a machine without symmetric memory.
+        The handle, 0 as long as NCCL has not written it. It stays 0 if there is none: after a split with a negative
+        color (``NCCL_SPLIT_NOCOLOR``), or for a window on a machine without symmetric memory.
     result : Result
-        What the call returned: ``SUCCESS`` or ``IN_PROGRESS``.
+        The result of the call: ``SUCCESS`` or ``IN_PROGRESS``.
     """
 
     def __init__(self):
@@ -91,7 +92,7 @@ cdef PendingHandle new_pending(bint written_once):
 
 
 cdef object as_result(int code):
-    """Return the `Result` of any code; one that a newer NCCL added stays its number."""
+    """Return the `Result` for a code, or the code itself if only a newer NCCL knows it."""
     try:
         return Result(code)
     except ValueError:
@@ -99,14 +100,14 @@ cdef object as_result(int code):
 
 
 cdef int read_unique_id(object value, ncclUniqueId* out) except -1:
-    """Copy a `UniqueId`, or its bytes, to where NCCL reads it."""
+    """Copy a `UniqueId`, or its bytes, to `out`."""
     cdef bytes data = bytes(as_unique_id(value))
     memcpy(out, <const char*>data, sizeof(ncclUniqueId))
     return 0
 
 
 cdef ncclComm_t* _new_cells(Py_ssize_t count) except NULL:
-    """Return `count` empty places for communicators that an init function writes."""
+    """Return `count` empty cells, to which an init function writes communicators."""
     cdef ncclComm_t* cells = <ncclComm_t*>calloc(max(count, 1), sizeof(ncclComm_t))
     if cells == NULL:
         raise MemoryError
@@ -114,10 +115,10 @@ cdef ncclComm_t* _new_cells(Py_ssize_t count) except NULL:
 
 
 cdef int _release(ncclComm_t* cells) except -1:
-    """Free the places once an init function has returned.
+    """Free the cells once an init function has returned.
 
-    NCCL writes them before it returns, but up to 2.17 the init job of a nonblocking or grouped call goes on using them
-    until it ends, which nobody here can see: there they are left to it.
+    NCCL writes them before it returns, but up to 2.17 the init job of a nonblocking or grouped call uses them until it
+    ends, which ncclpy cannot see: with these releases the cells are never freed.
     """
     if version_code() >= 21801:
         free(cells)
@@ -127,7 +128,7 @@ cdef int _release(ncclComm_t* cells) except -1:
 def get_unique_id():
     """Return a new `UniqueId`, by which the ranks of one communicator find each other.
 
-    The calling process hosts the meeting: it must live until every rank has joined. C: ``ncclGetUniqueId``.
+    The calling process hosts the rendezvous: it must live until every rank has joined. C: ``ncclGetUniqueId``.
 
     Returns
     -------
@@ -141,7 +142,7 @@ def get_unique_id():
 
 
 def comm_init_rank(int nranks, unique_id, int rank):
-    """Make rank `rank` of a communicator of `nranks` on the current device; waits for the others.
+    """Make rank `rank` of a communicator of `nranks` on the current device; wait for the other ranks.
 
     Parameters
     ----------
@@ -175,7 +176,7 @@ def comm_init_rank(int nranks, unique_id, int rank):
 def comm_init_rank_config(int nranks, unique_id, int rank, config=None):
     """Make rank `rank` of a communicator with a configuration.
 
-    With ``Config(blocking=False)`` it returns at once; poll `comm_get_async_error` until it is no longer
+    With ``Config(blocking=False)`` the call returns at once; poll `comm_get_async_error` until the result is no longer
     ``Result.IN_PROGRESS``.
 
     Parameters
@@ -210,7 +211,7 @@ def comm_init_rank_config(int nranks, unique_id, int rank, config=None):
 
 
 def comm_init_rank_scalable(int nranks, int rank, unique_ids, config=None):
-    """Make rank `rank` of a communicator whose ranks meet at several places, for thousands of ranks.
+    """Make rank `rank` of a communicator with several unique ids, to spread the rendezvous of thousands of ranks.
 
     Parameters
     ----------
@@ -261,7 +262,7 @@ def comm_init_all(devices):
     Parameters
     ----------
     devices : int or sequence of int
-        How many devices, from 0, or their ordinals; rank i is on ``devices[i]``.
+        The number of devices, counted from device 0, or a sequence of ordinals; rank i is on ``devices[i]``.
 
     Returns
     -------
@@ -366,7 +367,7 @@ def comm_resume(uintptr_t comm):
 
 
 def comm_get_async_error(uintptr_t comm):
-    """Return how the communicator is: ``SUCCESS``, ``IN_PROGRESS``, or the error that it met since.
+    """Return the state of the communicator: ``SUCCESS``, ``IN_PROGRESS``, or the error that it has met.
 
     An error is returned, not raised; a code that only a newer NCCL knows is a plain int. C: ``ncclCommGetAsyncError``.
 
@@ -416,7 +417,7 @@ def comm_mem_stats(uintptr_t comm, int stat):
     comm : int
         The communicator.
     stat : int
-        0 memory that suspend would free, 1 whether it is suspended (0 or 1), 2 memory that stays, 3 all memory.
+        0 memory that suspend frees, 1 whether the memory is suspended (0 or 1), 2 memory that stays, 3 all memory.
 
     Returns
     -------
@@ -543,7 +544,7 @@ def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
     nranks : int
         Number of ranks afterwards.
     unique_id : UniqueId, bytes or None
-        What `comm_get_unique_id` gave; ``None`` on a rank of `comm`.
+        The id from `comm_get_unique_id`; ``None`` on a rank of `comm`.
     rank : int
         The rank of a new rank; -1 on a rank of `comm`, which keeps its own.
     config : Config, optional
@@ -566,7 +567,8 @@ def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
     if unique_id is not None:
         read_unique_id(unique_id, &where)
         place = &where
-    # NCCL writes the handle at once and again when the communicator is ready: a value does not end its use.
+    # NCCL writes the handle at once and again when the communicator is ready: a value does not mean that the cell is
+    # free.
     cdef PendingHandle child = new_pending(written_once=False)
     cdef ncclComm_t* cell = <ncclComm_t*>child.cell
     with nogil:

@@ -1,7 +1,7 @@
 """NCCL's functions for the library itself, and the host side of its device API.
 
-A team is an int triple, `Team`. Device communicators and their requirements are structs of the caller's own
-``nccl_device.h``: both are taken as addresses.
+A team is an int triple, `Team`. Device communicators and their requirements are structs of the ``nccl_device.h`` that
+the caller uses: both are passed as addresses.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t, int8_t, uint16_t, uint32_t, uint64_t, uint8_t, uintptr_t
@@ -19,7 +19,7 @@ from ncclpy.core.runtime.library cimport check, nccl, require
 from ncclpy.core.bindings.structs import CommProperties, Team
 
 
-# NCCL says nothing on how long it reads the key of ncclSetEncryption: what was set last is kept.
+# It is not documented how long NCCL reads the key of ncclSetEncryption: the last key is kept alive.
 _psk = None
 
 
@@ -42,7 +42,7 @@ def get_error_string(int result):
 
 
 def get_last_error(uintptr_t comm=0):
-    """Return NCCL's text on the last error in this process, empty if there is none. C: ``ncclGetLastError``."""
+    """Return NCCL's text for the last error in this process, empty if there is none. C: ``ncclGetLastError``."""
     cdef const char* text
     require(<void*>nccl.ncclGetLastError, b"ncclGetLastError")
     with nogil:
@@ -94,7 +94,7 @@ cdef bytes _key(object key):
 
 
 def param_bind(key):
-    """Return a handle of the parameter `key`, say ``"NCCL_DEBUG"``; it stays valid. C: ``ncclParamBind`` (2.30.4)."""
+    """Return a handle of a parameter, such as ``"NCCL_DEBUG"``; it stays valid. C: ``ncclParamBind`` (2.30.4)."""
     cdef ncclParamHandle_t handle = NULL
     require(<void*>nccl.ncclParamBind, b"ncclParamBind")
     cdef bytes encoded = _key(key)
@@ -182,12 +182,12 @@ def param_get_str(uintptr_t handle):
     require(<void*>nccl.ncclParamGetStr, b"ncclParamGetStr")
     with nogil:
         check(nccl.ncclParamGetStr(<ncclParamHandle_t>handle, &value), b"ncclParamGetStr", NULL)
-    # NCCL's text lives until the next such call on this thread; it is copied here.
+    # NCCL's text is valid until the next such call of this thread, so it is copied.
     return value.decode(errors="replace") if value != NULL else ""
 
 
 def param_get(uintptr_t handle, int max_len=256):
-    """Return at most `max_len` bytes of a parameter as they lie in memory. C: ``ncclParamGet`` (2.30.4).
+    """Return at most `max_len` bytes of a parameter, as stored in memory. C: ``ncclParamGet`` (2.30.4).
 
     Returns
     -------
@@ -217,7 +217,7 @@ def param_get_parameter(key):
 
 
 def param_get_all_parameter_keys():
-    """Return the keys of every documented parameter; of all with ``NCCL_PARAM_DUMP_ALL=true``.
+    """Return the keys of all documented parameters; with ``NCCL_PARAM_DUMP_ALL=true`` those of all parameters.
 
     C: ``ncclParamGetAllParameterKeys`` (2.30.4).
 
@@ -274,7 +274,7 @@ def comm_register(uintptr_t comm, uintptr_t buff, size_t size):
     Returns
     -------
     int
-        A handle for `comm_deregister`; 0 where NCCL has no use for the registration.
+        A handle for `comm_deregister`; 0 if NCCL did not need to register the memory.
     """
     cdef void* handle = NULL
     require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
@@ -287,7 +287,7 @@ def comm_register(uintptr_t comm, uintptr_t buff, size_t size):
 
 
 def comm_deregister(uintptr_t comm, uintptr_t handle):
-    """Take back a registration, before the memory is freed. C: ``ncclCommDeregister`` (2.19)."""
+    """Undo a registration, before the memory is freed. C: ``ncclCommDeregister`` (2.19)."""
     cdef int result
     require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
     with nogil:
@@ -305,7 +305,7 @@ def comm_window_register(uintptr_t comm, uintptr_t buff, size_t size, int flags=
     comm : int
         The communicator; every rank calls, with the same size.
     buff : int
-        Memory of `mem_alloc`, aligned to 4096 bytes.
+        Memory from `mem_alloc`, aligned to 4096 bytes.
     size : int
         Bytes.
     flags : int
@@ -314,7 +314,7 @@ def comm_window_register(uintptr_t comm, uintptr_t buff, size_t size, int flags=
     Returns
     -------
     PendingHandle
-        The window, written when the outermost group ends; 0 where windows are not supported.
+        The window, written when the outermost group ends; 0 if windows are not supported.
         C: ``ncclCommWindowRegister`` (2.27).
     """
     cdef int result
@@ -355,7 +355,7 @@ def win_get_user_ptr(uintptr_t comm, uintptr_t window):
 
 
 def comm_query_properties(uintptr_t comm):
-    """Return what the communicator can do. C: ``ncclCommQueryProperties`` (2.29).
+    """Return the properties of the communicator. C: ``ncclCommQueryProperties`` (2.29).
 
     Returns
     -------
@@ -367,7 +367,7 @@ def comm_query_properties(uintptr_t comm):
     memset(&p, 0, sizeof(p))
     p.size = sizeof(p)
     p.magic = NCCL_API_MAGIC
-    # Not the newest: NCCL refuses to fill the struct of a caller newer than itself.
+    # Not always the newest version: NCCL refuses to fill the struct of a caller newer than itself.
     p.version = struct_version()
     with nogil:
         check(nccl.ncclCommQueryProperties(<ncclComm_t>comm, &p), b"ncclCommQueryProperties", <ncclComm_t>comm)
@@ -542,7 +542,7 @@ def team_world(uintptr_t comm):
 
 
 def team_lsa(uintptr_t comm):
-    """Return the `Team` of ranks whose memory this one can address. C: ``ncclTeamLsa`` (2.28)."""
+    """Return the `Team` of ranks with memory that this rank can address. C: ``ncclTeamLsa`` (2.28)."""
     cdef ncclTeam_t team
     require(<void*>nccl.ncclTeamLsa, b"ncclTeamLsa")
     with nogil:
@@ -551,7 +551,7 @@ def team_lsa(uintptr_t comm):
 
 
 def team_rail(uintptr_t comm):
-    """Return the `Team` of ranks at the same place in other local teams. C: ``ncclTeamRail`` (2.28)."""
+    """Return the `Team` of ranks at the same position in other local teams. C: ``ncclTeamRail`` (2.28)."""
     cdef ncclTeam_t team
     require(<void*>nccl.ncclTeamRail, b"ncclTeamRail")
     with nogil:
@@ -579,7 +579,7 @@ def team_cft_multimem(uintptr_t comm):
 
 
 def team_rank_to_world(uintptr_t comm, team, int rank):
-    """Return the world rank of a team's rank. C: ``ncclTeamRankToWorld`` (2.28)."""
+    """Return the world rank for a team's rank. C: ``ncclTeamRankToWorld`` (2.28)."""
     cdef int found
     cdef ncclTeam_t members
     require(<void*>nccl.ncclTeamRankToWorld, b"ncclTeamRankToWorld")
@@ -590,7 +590,7 @@ def team_rank_to_world(uintptr_t comm, team, int rank):
 
 
 def team_rank_to_lsa(uintptr_t comm, team, int rank):
-    """Return the rank in the local team of a team's rank. C: ``ncclTeamRankToLsa`` (2.28)."""
+    """Return the local team's rank for a team's rank. C: ``ncclTeamRankToLsa`` (2.28)."""
     cdef int found
     cdef ncclTeam_t members
     require(<void*>nccl.ncclTeamRankToLsa, b"ncclTeamRankToLsa")

@@ -1,4 +1,4 @@
-"""What some calls return instead of a number."""
+"""Structs that some calls return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CommProperties", "Team"]
 
 
 class Team(NamedTuple):
-    """Name a subset of ranks at equal distances (`ncclTeam_t`)."""
+    """Describe a subset of ranks at equal distances (`ncclTeam_t`)."""
 
     nranks: int
     rank: int
@@ -16,7 +16,7 @@ class Team(NamedTuple):
 
 
 class CommProperties(NamedTuple):
-    """Tell what a communicator can do (`ncclCommProperties_t`); ``None`` where the loaded NCCL does not say.
+    """Describe the properties of a communicator (`ncclCommProperties_t`); ``None`` if the loaded NCCL lacks a field.
 
     `gin_type`, `railed_gin_type` and `gin_connection_type` are the numbers of NCCL's enums; `gin_support` holds one
     bool for each `ncclGinType_t`.

@@ -1,14 +1,13 @@
-/* Copies that one kernel makes: the table that is its only parameter.
+/* The table of copies that one kernel makes, the kernel's only parameter.
  *
- * A block of threads copies a chunk of one of them. The kernel is coordinator/copy_kernel.py's on GPUs, in PTX; the host
- * engine goes through the table itself.
- */
+ * Each block of threads copies one chunk of one copy. On GPUs the kernel is that of coordinator/copy_kernel.py, in
+ PTX; the * host engine iterates over the table itself. */
 #ifndef NCCLPY_COPY_MANY_H
 #define NCCLPY_COPY_MANY_H
 
 #include <stdint.h>
 
-/* As many as fit into the 4 KiB that a kernel's parameters may have. */
+/* As many as fit into 4 KiB, the limit for a kernel's parameters. */
 #define NCCLPY_COPIES_MAX 144
 #define NCCLPY_COPY_CHUNK 32768
 #define NCCLPY_COPY_THREADS 256
@@ -19,7 +18,7 @@ typedef struct {
   uint64_t from[NCCLPY_COPIES_MAX]; /* 0 for zeros */
   uint64_t to[NCCLPY_COPIES_MAX];
   uint64_t bytes[NCCLPY_COPIES_MAX];
-  uint32_t first[NCCLPY_COPIES_MAX]; /* block of each; they ascend, from 0 on */
+  uint32_t first[NCCLPY_COPIES_MAX]; /* index of the first block of each copy, ascending from 0 */
 } ncclpy_copies;
 
 #endif /* NCCLPY_COPY_MANY_H */

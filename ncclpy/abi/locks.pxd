@@ -19,7 +19,7 @@ cdef extern from "ordered_mutex.h" nogil:
     int mutex_trylock "ncclpy_mutex_trylock"(mutex_t*)
     int mutex_unlock "ncclpy_mutex_unlock"(mutex_t*)
 
-    # For a lock of another kind, in a build that asserts the order.
+    # For locks that are no `mutex_t`; no effect unless the build asserts the order.
     void lock_wanted "ncclpy_lock_wanted"(ncclpy_lock, const void*)
     void lock_taken "ncclpy_lock_taken"(ncclpy_lock, const void*)
     void lock_left "ncclpy_lock_left"(ncclpy_lock, const void*)

@@ -1,7 +1,7 @@
 /* The NCCL host ABI that ncclpy is written against: NCCL 2.32.3, declared here so that building needs no CUDA.
  *
  * Types carry NCCL's own names and the newest layout: NCCL's structs are append-only, start with their size, and an
- * older library reads the prefix that it knows. Functions stand in one list, NCCLPY_NCCL_FUNCTIONS, from which the
+ * older library reads the prefix that it knows. All functions are in one list, NCCLPY_NCCL_FUNCTIONS, from which the
  * function table, the host engine's prototypes and the tests are made. tests/abi compiles this file beside the real
  * nccl.h of several releases and compares sizes, offsets, values and prototypes.
  *
@@ -15,7 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The release whose nccl.h this file follows. */
+/* This file follows the nccl.h of this release. */
 #define NCCLPY_ABI_VERSION 23203
 /* The oldest release that ncclpy loads. */
 #define NCCLPY_OLDEST_VERSION 21600
@@ -134,7 +134,7 @@ typedef struct {
   int nvlsHostMode;        /* 2.32 */
 } ncclConfig_t;
 
-/* One vendor-specific option of a collective; a linked list hangs on ncclCollConfig_t.ext. */
+/* One vendor-specific option of a collective; ncclCollConfig_t.ext points to a linked list of them. */
 typedef struct ncclConfigExt {
   struct ncclConfigExt* next;
   struct {
@@ -234,7 +234,7 @@ typedef struct {
   bool cftCountedSupport;
 } ncclCommProperties_t;
 
-/* Device communicators are opaque here: the caller brings both structs as memory laid out by its own nccl_device.h. */
+/* Device communicators are opaque here: the caller passes both structs as memory, laid out by its own nccl_device.h. */
 typedef struct ncclDevCommRequirements ncclDevCommRequirements_t;
 typedef struct ncclDevComm ncclDevComm_t;
 
@@ -243,7 +243,7 @@ typedef struct ncclMultimemHandle {
 } ncclMultimemHandle_t;
 
 /* Every host function: X(first release that has it, return type, name, (parameters)).
- * 21600 stands for "every release that ncclpy loads". Left out on purpose: ncclResetDebugInit, which NCCL itself
+ * 21600 means "every release that ncclpy loads". Left out on purpose: ncclResetDebugInit, which NCCL itself
  * declares unsupported, and the *CreateRequirement helpers of nccl_device.h, which only fill device-side structs. */
 #define NCCLPY_NCCL_FUNCTIONS(X) \
   /* library */ \

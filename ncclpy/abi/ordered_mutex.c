@@ -1,4 +1,4 @@
-/* The book that a build with -Ddebug_locks=true keeps of the locks of each thread, for all parts of the package. */
+/* The record of the locks that each thread holds, in a build with -Ddebug_locks=true, for all parts of the package. */
 #define _GNU_SOURCE
 #include "ordered_mutex.h"
 
@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Python's, where there is one: the first three tell whether this thread has the GIL, the others wait for it. */
+/* Functions of Python, if it is loaded: the first three tell whether this thread has the GIL, the others wait for it. */
 typedef struct _ts PyThreadState;
 extern PyThreadState* PyThreadState_GetUnchecked(void) __attribute__((weak));
 extern PyThreadState* _PyThreadState_UncheckedGet(void) __attribute__((weak)); /* its name before Python 3.13 */
@@ -29,7 +29,7 @@ typedef struct {
   int how;
 } place;
 
-/* Nothing that stands further up may be taken under a lock, so that no circle is allowed. */
+/* No lock earlier in the list may be taken under a later one, so that no cycle is allowed. */
 #define NCCLPY_DOWN(name, words, under, how) \
   _Static_assert(((under) & ~NCCLPY_BELOW(name)) == 0, "what may be taken under " words " stands further up");
 NCCLPY_LOCKS(NCCLPY_DOWN)
@@ -46,7 +46,7 @@ static __thread struct {
 } held[MOST];
 static __thread int count;
 
-/* What may be taken under a lock, through others too. */
+/* The locks that may be taken under a lock, also indirectly. */
 static uint64_t all_under(ncclpy_lock lock) {
   uint64_t all = places[lock].under;
   for (int i = lock + 1; i < NCCLPY_LOCK_COUNT; i++) {
@@ -123,7 +123,7 @@ static void gil_wanted(void) {
   }
 }
 
-/* The linker leads the calls of our modules here (--wrap). */
+/* The linker redirects the calls of ncclpy's modules to these functions (--wrap). */
 void __wrap_PyEval_RestoreThread(PyThreadState* state);
 int __wrap_PyGILState_Ensure(void);
 

@@ -1,9 +1,8 @@
-/* Mutexes with a place in one order. A normal build has the plain ones. With -Ddebug_locks=true each knows its place,
- * each thread the locks that it holds, and one that is waited for in a wrong order ends the process with a message.
- *
- * The list is that of docs/design.md, "Locks", from the outside in, and a test compares the two: a lock's name, what the
- * page calls it, what may be taken under it (and under that, and so on), and how it meets the GIL.
- */
+/* Mutexes with a place in one global lock order. A normal build uses plain mutexes. With -Ddebug_locks=true each mutex
+ * has its place, each thread a list of the locks that it holds, and a wait for a lock out of order ends the process
+ with * a message. * * The list is that of docs/design.md, "Locks", from the outermost lock inwards, and a test
+ compares the two: the name of a * lock, its name on the page, which locks may be taken under it (and under those, and
+ so on), and its rules for the GIL. */
 #ifndef NCCLPY_ORDERED_MUTEX_H
 #define NCCLPY_ORDERED_MUTEX_H
 
@@ -57,8 +56,8 @@
 typedef enum { NCCLPY_LOCKS(NCCLPY_LOCK_NUMBER) NCCLPY_LOCK_COUNT } ncclpy_lock;
 
 enum {
-  NCCLPY_TAKES_GIL = 1,            /* who holds it may wait for the GIL */
-  NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* it may be held for long: who waits for it has given the GIL up */
+  NCCLPY_TAKES_GIL = 1,            /* a thread that holds it may wait for the GIL */
+  NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* it may be held for long: a thread must release the GIL to wait for it */
   NCCLPY_BY_ADDRESS = 4,           /* a thread may hold several, taken in the order of their addresses */
   NCCLPY_AGAIN = 8                 /* a thread that holds it may take it again */
 };
@@ -88,12 +87,13 @@ typedef struct ncclpy_mutex {
   ncclpy_lock lock;
 } ncclpy_mutex;
 
-/* This thread is about to wait for a lock: ends the process if that is out of order. Whoever only tries to take one
-   does not wait, so it cannot be part of a circle of threads that wait for each other; what it then holds counts. */
+/* Called before this thread waits for a lock: ends the process if the wait is out of order. A thread that only tries
+   to take a lock does not call this: it does not wait, so it cannot be part of a deadlock. A lock that it gets counts.
+   */
 void ncclpy_lock_wanted(ncclpy_lock lock, const void* which);
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which);
 void ncclpy_lock_left(ncclpy_lock lock, const void* which);
-/* Ends the process if this thread holds `first` or one that stands behind it in the list. */
+/* Ends the process if this thread holds `first` or a lock after it in the list. */
 void ncclpy_lock_none(ncclpy_lock first, const char* before);
 
 static inline int ncclpy_mutex_init(ncclpy_mutex* mutex, ncclpy_lock lock) {

@@ -1,12 +1,12 @@
-/* How a function that knows the layout of a framework's tensors tells what one of them is. It is made where the framework is,
- * in interop, and called by core/arguments/buffers, which knows no framework.
+/* The interface of a function that reads tensors of one framework natively. interop, which knows the framework, makes
+ * the function; core/arguments/buffers, which knows no framework, calls it.
  */
 #ifndef NCCLPY_TENSOR_READER_H
 #define NCCLPY_TENSOR_READER_H
 
 #include <stdint.h>
 
-/* What a capsule with such a function is called. The number is another one when anything below changes. */
+/* The name of a capsule with such a function. The number is raised when anything below changes. */
 #define NCCLPY_TENSOR_READER_NAME "ncclpy.tensor_reader.1"
 
 #define NCCLPY_ON_CPU (-1)
@@ -19,8 +19,9 @@ typedef struct {
   uint8_t bits;
 } ncclpy_read_tensor;
 
-/* Returns 0 if the tensor is one block of memory that holds its values. Anything else says nothing of what it is, only that
- * somebody else is to look at it. It is called with the GIL, leaves no exception of Python's behind and throws none of C++.
+/* Returns 0 if the tensor is one block of memory that holds its values. Any other result only means that the caller
+ * must read the tensor in another way. The function is called with the GIL, sets no Python exception and throws no C++
+ * one.
  */
 typedef int (*ncclpy_tensor_reader)(void* py_object, ncclpy_read_tensor* out);
 

@@ -1,1 +1,1 @@
-"""The floor that every other stands on: from a Python object to one C call."""
+"""The lowest layer of the package: from a Python object to one C call."""

@@ -1,8 +1,9 @@
-"""The communicator: one rank's end of a clique, and the operations on it.
+"""The communicator: one rank of a clique, and its operations.
 
-A call is read and checked by `shape`, and submitted: three rooms, one C call. Operations are enqueued on a stream and
-return at once; arrays in CPU memory (the host engine) have no stream, so with ``stream=None`` the call returns when
-their data are there. What NCCL has no call for (parts of different sizes, the barrier) is made up of those it has.
+Each method reads and checks its arguments (`arguments.validation`) and submits one NCCL call (`start`). Operations are
+enqueued on a stream and return at once; arrays in CPU memory (the host engine) have no stream, so with ``stream=None``
+the call returns when their data are there. Operations that NCCL lacks (parts of different sizes, the barrier) are
+composed of NCCL's calls.
 """
 
 from ncclpy.core.arguments.buffers cimport View
@@ -30,18 +31,19 @@ cdef class Communicator(Lifecycle):
 
 Take part in collectives as one rank of a clique (`ncclComm_t`).
 
-    Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; give it back with `close`, or
-    use it in a ``with`` statement.
+    Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; end it with `close`, or use it
+    in a ``with`` statement.
 
     Buffers are numpy, torch or CuPy arrays, objects with ``__cuda_array_interface__`` or ``__dlpack__``, cuda.core
-    buffers, `ncclpy.Buffer` or ``(pointer, count, dtype)``. They are C-contiguous, on this communicator's device (CPU
-    memory on the host engine), and live until the work on the stream is done. Whatever does not fit raises
+    buffers, `ncclpy.Buffer` or ``(pointer, count, dtype)``. They must be C-contiguous, on this communicator's device
+    (CPU memory on the host engine), and live until the work on the stream is done. Buffers that do not fit raise
     `TypeError` or `ValueError` before NCCL is called.
 
-    Reductions take NCCL's data types, bool and complex numbers. Calls that only move data take any of a fixed size.
+    Reductions take NCCL's data types, bool and complex numbers. Calls that only move data take all types of a fixed
+    size.
 
     ``stream`` is any stream object or handle; by default the current stream of the array's framework, or the legacy
-    default stream where there is none. Arrays in CPU memory have none: the call waits for them.
+    default stream if there is none. Arrays in CPU memory have no stream: the call waits for their data.
 
     Calls on one communicator from several threads are made one after the other.
 
@@ -67,8 +69,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         recv : buffer, optional
             The output, with as many elements of the same type.
         op : ReduceOp, str or CustomOp
-            The reduction. A bool array travels as uint8: its sum is "any", its product "all". Complex numbers know sum and
-            avg.
+            The reduction. A bool array is sent as uint8: its sum is "any", its product "all". Complex numbers have
+            only sum and avg.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -90,7 +92,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         send : buffer
             The input; on the root it receives the result too if `recv` is None.
         recv : buffer, optional
-            The output on the root, with as many elements of the same type; not used elsewhere.
+            The output on the root, with as many elements of the same type; not used on other ranks.
         op : ReduceOp, str or CustomOp
             The reduction, as for `all_reduce`.
         root : int
@@ -115,10 +117,10 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         send : buffer
-            The data on the root. With ``recv=None`` every rank's one buffer: the root's is sent, the others receive.
-            With `recv` it may be None on the other ranks.
+            The data on the root. With ``recv=None`` every rank passes a single buffer: the root's is sent, the others
+            receive. With `recv` it may be None on the other ranks.
         recv : buffer, optional
-            Where the data arrive, with as many elements of the same type.
+            The output, with as many elements of the same type.
         root : int
             The rank that sends.
         stream : optional
@@ -249,15 +251,15 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Collect every rank's `send` on the root, in the order of the ranks.
 
-        It is a group of sends and receives, as NCCL's own `ncclGather` is.
+        The call is a group of sends and receives, as is NCCL's own `ncclGather`.
 
         Parameters
         ----------
         send : buffer
             This rank's part; in place it is part ``root`` of the root's `recv`.
         recv : buffer or list of buffer
-            On the root ``nranks`` times as many elements of the same type, or a list of ``nranks`` buffers, one for
-            each rank's part, whose sizes may differ. Not used elsewhere.
+            On the root ``nranks`` times as many elements of the same type, or a list of ``nranks`` buffers of any
+            sizes, one for each rank's part. Not used on other ranks.
         root : int
             The rank that receives.
         stream : optional
@@ -282,15 +284,15 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send part i of the root's `send` to rank i.
 
-        It is a group of sends and receives, as NCCL's own `ncclScatter` is.
+        The call is a group of sends and receives, as is NCCL's own `ncclScatter`.
 
         Parameters
         ----------
         send : buffer or list of buffer
-            On the root ``nranks`` times as many elements as `recv`, or a list of ``nranks`` buffers, the part of each
-            rank, whose sizes may differ. Not used elsewhere, and may be None there.
+            On the root ``nranks`` times as many elements as `recv`, or a list of ``nranks`` buffers of any sizes, the
+            part of each rank. Not used on other ranks, where it may be None.
         recv : buffer
-            Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
+            Receives this rank's part; in place it is part ``root`` of the root's `send`.
         root : int
             The rank that sends.
         stream : optional
@@ -362,7 +364,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start(self, &o, &r, None, buf, stream, timeout)
 
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
-        """Send to one rank and receive from one, the same or another: `ncclSend` and `ncclRecv` in a group of their own.
+        """Send to one rank and receive from the same or another rank: `ncclSend` and `ncclRecv` in one group.
 
         Errors are those of the group: they name `ncclGroupEnd`.
 
@@ -394,13 +396,13 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
-        """Wait until all ranks are here: an all-reduce of one byte.
+        """Wait until all ranks have called this: an all-reduce of one byte.
 
         Parameters
         ----------
         stream : optional
-            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks
-            have come.
+            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks have
+            called.
         timeout : float, optional
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
@@ -417,16 +419,16 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         send : buffer
-            What is written. It lies in a symmetric window of this communicator, the same or another one; once the
-            work is done it may be written to again.
+            The data to write. The buffer must lie in a symmetric window of this communicator, the same or another one;
+            once the work is done, it may be written to again.
         window : Window
-            Of this communicator.
+            A window of this communicator.
         peer : int
-            The rank that is written to.
+            The rank to write to.
         offset : int
-            Where in its part of the window, in bytes.
+            Offset in the peer's part of the window, in bytes.
         signal : int
-            Which signal. NCCL has one, 0, unless the communicator's `Config` asks for more.
+            The number of the signal. NCCL has one, 0, unless the communicator's `Config` asks for more.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -435,10 +437,10 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Raises
         ------
         ValueError
-            If the buffer does not lie in a symmetric window or does not fit into the peer's, or the window is closed,
-            not made yet or another communicator's.
+            If the buffer does not lie in a symmetric window or does not fit into the peer's part, or if the window is
+            closed, not made yet or of another communicator.
         NcclUnsupported
-            If the loaded NCCL is older than 2.29.2, or has no windows between these devices.
+            If the loaded NCCL is older than 2.29.2, or supports no windows between these devices.
         """
         cdef View s
         cdef Operation o
@@ -448,17 +450,17 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start(self, &o, &s, send, window, stream, timeout)
 
     def signal(self, peer, signal=0, *, stream=None, timeout=None):
-        """Signal one rank, behind what was put there before (`ncclSignal`, NCCL 2.29.2).
+        """Signal one rank, after all that was put there before (`ncclSignal`, NCCL 2.29.2).
 
         Parameters
         ----------
         peer : int
-            The rank that is signalled.
+            The rank to signal.
         signal : int
-            Which signal, as for `put_signal`.
+            The number of the signal, as for `put_signal`.
         stream : optional
-            The stream of the puts that it stands behind. By default the signal has been given when the call, or the
-            group's end, returns.
+            The stream of the puts before the signal. By default the signal has been sent when the call, or the group's
+            end, returns.
         timeout : float, optional
             As for `put_signal`.
         """
@@ -469,20 +471,21 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start_bare(self, &o, None, stream, timeout)
 
     def wait_signal(self, peers, signal=0, count=1, *, stream=None, timeout=None):
-        """Wait for signals of other ranks (`ncclWaitSignal`, NCCL 2.29.2). Each is waited for once.
+        """Wait for signals of other ranks (`ncclWaitSignal`, NCCL 2.29.2). Each signal is consumed by one wait.
 
-        What a rank has put before it signalled is in this rank's part of the window then.
+        After that, data that a rank has put before it signalled are in this rank's part of the window.
 
         Parameters
         ----------
         peers : int or sequence of int
-            The ranks that signal, each once.
+            The ranks that signal, without duplicates.
         signal : int
-            Which signal, as for `put_signal`.
+            The number of the signal, as for `put_signal`.
         count : int
-            How many signals of each of them.
+            The number of signals from each of these ranks.
         stream : optional
-            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all have come.
+            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all signals
+            are there.
         timeout : float, optional
             As for `put_signal`.
         """
@@ -516,17 +519,19 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         buf : buffer
-            The whole allocation or a part of it. A part of what is registered uses that registration: register what
-            is larger first.
+            The whole allocation or a part of it. A part of a registered buffer uses that registration: register the
+            larger buffer first.
 
         Returns
         -------
         Registration
-            Its `close` deregisters the buffer if no other uses its registration; do that before the memory is freed.
+            Its `close` deregisters the buffer if no other buffer uses the registration; close it before the memory is
+            freed.
 
         Notes
         -----
-        Ranges that only overlap are registrations of their own. NCCL finds one for a buffer that lies in it as a whole.
+        Ranges that only overlap are separate registrations. NCCL uses a registration for a buffer that lies entirely
+        within it.
         """
         cdef View view
         check_alive(self)
@@ -536,8 +541,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def window(self, buf, *, bint symmetric=True, bint strict_ordering=False):
         """Register a buffer together with all ranks (`ncclCommWindowRegister`, NCCL 2.27); all ranks call it.
 
-        Collectives whose buffers lie in symmetric windows take fewer steps: small ones on NVLink are faster for it.
-        One thread with several communicators calls it for all of them in a ``group()``.
+        Collectives with buffers in symmetric windows take fewer steps, which makes small ones on NVLink faster. A
+        thread with several communicators calls this for all of them in one ``group()``.
 
         Parameters
         ----------
@@ -547,12 +552,12 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             Whether collectives may use the window (`NCCL_WIN_COLL_SYMMETRIC`); all ranks then pass buffers at the
             same offset into it.
         strict_ordering : bool
-            Whether what is written through it arrives in order (`NCCL_WIN_STRICT_ORDERING`).
+            Whether data written through the window arrive in order (`NCCL_WIN_STRICT_ORDERING`).
 
         Returns
         -------
         Window
-            Its `close` deregisters the buffer; do that before the memory is freed.
+            Its `close` deregisters the buffer; close it before the memory is freed.
 
         Raises
         ------

@@ -278,7 +278,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
 cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
     """Abort a communicator with all that is tied to it; within a group, when the group ends."""
     if not handle.owned:
-        raise ValueError(f"{handle!r} belongs to somebody else (from_handle), who must abort it")
+        raise ValueError(f"{handle!r} is not owned by ncclpy (from_handle): its owner must abort it")
     group = current_group()
     if group is not None:
         return group.abort_at_end(handle)

@@ -1,8 +1,8 @@
 from ncclpy.core.handles.handle cimport Handle
 
 
-# Fill in a communicator that is not made yet, of a new clique or out of a parent, and make it: now, or when the group
-# of this thread ends. The arguments are those of `Communicator.init`, `split`, ...
+# Fill in a new communicator, of a new clique or made from a parent, and make it: now, or when the group of this thread
+# ends. The arguments are those of `Communicator.init`, `split`, ...
 cdef int init_comm(
     Handle made, object nranks, object rank, object unique_id, object device, object config, object timeout,
     object abortable,
@@ -20,7 +20,7 @@ cdef int take_over_comm(Handle made, object pointer) except -1
 
 cdef bint split_comm(
     Handle child, Handle parent, object color, object key, object config, object timeout, object abortable
-) except -1  # whether this rank takes part in it
+) except -1  # whether this rank gets a child
 
 
 cdef int shrink_comm(

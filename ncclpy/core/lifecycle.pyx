@@ -1,4 +1,4 @@
-"""The life of a communicator, as its users see it: the ways to make one, to wait until it is ready, and to end it."""
+"""The life of a communicator, as users see it: how to make one, to wait until it is ready, and to end it."""
 
 import hashlib
 import sys
@@ -65,13 +65,13 @@ cdef str _name_of(object unique_id):
 
 
 cdef object _caller():
-    """Return the line of Python's that asked for a communicator; functions in Cython have no frames."""
+    """Return the Python line that makes a communicator; Cython functions have no frames."""
     frame = sys._getframe(0)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 cdef int _prepare_init(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
-    """Prepare what NCCL is told and decide how it is waited for."""
+    """Prepare NCCL's arguments, and decide how the communicator is waited for."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
     made.site = _caller()
@@ -86,8 +86,9 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.abortable = bool(abortable)
     blocking = None if config is None else config.blocking
     if blocking is None and inherits:
-        blocking = not parent.nonblocking  # of a handle from somewhere else nothing more is known
-    # What can be ended at any time needs a guard; NCCL before 2.18 makes none, and is then polled for every call.
+        blocking = not parent.nonblocking  # of a from_handle() communicator nothing more is known
+    # A communicator that can be ended at any time needs a guard. NCCL before 2.18 makes none: every call is polled
+    # then.
     ends = blocking is not False and (made.limit != FOREVER or made.abortable)
     guarded = ends and version_code() >= 21801
     made.nonblocking = blocking is False or (ends and not guarded)
@@ -96,7 +97,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not ends
     if guarded:
-        look_up_overrides()  # before anything is made, as far as that shows
+        look_up_overrides()  # before NCCL is called, as far as the environment shows overrides by then
     if parent is not None:
         made.parent = parent
         made.asked = <void*>parent
@@ -145,7 +146,7 @@ cdef list init_all_comms(object cls, object devices, dict options):
             for rank, device in enumerate(devices):
                 made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
     except BaseException as error:
-        leave(made, "init_all did not make them all", error)  # nobody else has them
+        leave(made, "init_all did not make them all", error)  # the caller gets no reference to them
         raise
     return made
 
@@ -158,7 +159,7 @@ def device_of(place):
     """Return the device of a process by its place (`ncclpy.bootstrap.Place`) on its machine."""
     count = _device.device_count()
     if count == 1:
-        return 0  # each sees its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
+        return 0  # each process sees only its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
     if place.local_rank >= count:
         hint = ""
         if _library().engine == "host":
@@ -177,7 +178,7 @@ cdef object comm_from_env(object cls, object device, dict options):
     try:
         device = device_of(place) if device is None else as_device(device)
         brought = _new_id() if place.rank == 0 else b""
-        # Before NCCL, which could not say who is absent.
+        # Before NCCL is called, which could not tell which ranks are missing.
         unique_id = start.meet(brought)
         comm = cls.__new__(cls)
         made = <Handle?>comm
@@ -193,7 +194,7 @@ cdef object comm_from_env(object cls, object device, dict options):
         if place.size > 1:
             made.peer_status = start.peer_status_of(comm)
             made.told = made.peer_status is not None
-    except BaseException as error:  # nobody else has it
+    except BaseException as error:  # the caller gets no reference to it
         leave([made], "from_env did not return it", error)
         raise
     return comm
@@ -205,7 +206,7 @@ cdef object comm_from_mpi(object cls, object comm, object device, dict options):
 
 
 cdef int take_over_comm(Handle made, object pointer) except -1:
-    """Wrap an `ncclComm_t` that somebody else owns."""
+    """Wrap an `ncclComm_t` that other code owns."""
     cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
     if address == 0:
         raise ValueError("pointer: NULL is no communicator")
@@ -235,7 +236,7 @@ cdef bint split_comm(
 
 
 cdef object _as_color(object color):
-    """Return a color of NCCL's: from 0 on, or -1 (``NCCL_SPLIT_NOCOLOR``)."""
+    """Return a color for NCCL: from 0 on, or -1 (``NCCL_SPLIT_NOCOLOR``)."""
     if isinstance(color, int) and not -1 <= color < 1 << 31:
         raise ValueError(
             f"color: expected an int from 0 to {(1 << 31) - 1}, or None to join no communicator, got {color}"
@@ -325,7 +326,7 @@ cdef object grow_id_of(Handle parent):
 
 
 cdef class Lifecycle(Handle):
-    """Make, watch and end a communicator; `Communicator` adds what it is for."""
+    """Make, watch and end a communicator; `Communicator` adds the operations."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError(
@@ -334,7 +335,7 @@ cdef class Lifecycle(Handle):
         )
 
     def __del__(self):
-        # Nothing collective here: the other ranks would have to join in, and who knows where they are.
+        # Only warn: ending a communicator is collective, and the other ranks may be in other calls.
         if self.raw == NULL or not self.owned or self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
             return
         if nccl.ncclCommDestroy == NULL or warnings is None:
@@ -349,8 +350,8 @@ cdef class Lifecycle(Handle):
     def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
         """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
 
-        It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
-        returns at once, and the communicator is ready when the group ends; that is how one thread makes several.
+        The call returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
+        returns at once, and the communicator is ready when the group ends; so one thread can make several.
 
         Parameters
         ----------
@@ -359,21 +360,21 @@ cdef class Lifecycle(Handle):
         rank : int
             This rank, from 0 to ``nranks - 1``.
         unique_id : UniqueId or bytes
-            What `get_unique_id` gave to one of the ranks.
+            The id that one of the ranks got from `get_unique_id`.
         device : int, optional
-            The device's ordinal; the current device by default. Each rank has its own.
+            The device's ordinal; the current device by default. Each rank has its own device.
         config : Config, optional
             NCCL's configuration.
         timeout : float, optional
-            Seconds that any wait of this communicator may take, initialisation first. Past it the communicator is
-            aborted and `NcclTimeout` raised. By default NCCL waits for as long as it takes. All ranks pass a timeout,
-            though not the same, or none: to keep it the communicator gets a guard, as ``abortable`` says.
+            Seconds that any wait of this communicator may take, initialisation included. After that the communicator
+            is aborted and `NcclTimeout` raised. By default waits are not limited. Either all ranks pass a timeout,
+            which may differ, or none does: a communicator with a timeout has a guard (see ``abortable``).
         abortable : bool, optional
             Whether every call and operation can be ended at any time, by `abort` or Ctrl-C; a timeout implies it. The
-            communicator is then split from a second one, its guard: calls cost what they cost without, initialising
-            about twice as much, and a GPU some 130 MiB of memory. All ranks pass the same. False by default; children
-            do as their parent. (NCCL before 2.18 has no guards: there NCCL runs nonblocking underneath, which costs a
-            thread hop a call.)
+            communicator is then split from a second one, its guard: calls cost no more than without, initialisation
+            about twice as much, and on a GPU it takes some 130 MiB of memory. All ranks pass the same. False by
+            default; children inherit it. (NCCL before 2.18 has no guards: there NCCL runs nonblocking underneath,
+            which costs a thread hop per call.)
 
         Returns
         -------
@@ -392,24 +393,24 @@ cdef class Lifecycle(Handle):
 
     @classmethod
     def from_env(cls, *, device=None, config=None, timeout=None, abortable=None):
-        """Make this process's communicator with all that the same launcher has started.
+        """Make this process's communicator with all processes that the same launcher has started.
 
         Rank and number of ranks come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
-        `ncclpy.bootstrap.environment`), and the id through the store at which these processes meet
-        (`ncclpy.bootstrap.rendezvous`). All of them call it, any number of times, each time for a new clique.
+        `ncclpy.bootstrap.environment`), and the id through the rendezvous store of these processes
+        (`ncclpy.bootstrap.rendezvous`). All of them call this, any number of times, each time for a new clique.
 
-        When one of its operations fails later, by a deadline, a dead peer or ranks that do not agree, the error says
-        what each rank does, as they tell each other through that store, and ``error.ranks`` lists it. To ask takes
-        0.3 s where a rank does not answer, and 3 s where the store does not.
+        When an operation fails later, by a deadline, a dead peer or ranks that do not agree, the error tells what each
+        rank does, which the ranks exchange through that store, and ``error.ranks`` lists it. The exchange takes 0.3 s
+        if a rank does not answer, and 3 s if the store does not.
 
         Parameters
         ----------
         device : int, optional
-            The device's ordinal. By default this process's number on its machine, or the only device that it sees.
+            The device's ordinal. By default this process's local rank on its machine, or the only device that it sees.
         config : Config, optional
             As in `init`.
         timeout : float, optional
-            Seconds for the processes to meet, 300 by default; and as in `init`.
+            Seconds for the rendezvous of the processes, 300 by default; and as in `init`.
         abortable : bool, optional
             As in `init`.
 
@@ -422,13 +423,13 @@ cdef class Lifecycle(Handle):
         RuntimeError
             If no launcher has started this process.
         ValueError
-            If what the launcher says is not enough, or contradicts itself; or there are too few devices.
+            If the launcher's variables are incomplete or contradictory; or there are too few devices.
         NcclTimeout
-            If not all processes have come in time. The message says which, and whose process has ended, where the
-            store knows that; ``missing`` lists them. All ranks are told the same.
+            If not all processes have joined in time. The message names them, and tells which processes have ended, if
+            the store knows; ``missing`` lists them. All ranks get the same message.
         NcclRemoteError
-            If another rank has failed, with what it has met; that rank raises its own error. Inside NCCL this ends the
-            wait of a communicator that can be ended at any time, see ``abortable``.
+            If another rank has failed, with the error of that rank, which raises it itself. A wait inside NCCL is
+            ended this way only for a communicator that can be ended at any time, see ``abortable``.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return comm_from_env(cls, device, options)
@@ -437,20 +438,20 @@ cdef class Lifecycle(Handle):
     def from_mpi(cls, comm, device=None, *, config=None, timeout=None, abortable=None):
         """Make this rank's communicator with all ranks of an mpi4py communicator, which all call this.
 
-        The ranks are numbered as there. They meet on a duplicate of it, which is freed again; MPI is called by this
-        thread alone. Nothing of it is needed afterwards.
+        The ranks are numbered as there. They use a duplicate of it for the rendezvous and free the duplicate again;
+        only this thread calls MPI. The communicator is not needed afterwards.
 
         Parameters
         ----------
         comm : mpi4py.MPI.Intracomm
             ``MPI.COMM_WORLD``, or a part of it.
         device : int, optional
-            The device's ordinal. By default the current one or, where another rank of the machine has that too, the one
-            of this rank's number among the ranks of its machine.
+            The device's ordinal. By default the current device or, if another rank of the machine has the same one,
+            the device with this rank's number among the ranks of its machine.
         config : Config, optional
             As in `init`.
         timeout : float, optional
-            Seconds for the ranks to meet, 300 by default; and as in `init`.
+            Seconds for the rendezvous of the ranks, 300 by default; and as in `init`.
         abortable : bool, optional
             As in `init`.
 
@@ -461,17 +462,17 @@ cdef class Lifecycle(Handle):
         Raises
         ------
         ModuleNotFoundError
-            If there is no mpi4py.
+            If mpi4py is not installed.
         TypeError
-            If `comm` is no communicator of mpi4py's with one group.
+            If `comm` is no intracommunicator of mpi4py.
         RuntimeError
             If MPI is not initialised, or is finalised already.
         ValueError
-            If a machine has fewer devices than ranks; on all of them.
+            If a machine has fewer devices than ranks; on all ranks.
         NcclRemoteError
-            If another rank could not take part, which raises why.
+            If another rank could not take part; that rank raises its own error.
         NcclTimeout
-            If not all ranks have come in time. MPI does not tell which.
+            If not all ranks have joined in time. MPI does not tell which.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return comm_from_mpi(cls, comm, device, options)
@@ -496,7 +497,7 @@ cdef class Lifecycle(Handle):
 
     @classmethod
     def from_handle(cls, pointer):
-        """Wrap an `ncclComm_t` that somebody else owns; `close` lets go of it and destroys nothing.
+        """Wrap an `ncclComm_t` that other code owns; `close` drops the handle and does not destroy the communicator.
 
         Parameters
         ----------
@@ -513,11 +514,11 @@ cdef class Lifecycle(Handle):
         Parameters
         ----------
         color : int or None
-            Ranks of one colour come together. None, or NCCL's own -1: this rank joins none.
+            Ranks of one colour form a communicator. None, or NCCL's own -1: this rank joins none.
         key : int
             Orders the ranks of the new communicator; ties keep the old order.
         config : Config, optional
-            For the new communicator; it inherits this one's by default.
+            Of the new communicator; by default it inherits the configuration of this one.
         timeout : float, optional
             As for `init`; this communicator's by default.
         abortable : bool, optional
@@ -539,7 +540,7 @@ cdef class Lifecycle(Handle):
         exclude : iterable of int
             The ranks that leave.
         abort : bool
-            First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), say because a rank has failed.
+            First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), for example if a rank has failed.
         config, timeout, abortable
             As for `split`.
 
@@ -559,8 +560,8 @@ cdef class Lifecycle(Handle):
         nranks : int
             The number of ranks of the new communicator.
         unique_id : UniqueId, optional
-            What `grow_id` gave, on the rank that called it; None on the other old ranks. New ranks call
-            `Communicator.join` with it.
+            The id from `grow_id`, on the rank that called `grow_id`; None on the other old ranks. New ranks pass the
+            id to `Communicator.join`.
         config, timeout, abortable
             As for `split`.
 
@@ -574,7 +575,7 @@ cdef class Lifecycle(Handle):
 
     @classmethod
     def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
-        """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
+        """Join a communicator that the old ranks `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
 
         Parameters
         ----------
@@ -595,7 +596,7 @@ cdef class Lifecycle(Handle):
 
     @property
     def handle(self):
-        """The `ncclComm_t` as an int, for `ncclpy.bindings` and other libraries; it raises once there is none."""
+        """The `ncclComm_t` as an int, for `ncclpy.bindings` and other libraries; raises if there is none any more."""
         if self.raw == NULL:
             check_alive(self)
         return <uintptr_t>self.raw
@@ -611,10 +612,10 @@ cdef class Lifecycle(Handle):
         return None if self.limit == FOREVER else self.limit
 
     def async_error(self):
-        """Return the `Result` that NCCL has for this communicator now (`ncclCommGetAsyncError`).
+        """Return NCCL's present `Result` for this communicator (`ncclCommGetAsyncError`).
 
-        Once another of its ranks in this process was aborted it is `Result.REMOTE_ERROR`: an operation that has ended
-        since may have wrong data, which NCCL does not know.
+        Once another of its ranks in this process was aborted, the result is `Result.REMOTE_ERROR`: an operation that
+        has ended since may have wrong data, which NCCL does not report.
         """
         cdef ncclResult_t result
         if self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
@@ -647,7 +648,8 @@ cdef class Lifecycle(Handle):
         Parameters
         ----------
         timeout : float, optional
-            Seconds; by default the communicator's own. Past it the communicator is aborted and `NcclTimeout` raised.
+            Seconds; by default the communicator's own. After that the communicator is aborted and `NcclTimeout`
+            raised.
         """
         if self.state == INITIALISING:
             finish(self, "initialisation", deadline_after(self.limit if timeout is None else as_timeout(timeout)))
@@ -669,7 +671,7 @@ cdef class Lifecycle(Handle):
         deadline = deadline_after(self.limit if timeout is None else as_timeout(timeout))
         while not self.is_ready() and self.state == INITIALISING:
             if now() >= deadline:
-                # An abort may take seconds: it is not for the loop to wait for.
+                # An abort may take seconds, for which the event loop must not block.
                 error = self.timeout_error("initialisation", now() - started)
                 threads = begin_abort(self.tied(), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
@@ -681,13 +683,13 @@ cdef class Lifecycle(Handle):
         return self
 
     def finalize(self):
-        """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
+        """Flush what was issued, on all ranks (`ncclCommFinalize`); after that only `close` may be called."""
         call_blocking(self, FINALIZE)
-        self.become(FINALIZED)  # unless it was aborted meanwhile
+        self.become(FINALIZED)  # no effect if it was aborted meanwhile
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
-        before, self.revoked = self.revoked, True  # first: whoever waits for what it ends is not to take that for done
+        before, self.revoked = self.revoked, True  # first: waits for revoked operations must not take them for done
         try:
             call_blocking(self, REVOKE)
         except BaseException:
@@ -695,16 +697,17 @@ cdef class Lifecycle(Handle):
             raise
 
     def suspend(self):
-        """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7).
+        """Release the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7).
 
-        All ranks do so. What the user has registered stays as it is, windows, their memory and signals that nobody has
-        waited for yet; windows and registrations can be closed meanwhile, and so can the communicator. All else raises
-        `ValueError` before NCCL is called, which would use memory that it has given back.
+        All ranks call this. User memory stays as it is: registered buffers, windows with their memory, and signals
+        that no rank has waited for yet. Windows and registrations can be closed meanwhile, and so can the
+        communicator. Every other call raises `ValueError` before NCCL is called, which would use released memory.
 
         Raises
         ------
         ValueError
-            If it has a guard (``timeout=`` or ``abortable=True``), with which it shares memory: NCCL refuses that.
+            If the communicator has a guard (``timeout=`` or ``abortable=True``): they share memory, and NCCL refuses
+            that.
         """
         check_alive(self)
         if self.guard != NULL:
@@ -713,23 +716,23 @@ cdef class Lifecycle(Handle):
                 "abortable=True, or nonblocking"
             )
         require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
-        self.become(SUSPENDED)  # first: nobody is to begin anything meanwhile
+        self.become(SUSPENDED)  # first: no thread may begin an operation meanwhile
         try:
             call_blocking(self, SUSPEND)
         except BaseException:
-            self.become(READY)  # unless it was aborted
+            self.become(READY)  # no effect if it was aborted
             raise
 
     def resume(self):
-        """Take back what `suspend` gave up (`ncclCommResume`, NCCL 2.29.7); all ranks do so."""
-        if self.state != SUSPENDED and self.owned:  # what is somebody else's may have been suspended by them
+        """Allocate again the memory that `suspend` released (`ncclCommResume`, NCCL 2.29.7); all ranks call this."""
+        if self.state != SUSPENDED and self.owned:  # the owner of a handle that is not owned may have suspended it
             check_alive(self)
             raise ValueError(f"{self!r} is not suspended")
         call_blocking(self, RESUME)
-        self.become(READY)  # unless it was aborted meanwhile
+        self.become(READY)  # no effect if it was aborted meanwhile
 
     def memory_stats(self):
-        """Return NCCL's device memory of this communicator in bytes (`ncclCommMemStats`, NCCL 2.29.7).
+        """Return the sizes of NCCL's device memory for this communicator (`ncclCommMemStats`, NCCL 2.29.7).
 
         Returns
         -------
@@ -757,7 +760,7 @@ cdef class Lifecycle(Handle):
     def abort(self, reason=None, *, timeout=None):
         """End the communicator at once, also while another thread is stuck in one of its calls (`ncclCommAbort`).
 
-        Work in flight ends without a result. It is local: the other ranks stay where they are until they abort as
+        Work in flight ends without a result. An abort is local: other ranks stay in their calls until they abort as
         well. Inside ``ncclpy.group()`` several communicators are aborted together, when the group ends.
 
         Parameters
@@ -771,28 +774,29 @@ cdef class Lifecycle(Handle):
         abort_now(self, ABORT_DEADLINE if timeout is None else timeout, "abort" if reason is None else str(reason))
 
     def close(self, timeout=None):
-        """Give the communicator back, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
+        """Destroy the communicator, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
 
-        It takes its turn behind a thread that is inside a call, waits for all work that was issued, and refuses new
-        work meanwhile. A communicator that is still initialising is aborted instead, as it would have to wait for
-        ranks that may never come. Closing twice does nothing. A child or a resource that cannot be given back keeps
-        nothing else from it; its error is raised in the end.
+        The call waits for threads that are in a call, and for all work that was issued; new work is refused meanwhile.
+        A communicator that is still initialising is aborted instead, as a close would have to wait for ranks that may
+        never join. A second close does nothing. If a child or a resource cannot be released, the others still are; the
+        error is raised at the end.
 
-        NCCL 2.31 and newer end a communicator on all ranks of a machine together. Of ranks in one process each may be closed
-        for itself: NCCL ends the first ones when the last one is closed. Other processes are waited for.
+        NCCL 2.31 and newer end a communicator on all ranks of a machine together. Ranks in one process may
+        nevertheless be closed one by one: NCCL ends the first ones when the last one is closed. The call waits for
+        other processes.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait; by default the communicator's own. Past them, or if a signal handler raises, the
-            communicator is aborted, which ends that work.
+            Seconds to wait; by default the communicator's own. After that, or if a signal handler raises, the
+            communicator is aborted, which ends the work.
 
         Raises
         ------
         NcclTimeout
             If the work was not done in time; the communicator is aborted.
         RuntimeError
-            In a signal handler that has interrupted this thread's wait for the communicator: `abort` ends that.
+            In a signal handler that has interrupted this thread's wait for the communicator: call `abort` to end it.
         """
         give_back(self, timeout)
 
@@ -802,7 +806,7 @@ cdef class Lifecycle(Handle):
         return self
 
     def __exit__(self, kind, error, traceback):
-        # With an exception on its way this rank does not go on: waiting for the others could hide it for ever.
+        # After an exception abort: a close would wait for other ranks, perhaps without end, and hide the exception.
         if kind is None or not self.owned:
             self.close()
         else:

@@ -5,18 +5,20 @@ from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Spread
 
 
-# The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked. Of NCCL's own
-# operators alone, for those (`who`) whose communicators users do not see.
+# The checked number of an operator for a data type, of a root or peer, and the seconds of a deadline. `own_op_code`
+# takes only NCCL's built-in operators, for a layer, named in errors, with communicators that users do not see.
 cdef int op_code(Handle comm, object op, const View* view) except -1
 cdef int own_op_code(object op, const View* view, int nranks, str who) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1
 cdef double limit_of(Handle comm, object timeout) except? -1
 
-# The all-reduce of a byte that a barrier is, in memory of its owner's, which is allocated when `scratch` is 0.
+# Fill in a barrier: an all-reduce of one byte. `scratch` is the caller's variable for its memory, allocated if it is
+# 0.
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1
 
 
-# Choose the stream and submit; or, if the loaded NCCL is too old for it, the group that stands for it.
+# Choose the stream and submit the call. `start_or_lower` submits the group that replaces the call if the loaded NCCL
+# lacks it.
 cdef int start(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
@@ -27,22 +29,22 @@ cdef int start_or_lower(
 ) except -1
 
 
-# The same for a send and the receive that belongs to it.
+# Choose the streams and submit a send and the receive that belongs to it.
 cdef int start_pair(
     Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
     object stream, object timeout
 ) except -1
 
 
-# The same for what has no buffer of the caller's: with no stream given the call waits. `keeps` is what it needs.
+# Submit a call without a buffer of the caller; it waits if no stream is given. `keeps` is kept alive for the call.
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
 
-# A collective over parts of this communicator, to be filled in; and its start, as a group.
+# A collective over parts on this communicator, for the caller to fill in; and its submission, as a group.
 cdef Spread spread_over(Handle comm)
 cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1
 
 
-# What a wait is for. NCCL copies it in the call.
+# The descriptors of a wait for signals. NCCL copies them in the call.
 cdef class Signals:
     cdef ncclWaitSignalDesc_t* rows
     cdef size_t count
@@ -50,8 +52,8 @@ cdef class Signals:
     cdef int fill(self, Handle comm, object peers, int signal, int count) except -1
 
 
-# Check what the caller says and fill in all of an operation but its stream. `window`, and the Signals returned, are to
-# live as long as the operation can be made.
+# Check the arguments and fill in all of an operation but its stream. `window`, and the Signals returned, must live as
+# long as the operation can be issued.
 cdef int shape_put(
     Handle comm, Operation* o, View* s, object send, object window, object peer, object offset, object signal
 ) except -1

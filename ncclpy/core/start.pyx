@@ -26,7 +26,7 @@ from ncclpy.core.calls.group import Group
 from ncclpy.types import ReduceOp, as_integer
 
 
-# An enum's member is looked up by Python.
+# As C ints: looking up the member of an enum is slow.
 cdef int _MAX = ReduceOp.MAX
 cdef int _LAST_OP = ReduceOp.AVG
 
@@ -67,7 +67,7 @@ cdef int root_rank(int nranks, object root, str argument) except -1:
 
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1:
     if scratch[0] == 0:
-        made = _device.allocate(8, device)  # without the GIL: another thread may have been here meanwhile
+        made = _device.allocate(8, device)  # releases the GIL: another thread may do this meanwhile
         if scratch[0] == 0:
             scratch[0] = made
         else:
@@ -81,7 +81,7 @@ cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except 
 
 
 cdef double limit_of(Handle comm, object timeout) except? -1:
-    """Return the seconds that an operation may take, which the watcher keeps."""
+    """Return the seconds that an operation may take; the watcher enforces them."""
     cdef double limit
     if timeout is None:
         return comm.limit
@@ -94,7 +94,7 @@ cdef double limit_of(Handle comm, object timeout) except? -1:
 cdef inline int _choose_stream(
     Handle comm, const View* view, object stream, CUstream* chosen, bint* wait_host
 ) except -1:
-    """Find the stream to work on, and whether the data are in CPU memory that has none."""
+    """Find the stream to use, and whether the call must wait for the data, as CPU memory has no stream."""
     wait_host[0] = False
     if stream is not None:
         chosen[0] = as_stream_of(stream, comm.device)
@@ -120,7 +120,7 @@ cdef int start_pair(
     Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
     object stream, object timeout
 ) except -1:
-    """Submit a send and a receive: as one call, or as a group where each goes its own way or is to be told of."""
+    """Submit a send and a receive: as one call, or as a group if their streams differ or calls are traced."""
     cdef bint wait_send, wait_recv
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
     _choose_stream(comm, sent, stream, &there.stream, &wait_send)
@@ -135,7 +135,7 @@ cdef int start_pair(
 
 
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1:
-    """Submit what has no buffer of the caller's: by default the call waits, on the communicator's own stream."""
+    """Submit a call without a buffer of the caller: by default it waits, on the communicator's own stream."""
     cdef double limit = limit_of(comm, timeout)
     if stream is None:
         operation.stream = comm.own_stream()
@@ -145,7 +145,7 @@ cdef int start_bare(Handle comm, Operation* operation, object keeps, object stre
 
 
 cdef Spread spread_over(Handle comm):
-    """Return a collective over parts of this communicator, to be filled in."""
+    """Return a collective over parts on this communicator, for the caller to fill in."""
     return new_spread(comm.device, comm.nranks, comm.rank)
 
 
@@ -158,7 +158,7 @@ cdef int start_spread(Handle comm, Spread spread, object stream, object timeout)
 cdef int start_or_lower(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1:
-    """Submit a call, or, if the loaded NCCL is too old for it, the group that stands for it."""
+    """Submit a call or, if the loaded NCCL lacks it, the group that replaces it."""
     if not lacks(operation.kind):
         return start(comm, operation, view, send, recv, stream, timeout)
     lowered = lower(operation, comm.rank, comm.nranks, None, None)
@@ -177,18 +177,18 @@ cdef int _start_lowered(
     return 0
 
 
-# The most bytes that anything has.
+# The largest size of any memory, in bytes.
 cdef object _MOST = 2**63 - 1
 
 
 cdef int shape_put(
     Handle comm, Operation* o, View* s, object send, object window, object peer, object offset, object signal
 ) except -1:
-    """Fill in a put; of an empty buffer only the signal is left."""
+    """Fill in a put; for an empty buffer, a signal only."""
     cdef size_t at
     cdef char* target
     require(<void*>nccl.ncclPutSignal, b"ncclPutSignal")
-    # What is the caller's own code comes first: it could close the window.
+    # Arguments that may run code of the caller come first: it could close the window.
     o.root = root_rank(comm.nranks, peer, "peer")
     o.op = as_integer(signal, "signal", 0)
     at = as_integer(offset, "offset", 0, _MOST)
@@ -221,7 +221,7 @@ cdef int shape_put(
 
 
 cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) except -1:
-    """Fill in a signal alone."""
+    """Fill in a signal without a put."""
     require(<void*>nccl.ncclSignal, b"ncclSignal")
     o.root = root_rank(comm.nranks, peer, "peer")
     o.op = as_integer(signal, "signal", 0)
@@ -233,7 +233,7 @@ cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) exc
 
 
 cdef Signals shape_wait(Handle comm, Operation* o, object peers, object signal, object count):
-    """Fill in a wait; who keeps the operation keeps the descriptors that are returned."""
+    """Fill in a wait; the caller keeps the returned descriptors as long as the operation."""
     cdef Signals wanted
     require(<void*>nccl.ncclWaitSignal, b"ncclWaitSignal")
     wanted = Signals.__new__(Signals)
@@ -248,7 +248,7 @@ cdef Signals shape_wait(Handle comm, Operation* o, object peers, object signal, 
 
 
 cdef class Signals:
-    """Own the descriptors of a wait, as long as the operation can be made."""
+    """Own the descriptors of a wait, as long as the operation can be issued."""
 
     def __dealloc__(self):
         free(self.rows)

@@ -21,8 +21,8 @@ cdef class Registration:
     cdef readonly object buffer
     cdef object address  # of the buffer
     cdef object nbytes
-    cdef long long kept  # the buffer by the communicator
-    cdef long long range  # that is registered, which may be larger and another one's
+    cdef long long kept  # number by which the communicator keeps the buffer
+    cdef long long range  # number of the registered range, which may be larger and from another Registration
     cdef object __weakref__
 
 
@@ -31,38 +31,39 @@ cdef class HeldRanges:
     cdef long long* numbers
     cdef size_t count
 
-    # Count them no longer. What cannot be asked for until a moment stays registered until the communicator's end.
+    # Remove the users, trying to take the communicator's lock until `until`. If that fails, the range stays registered
+    # until the communicator ends.
     cdef int let_go(self, double until) except -1
 
 
-# The registered ranges of a communicator in which one of the addresses lies: they stay until they are let go.
+# Add a user to the registered ranges that contain one of the addresses: they stay registered until `let_go`.
 cdef HeldRanges hold_ranges(Handle handle, set addresses)
 
 
 cdef class Window:
     cdef Lifecycle comm
-    # On the heap: NCCL writes it at the end of a group, or in the background. It is emptied under the communicator's
-    # lock when the window goes, so that what was recorded with it finds none.
+    # On the heap: NCCL writes it at the end of a group, or in the background. It is set to NULL under the
+    # communicator's lock when the window is closed, so that operations that were recorded with it find no window.
     cdef ncclWindow_t* cell
     cdef bint background  # NCCL may write the cell after the call, or the group's end, has returned
     cdef Group group  # in which it was recorded
     cdef View view  # of the buffer
     cdef bint symmetric
     cdef _Kept memory
-    cdef long long kept  # the same by the communicator
+    cdef long long kept  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
-    # Whether the group that makes it is still to end; or, with `uses`, the open group has recorded calls that use it.
+    # Whether the group that makes it has not ended; or, with `uses`, whether the open group has calls that use it.
     cdef bint recorded(self, bint uses) noexcept
     # Raise unless a call on this communicator may use it.
     cdef int check_usable(self, Handle comm) except -1
 
 
-# The buffer of a window, for its communicator and for those of this process who look at it.
+# Keeps the buffer of a window, for its communicator and for ranks of this process that read it (`Window.peer`).
 cdef class _Kept:
     cdef object buffer
     cdef object __weakref__
 
 
-# Whether memory lies in a symmetric window of a communicator; `first` is looked at before the others.
+# Whether memory lies in a symmetric window of a communicator; `first` is checked before the others.
 cdef bint lies_in_window(Handle comm, Window first, const View* view) except -1

@@ -1,4 +1,4 @@
-"""What belongs to one communicator: reduction operators, registered buffers, and windows."""
+"""Objects of one communicator: reduction operators, registered buffers, and windows."""
 
 import weakref
 
@@ -36,8 +36,8 @@ cdef class CustomOp:
 
 Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
 
-    `Communicator.pre_mul_sum` makes it. It works on its own communicator and data type only, and is given back with
-    `close` or together with the communicator.
+    `Communicator.pre_mul_sum` makes it. It works only on its own communicator and data type, and is freed by `close`
+    or together with the communicator.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
         return self.code()
 
     def close(self):
-        """Give the operator back (`ncclRedOpDestroy`); twice does nothing."""
+        """Free the operator (`ncclRedOpDestroy`); a second call does nothing."""
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         if comm is None:
@@ -119,7 +119,7 @@ Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
 
 
 cdef object _plain(object scalar):
-    """Return a number without its numpy type, but for floats, which may hold more than Python's."""
+    """Return a number without its numpy type, except for numpy floats, which may hold more than Python's float."""
     if isinstance(scalar, (int, float, np.floating)):
         return scalar
     if isinstance(scalar, (np.integer, np.bool_)):
@@ -135,15 +135,15 @@ cdef class Registration:
 
 Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. The communicator holds the buffer until then; close it before memory is freed, and
-    when what uses it is done.
+    `Communicator.register` makes it. The communicator keeps the buffer alive until then; close the registration before
+    the memory is freed, and after the operations that use it are done.
 
     Notes
     -----
-    A buffer that lies in one that is registered with the communicator already uses that registration: the handle is
-    the same, and the last of them to be closed deregisters it. Until then the communicator holds the buffer that was
-    registered first. A `Graph` counts as well: what a captured operation sends from or receives in stays registered
-    until the graph is closed.
+    A buffer within another one that is registered with the communicator uses that registration: the handle is the
+    same, and the last of the two to be closed deregisters it. Until then the communicator keeps the buffer that was
+    registered first. A `Graph` counts as well: buffers of captured operations stay registered until the graph is
+    closed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer):
@@ -154,11 +154,11 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         read_view(buffer, &view, "buffer")
         check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
-        self.kept = comm.keep(buffer)  # a registration that is dropped is still one
+        self.kept = comm.keep(buffer)  # the memory stays registered even if this object is dropped
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
-                    run_if_wanted(comm.precall_hook, comm.raw)  # what is to be registered anyway comes first, and is shared
+                    run_if_wanted(comm.precall_hook, comm.raw)  # the hook may register a larger range, to share
                 result = comm.ranges.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )
@@ -174,7 +174,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
     @property
     def handle(self):
-        """The handle of the registration as an int; 0 if NCCL had no use for registering this memory."""
+        """The handle of the registration as an int; 0 if NCCL did not need to register this memory."""
         return <uintptr_t>self.raw
 
     @property
@@ -183,7 +183,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         return self.comm is None
 
     def close(self):
-        """Deregister the buffer (`ncclCommDeregister`) if nobody else uses its registration; twice does nothing."""
+        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration; twice does nothing."""
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef bint gone = True
@@ -198,7 +198,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         check(result, b"ncclCommDeregister", comm.raw)
         if gone:
             comm.unkeep(self.range)
-        if self.kept != self.range:  # else it is what is registered
+        if self.kept != self.range:  # equal if this object's buffer is the registered range
             comm.unkeep(self.kept)
 
     def __enter__(self):
@@ -217,7 +217,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
 
 cdef class HeldRanges:
-    """Hold registrations beside those who have made them, for what was captured."""
+    """Use registered ranges in addition to the `Registration` objects, for captured operations."""
 
     def __dealloc__(self):
         free(self.numbers)
@@ -232,7 +232,7 @@ cdef class HeldRanges:
         for i in range(left):
             gone = False
             with nogil:
-                locked = comm.state != ABORTED and lock_within(&comm.mutex, until)  # an aborted one has nothing left
+                locked = comm.state != ABORTED and lock_within(&comm.mutex, until)  # an abort has deregistered all
                 if locked:
                     one = ncclSuccess
                     if comm.raw != NULL and comm.state != ABORTED:
@@ -264,8 +264,8 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses):
     return held
 
 
-# On the host engine, by communicator and address: the memory of this process's windows, as long as somebody keeps it. A
-# rank that looks at another one's part does.
+# On the host engine, by communicator and address: the memory of this process's windows, as long as an object keeps it.
+# A rank that reads another rank's part keeps it.
 _parts = weakref.WeakValueDictionary()
 
 
@@ -280,7 +280,7 @@ cdef class Window:
 
 Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
 
-    `Communicator.window` makes it. It holds the buffer; close it before the memory is freed.
+    `Communicator.window` makes it. It keeps the buffer alive; close it before the memory is freed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer, *, bint symmetric=True, bint strict_ordering=False):
@@ -314,13 +314,13 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         operation.count = view.nbytes
         operation.op = flags
         operation.recv = self.cell
-        self.kept = comm.keep(self.memory)  # a window that is dropped is still one
+        self.kept = comm.keep(self.memory)  # the window stays registered even if this object is dropped
         if symmetric:
             comm.windows[self.kept] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
         try:
             make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
         except NcclError:
-            if comm.state == READY:  # NCCL has refused it; after an abort nobody knows
+            if comm.state == READY:  # NCCL has refused it; after an abort it may be registered
                 comm.unkeep(self.kept)
             raise
         comm.resources.add(self)
@@ -328,12 +328,13 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             _parts[comm.group_name, <uintptr_t>view.pointer] = self.memory
 
     def __dealloc__(self):
-        # Whoever stopped waiting, by an interrupt or an abort, does not know when NCCL writes: then the memory stays.
+        # If a wait has ended early, by an interrupt or an abort, NCCL may still write the cell: then it is never
+        # freed.
         if self.cell != NULL and (self.cell[0] != NULL or not self.background):
             free(self.cell)
 
     cdef bint recorded(self, bint uses) noexcept:
-        """Return whether the group that makes the window is still to end; or the open group has calls that use it."""
+        """Return whether the group that makes the window has not ended; or if the open group has calls that use it."""
         cdef Group group = self.group if not uses else current_group()
         return group is not None and group.writes_to(self)
 
@@ -350,35 +351,36 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
     @property
     def buffer(self):
-        """The buffer that is this rank's part; None when the window is closed."""
+        """This rank's buffer; None when the window is closed."""
         cdef _Kept memory = self.memory
         return None if memory is None else memory.buffer
 
     def peer(self, rank, dtype=None):
         """Return another rank's part of the window as a buffer (`ncclGetPeerDevicePointer`, NCCL 2.29.2).
 
-        Kernels of any kind read and write it, over NVLink; on the host engine it is CPU memory, for `numpy.asarray`.
-        Nothing waits for anybody: who may touch what, and when, is for the program to settle, by signals for one.
+        Any kernel can read and write it, over NVLink; on the host engine it is CPU memory, for `numpy.asarray`.
+        Accesses are not synchronised: the program must order the accesses of different ranks, for example by signals.
 
         Parameters
         ----------
         rank : int
-            Whose part; this rank's own as well.
+            The rank of the part; this rank's own is allowed.
         dtype : DataType, str or numpy.dtype, optional
-            As what it is read; by default that of this rank's buffer.
+            The data type of the buffer; by default that of this rank's buffer.
 
         Returns
         -------
         Buffer
-            As many bytes as this rank's part. On GPUs it is valid until the window is closed here or there. On the
+            As many bytes as this rank's part. On GPUs it is valid until the window is closed on either rank. On the
             host engine it may be read after that too.
 
         Raises
         ------
         ValueError
-            If there is no such rank, the window is closed or not made yet, or `dtype` does not divide its size.
+            If there is no such rank, the window is closed or not made yet, or its size is no multiple of that of
+            `dtype`.
         NcclUnsupported
-            If this device does not reach that rank's memory, as it lies on another machine, or NCCL is older.
+            If this device cannot address that rank's memory, for example on another machine, or NCCL is older.
         """
         cdef Lifecycle comm
         cdef _Part part = _Part.__new__(_Part)
@@ -399,7 +401,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
                     f"{name_of(view.datatype, view.flavour)}"
                 )
             view.count = view.nbytes // ITEMSIZE[view.datatype]
-        comm = self.comm  # what was called until here may have closed it
+        comm = self.comm  # read after the calls above, which may close the window
         if comm is None:
             raise ValueError("this window is closed")
         check_alive(comm)
@@ -411,7 +413,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
                 if self.cell[0] != NULL:
                     if host_hold_window != NULL:
                         part.held = host_hold_window(self.cell[0], number)
-                    # Of the last byte: the engine says whether the rank has registered as much.
+                    # The address of the last byte: the engine returns one only if the rank has registered as much.
                     result = nccl.ncclGetPeerDevicePointer(self.cell[0], view.nbytes - 1, number, &pointer)
                 comm.unlock()
         if <int>result == WAS_ABORTED and comm.state == READY:
@@ -437,7 +439,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
     @property
     def handle(self):
-        """The `ncclWindow_t` as an int; 0 until the group has ended, and where NCCL supports no windows."""
+        """The `ncclWindow_t` as an int; 0 until the group has ended, and if NCCL supports no windows."""
         return <uintptr_t>self.cell[0] if self.comm is not None else 0
 
     @property
@@ -446,9 +448,9 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         return self.comm is None
 
     def close(self):
-        """Deregister this rank's part (`ncclCommWindowDeregister`); twice does nothing.
+        """Deregister this rank's part (`ncclCommWindowDeregister`); a second call does nothing.
 
-        All ranks must be done with what uses the window.
+        All operations that use the window must have ended on all ranks.
 
         Raises
         ------
@@ -467,7 +469,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
         self.comm = self.memory = self.group = None
         if self.cell[0] != NULL:
-            self.background = False  # it has been written
+            self.background = False  # NCCL has written the cell
             call = CommCall()
             call.comm, call.kind, call.window, call.keeps = comm, LET_WINDOW_GO, self.cell, self
             call.run_blocking("ncclCommWindowDeregister", comm.limit)
@@ -482,7 +484,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         return self
 
     def __exit__(self, kind, error, traceback):
-        if kind is None or not (self.recorded(False) or self.recorded(True)):  # the group's own end is for the exception to reach
+        # With an exception: while a group is open, close() would raise another one and hide it.
+        if kind is None or not (self.recorded(False) or self.recorded(True)):
             self.close()
 
     def __reduce__(self):
@@ -495,7 +498,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
 
 cdef class _Part:
-    """Keep a rank's part of a window where it is, as far as that goes, for those who look at it."""
+    """Keep a rank's part of a window mapped, as far as that is possible, for a buffer that reads it."""
 
     cdef void* held  # by the host engine
     cdef _Kept memory  # of a rank of this process

@@ -154,7 +154,7 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str _name_of_dtype(object dtype):
-    """Return a name, of `NAME` characters at most, that is the same in all processes for dtypes that numpy finds equal.
+    """Return a name, of `NAME` characters at most, the same in all processes for dtypes that numpy finds equal.
 
     numpy's own text would also show how a structure was made (``align=True``, titles, numpy.record), in which two
     equal dtypes may differ.
@@ -463,7 +463,7 @@ cdef str typestr(str name):
 cdef object dlpack_capsule(
     void* pointer, size_t count, str name, int device, bint readonly, bint versioned, object owner
 ):
-    """Return a DLPack capsule, of version 1.0 if `versioned`, else older, that keeps `owner` alive until its release."""
+    """Return a DLPack capsule, of version 1.0 if `versioned`, else older; it keeps `owner` alive until released."""
     cdef Plain* plain
     cdef Versioned* whole
     cdef DLDataType dtype

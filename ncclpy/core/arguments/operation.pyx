@@ -71,7 +71,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
 
 
 cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
-    """Make a send and a receive in a group; if NCCL refuses one, the group's end launches nothing and fails likewise."""
+    """Make a send and a receive in a group; if NCCL refuses one, the group's end launches nothing and fails too."""
     cdef const Operation* r = o.receive
     cdef ncclResult_t result, ended
     result = nccl.ncclGroupStart()

@@ -6,7 +6,7 @@ from ncclpy.types import Result, UniqueId
 
 @final
 class PendingHandle:
-    # Not to be made by hand.
+    # Users cannot make one.
     def __init__(self, *args: NoReturn, **kwargs: NoReturn) -> None: ...
     @property
     def result(self) -> Result: ...

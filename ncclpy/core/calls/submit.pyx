@@ -153,7 +153,7 @@ cdef inline ncclResult_t _call(
         handle.sequence += 1
     if handle.told:
         handle.note(_last_of(operation))
-    lent = not host_engine and lend_device(handle.device)  # the host engine knows it itself
+    lent = not host_engine and lend_device(handle.device)  # the host engine needs no current device
     if handle.precall_hook != NULL and operation.comm != NULL and handle.state != ABORTED:
         run_if_wanted(handle.precall_hook, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:

@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Functions of Python, if it is loaded: the first three tell whether this thread has the GIL, the others wait for it. */
+/* Functions of Python, if loaded: the first three tell whether this thread has the GIL, the others wait for it. */
 typedef struct _ts PyThreadState;
 extern PyThreadState* PyThreadState_GetUnchecked(void) __attribute__((weak));
 extern PyThreadState* _PyThreadState_UncheckedGet(void) __attribute__((weak)); /* its name before Python 3.13 */

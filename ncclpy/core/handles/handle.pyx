@@ -679,7 +679,7 @@ cdef class Handle:
             return 0
         if reports_suppressed():  # the caller that suppresses them tells of the outcome
             return 0
-        # The ranks are asked once, so not for an error of this rank alone after which the communicator is usable.
+        # The ranks are asked only once: not for an error of this rank alone, after which the communicator is usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
             self.peer_status.explain(error)

@@ -67,7 +67,7 @@ cdef dict _MOVES = {
     READY: (
         FINALIZED,  # by finalize(), or since it is being closed
         SUSPENDED,
-        CLOSED,  # not owned: it is let go of, not destroyed
+        CLOSED,  # not owned: the handle is dropped, not destroyed
         ABORTED,
     ),
     SUSPENDED: (

@@ -47,8 +47,8 @@ cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 
 cdef dict _LOST = {
     (_BLOCKING, 1): (
-        "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where it cannot be
-        " "ended: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
+        "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where it cannot "
+        "be ended: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
     ),
     (_BLOCKING, 0): (
         "a communicator's calls now go through a thread of NCCL's, which makes each slower by tens of microseconds, "

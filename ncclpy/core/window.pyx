@@ -334,7 +334,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             free(self.cell)
 
     cdef bint recorded(self, bint uses) noexcept:
-        """Return whether the group that makes the window is unfinished or, with `uses`, the open group uses the window."""
+        """Return whether the group that makes the window has not ended; with `uses`, if the open group uses it."""
         cdef Group group = self.group if not uses else current_group()
         return group is not None and group.writes_to(self)
 

@@ -92,8 +92,8 @@ cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil
 cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil
 
 
-# The interface of the memory registry. `is_ready` tells it of a communicator that has become ready; `was_ended` has it
-# put into the handle why its hook has aborted the communicator.
+# The interface of the memory registry. `is_ready` tells it of a communicator that has become ready; `was_ended` notes
+# in the handle that its hook has aborted the communicator, and why.
 cdef class HookOwner:
     cdef int is_ready(self, object handle) except -1
     cdef int was_ended(self, object handle) except -1
@@ -190,8 +190,8 @@ cdef class Handle:
     cdef WeakHandle* weak  # for threads of the hook's owner without the GIL
     # Origin.
     cdef InitState init_state  # None for a communicator that ncclpy has not made
-    cdef object config  # as the caller passed it; children inherit it
-    cdef bint abortable  # the caller passed abortable=True
+    cdef object config  # passed by the caller or inherited from the parent; None for NCCL's defaults
+    cdef bint abortable  # abortable=True was passed by the caller or inherited
     cdef object site  # where it was made
     cdef Handle parent
     cdef void* asked  # the parent as a pointer, for polling without the GIL
@@ -221,7 +221,7 @@ cdef class Handle:
     cdef Operation unfinished
     cdef double unfinished_since
     cdef str failed_as  # class name of the error that has failed it, or None
-    cdef int failing  # LATE or BROKEN while an error is being raised, else 0
+    cdef int failing  # LATE or BROKEN after an error, until the next call is noted; else 0
     cdef bint idle_at_end  # this rank was in no call when another rank ended the communicator
     cdef int descendants  # number of communicators made from it, to name the next one
     cdef object __weakref__

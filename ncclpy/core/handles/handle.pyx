@@ -258,8 +258,8 @@ cdef extern from "pthread.h" nogil:
 cdef double GATE_PATIENCE = 0.2
 cdef double LOOK_PATIENCE = 0.002
 
-# Seconds that a look for threads that read results by streams waits for the communicator's lock. It is long since a
-# thread that is missed would read data that the abort has left incomplete.
+# Seconds that a look for threads that read results by streams waits for the communicator's lock: longer than other
+# looks, because a thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
 # Seconds that an abort waits for a thread that polls; a poll does not take long.

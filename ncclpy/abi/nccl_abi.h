@@ -234,7 +234,7 @@ typedef struct {
   bool cftCountedSupport;
 } ncclCommProperties_t;
 
-/* Device communicators are opaque here: the caller passes both structs as memory, in the layout of its nccl_device.h. */
+/* Device communicators are opaque here: the caller passes both structs as memory, in its nccl_device.h's layout. */
 typedef struct ncclDevCommRequirements ncclDevCommRequirements_t;
 typedef struct ncclDevComm ncclDevComm_t;
 

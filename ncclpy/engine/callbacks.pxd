@@ -3,7 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.locks cimport mutex_t
 
 
-# Whether a key is of Python's own plain types, which run no code of users when hashed, compared or shown.
+# Whether a key has only Python's own plain types, which run no code of users when hashed, compared or shown.
 cdef bint is_plain(object value, int depth=*) noexcept
 
 
@@ -14,34 +14,35 @@ cdef class Message:
     cdef str text
 
 
-# A text with a key in it: at once if the key is plain, else a Message.
+# A text with a key in it: a str if the key is plain, else a Message.
 cdef object message(str before, object key, str after)
 
-# A text around another one, which may be a Message.
+# A text with something before and after it. The text may be a Message.
 cdef object around(str before, object words, str after)
 
-# A text, which may be a Message, with another end.
+# A text, which may be a Message, with another end: `cut` returns its last part without what is dropped.
 cdef object ended_by(object words, cut, str after)
 
-# An error with another sentence at its end, which only this error has: a copy, unless it says that already.
+# A copy of an error with another sentence at its end, which only the copy has; the error itself if it has the
+# sentence.
 cdef object with_sentence(object error, str sentence)
 
-# The same in place: for an error that only the caller has.
+# The same in place, for an error that only the caller refers to.
 cdef int add_sentence(object error, str sentence) except -1
 
 # What an error says, as a str or a Message.
 cdef object words_of(object error)
 
 
-# What rooms of the engine ask of those that are built on them. Each method is called with the GIL; its docstring says
-# in which thread and under which lock.
+# Interfaces that modules above the engine implement. Each method is called with the GIL; its docstring says in which
+# thread and under which locks.
 
 
 # What the works of one launch report to.
 cdef class Together:
-    cdef list works  # that it keeps until they are done
-    cdef PyObject* loose  # one that it knows and does not keep, or NULL
-    cdef set more_loose  # the addresses of more of them, None if there are none
+    cdef list works  # works in flight, with a reference each
+    cdef PyObject* loose  # address of one work in flight without a reference, or NULL
+    cdef set more_loose  # addresses of more such works, None if there are none
 
     cdef int settled(self, object work) except -1
     cdef int fail(self, object error) except -1
@@ -53,15 +54,15 @@ cdef class Together:
     cdef bint is_spared(self) noexcept
 
 
-# Whose communicators a launch runs on.
+# The owner of the communicators that a launch runs on.
 cdef class LaunchOwner:
-    cdef bint spares  # what fails is told alone: nothing is aborted
-    cdef bint aborts  # it sees to the aborts itself, when the other ranks have heard, or does without
+    cdef bint spares  # a failure is reported alone: nothing is aborted
+    cdef bint aborts  # it aborts the communicators itself, after the other ranks have been told, or not at all
     cdef int launch_done(self, Together launch) except -1
     cdef int launch_failed(self, Together launch, object error) except -1
 
 
-# The owner of sets of communicators.
+# The owner of sets of communicators (`CommunicatorSet`).
 cdef class SetOwner:
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1
     cdef int set_lost(self, LaunchOwner comm_set) except -1
@@ -73,7 +74,7 @@ cdef class Awaited:
     cdef int may_wait(self) except -1
 
 
-# What does the monitor's part in any thread, once the monitor thread has ended.
+# Does the monitor's work in the calling thread, once the monitor thread has ended.
 cdef class MonitorProxy:
     cdef int run_inline(self) except -1
     cdef int loosen(self, object work) except -1
@@ -82,11 +83,12 @@ cdef class MonitorProxy:
 cdef MonitorProxy monitor_proxy
 
 
-# Stretches in which no code of users may run; with the GIL, and none of them may wait for another thread's Python.
+# Begin and end a quiet stretch, in which no code of users may run. With the GIL; a quiet stretch never waits for
+# another thread's Python code.
 cdef void begin_quiet() noexcept
 cdef void end_quiet() noexcept
 
-# Whether such a stretch is on, in any thread.
+# Whether any thread is in a quiet stretch.
 cdef bint is_quiet() noexcept
 
 
@@ -97,47 +99,48 @@ cdef class Lock:
     cdef void leave(self) noexcept
 
 
-# How often the monitor was to wake, the word on which it sleeps: wake_monitor() follows what is put where it looks.
+# A count of wake-ups, the word on which the monitor sleeps. After a change of anything that the monitor reads,
+# wake_monitor() is called.
 cdef int wakeups
-cdef int listening  # whether it does
+cdef int listening  # whether the monitor sleeps on `wakeups`
 cdef void wake_monitor() noexcept nogil
 cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil
 
-# A sleep that wake_monitor() does not end, and what does.
+# A sleep of the monitor that wake_monitor() does not end; hurry_monitor() does.
 cdef void idle_wait(double seconds) noexcept nogil
 cdef void hurry_monitor() noexcept nogil
 
-# Whether the monitor has the GIL and is at work.
+# Whether the monitor has the GIL and is working.
 cdef int attending
 
-# The monitor tells of works with callbacks that are on their way, and when there are none any more.
+# The monitor tells the executors that works with callbacks are in flight, and that none are any more.
 cdef void expect() noexcept nogil
 cdef void expect_none() noexcept nogil
 cdef bint is_expecting() noexcept nogil
 
-# When the monitor next looks after the executors.
+# When the monitor next calls look_after_executors().
 cdef double attention
 
 
 # A thread of an executor.
 cdef class Member:
     cdef unsigned long thread
-    cdef double since  # when it began with what it runs
-    cdef object callback  # of the user that it is in
-    cdef object work  # which it was called with
-    cdef bint named  # in a warning
+    cdef double since  # when it began its present task or callback
+    cdef object callback  # the user's callback that it runs, or None
+    cdef object work  # the Work that this callback was called with
+    cdef bint named  # whether a warning has named this callback
 
 
 # A queue of tasks and the threads that run them.
 cdef class Executor:
     cdef readonly str name
     cdef object queue
-    cdef Member leading  # the one that takes tasks; the others sleep, or are in a task for long
+    cdef Member leading  # the thread that takes tasks; the others sleep or run a long task
     cdef list members
-    cdef int word  # to sleep on
+    cdef int word  # futex on which idle threads sleep
     cdef int idle
-    cdef int asleep  # how many of these sleep deeply
-    cdef bint called  # whether one is on its way
+    cdef int asleep  # how many idle threads sleep in the kernel, without polling
+    cdef bint called  # whether a thread was woken or started that has not begun yet
     cdef double called_at
 
     cdef int submit(self, object task) except -1
@@ -149,19 +152,19 @@ cdef class Executor:
     cdef int run_here(self) except -1
 
 
-# Runs the users' code: callbacks, warnings, finalisers.
+# Runs users' code: callbacks, warnings, finalisers.
 cdef Executor user_executor
 
-# Runs internal tasks that take Python: works that fail, timers.
+# Runs internal tasks that need Python: failing works, timers.
 cdef Executor internal_executor
 cdef int look_after_executors() except -1
 
-# Note that this thread begins with a callback of the user, or has come back from it.
+# Note that this thread begins a user's callback, or has returned from it.
 cdef int begin_callback(object callback, object work) except -1
 cdef int end_callback(object callback) except -1
 
-# Before this thread waits: if it runs callbacks, another one goes on with them.
+# Before this thread waits: if it is the leading thread of the callbacks' executor, another one leads.
 cdef int step_aside() except -1
 
-# Show an exception that nobody can answer for.
+# Show an exception that no caller can handle.
 cdef int tell() except -1

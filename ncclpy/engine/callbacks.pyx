@@ -1,23 +1,23 @@
-"""Callbacks: what the engine calls in layers above it, and the executors that run what users gave.
+"""Callbacks: what the engine calls in layers above it, and the executors that run users' callbacks.
 
 A layer calls only layers below it. Where news has to go up, from a work to its launch, from there to the communicators
 that it ran on and on to their owners, the lower layer calls a method of a class that is declared here, and the upper
 layer implements it. Each method is called with the GIL.
 
-A key's ``__eq__`` or a finaliser may take a lock of its own, which another thread holds while it waits for ours: both
-would wait for ever. What runs in a *quiet stretch*, under a `Lock` or in the monitor, is compiled code only. It
-compares, hashes and shows nothing of a user's class, calls nothing written in Python, and hands on, instead of
-dropping, what may be the last reference to an object of the user. One thing remains: up to Python 3.11 any allocation
-of a container may start a collection of garbage, whose finalisers are anybody's, and from 3.12 on any bytecode may.
-The collector is off for the length of the stretch.
+A key's ``__eq__`` or a finaliser may take a lock of its own. If another thread holds that lock while it waits for a
+lock of ncclpy, the two threads deadlock. A *quiet stretch* is code under a `Lock` or in the monitor. It runs compiled
+code only: it compares, hashes and shows nothing of a user's class, calls nothing written in Python, and passes on,
+instead of dropping, what may be the last reference to a user's object. The garbage collector is disabled meanwhile,
+since it may run any object's finaliser: up to Python 3.11 any allocation of a container may start a collection, from
+3.12 on any bytecode may.
 
-An `Executor` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
-order, so that callbacks that come back soon run in the order in which their works were done. When a task does not come
-back, the monitor has another thread lead. So a task may wait for anything, even for one behind it in the queue.
-Handing a task over runs no Python and waits for nobody.
+An `Executor` is a queue of tasks and some threads. One thread leads: it runs the tasks in order, so callbacks that
+return soon run in the order in which their works were done. When a task does not return in time, the monitor lets
+another thread lead. So a task may wait for anything, even for a task behind it in the queue. Submitting a task runs no
+Python code and does not wait.
 
-Showing a key runs its ``__repr__``, which may take any lock and any time. So a text with a key in it is made when it is
-read, in the thread that reads it; until then it is a `Message`. Keys of plain types are shown at once.
+Showing a key runs its ``__repr__``, which may take any lock and any time. So a text with a key in it is made when it
+is read, in the thread that reads it; until then it is a `Message`. Keys of plain types are shown at once.
 """
 
 import atexit
@@ -43,15 +43,15 @@ from ncclpy.engine.recorder import show, text_of
 from ncclpy.errors import NcclError
 
 
-# Errors of Python's own that are raised for what ranks disagree about.
+# Python's own exception classes that are raised when ranks disagree.
 cdef tuple _PLAIN = (TypeError, ValueError, RuntimeError)
 
-# Tuples in tuples that are looked into.
+# How deep tuples within tuples are examined.
 cdef int _DEPTH = 4
 
 
 cdef bint is_plain(object value, int depth=_DEPTH) noexcept:
-    """Return whether a key is of Python's own types through and through."""
+    """Return whether a key consists of Python's own plain types only."""
     cdef type kind = type(value)
     if kind is str or kind is int or kind is bytes or kind is float or kind is bool or value is None:
         return True
@@ -65,7 +65,7 @@ cdef bint is_plain(object value, int depth=_DEPTH) noexcept:
 
 @cython.final
 cdef class Message:
-    """The text of an error that names a key, made when it is read."""
+    """The text of an error that names a key; the text is made when it is read."""
 
     def __str__(self):
         if self.text is None:
@@ -80,7 +80,7 @@ cdef class Message:
 
 
 cdef object message(str before, object key, str after):
-    """Return a text with a key in it."""
+    """Return a text with a key in it: a str if the key is plain, else a `Message`."""
     cdef Message made
     if is_plain(key):
         return before + <str>show(key) + after
@@ -90,7 +90,7 @@ cdef object message(str before, object key, str after):
 
 
 cdef object around(str before, object words, str after):
-    """Return a text around another one."""
+    """Return a text between two others."""
     cdef Message made, inner
     if type(words) is not Message:
         return before + <str>words + after
@@ -101,7 +101,7 @@ cdef object around(str before, object words, str after):
 
 
 cdef object ended_by(object words, cut, str after):
-    """Return a text, whose last part `cut` returns without what is to go, with another end."""
+    """Return a text with another end: `cut` takes the last part and returns it without what is dropped."""
     cdef Message made, inner
     if type(words) is not Message:
         return cut(words) + after
@@ -112,15 +112,14 @@ cdef object ended_by(object words, cut, str after):
 
 
 cdef object with_sentence(object error, str sentence):
-    """Return a copy of an error with another sentence at its end; the error itself if it says that already.
+    """Return a copy of an error with another sentence at its end; the error itself if it has the sentence already.
 
-    Works that have failed together share an error; those that were called at one place share the copy as well, however
-    many they are.
+    Works that failed together share an error. Those that were called at one place share the copy too.
     """
     cdef dict copies
     if not _takes(error, sentence):
         return error
-    error.__traceback__ = None  # its frames hold arrays, and it is of no use: the copy is raised
+    error.__traceback__ = None  # its frames hold arrays, and it is not needed: the copy is raised
     copies = error.__dict__.setdefault("_copies", {})
     made = copies.get(sentence)
     if made is None:
@@ -130,19 +129,20 @@ cdef object with_sentence(object error, str sentence):
         made.__cause__, made.__context__ = error.__cause__, error.__context__
         made.__suppress_context__ = error.__suppress_context__
         add_sentence(made, sentence)
-        made = copies.setdefault(sentence, made)  # another thread may have been here
+        made = copies.setdefault(sentence, made)  # another thread may have added one
     return made
 
 
 cdef int add_sentence(object error, str sentence) except -1:
-    """Have an error end with another sentence, unless it says that already."""
+    """Add a sentence to the end of an error's text in place, unless the text has it already."""
     if _takes(error, sentence):
         error.args = (ended_by(words_of(error), _without_stop, f". {sentence}"),)
     return 0
 
 
 cdef bint _takes(object error, str sentence) except -1:
-    """Return whether an error is of a class that has a text for its only argument, without this sentence."""
+    """Return whether a sentence can be added: the error has a known class, a text as its only argument, and lacks
+    it."""
     if sentence is None or not (isinstance(error, NcclError) or type(error) in _PLAIN) or len(error.args) != 1:
         return False
     words = error.args[0]
@@ -156,34 +156,36 @@ def _without_stop(text):
 
 
 cdef object words_of(object error):
-    """Return what an error says, without asking a key for its text."""
+    """Return what an error says, as a str or a `Message`, without calling a key's ``__repr__``."""
     if isinstance(error, BaseException) and len(error.args) == 1 and type(error.args[0]) is Message:
         return error.args[0]
     return text_of(error)
 
 
 cdef class Together:
-    """What the works of one launch share: they report to it, and one that fails takes the others with it.
+    """What the works of one launch share: each work reports its end here, and one that fails makes the others fail.
 
     Below: `work`, `monitor`. Above: `launcher`.
     """
 
     cdef int settled(self, object work) except -1:
-        """Note that a work has come to its end.
+        """Note that a work is settled.
 
-        In any thread, also the monitor's, and under any lock down to the Manager's: it runs compiled code only.
+        Called in any thread, the monitor's too, and under any lock from the Manager's down: it runs compiled code
+        only.
         """
         raise NotImplementedError
 
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done and abort their communicators.
 
-        In a thread of the internal executor, under no lock: it may run Python, wait for the Manager's lock and start threads.
+        Called in a thread of the internal executor, under no lock: it may run Python, wait for the Manager's lock and
+        start threads.
         """
         raise NotImplementedError
 
     cdef list members(self):
-        """Return the works that have yet to come to their end, those that it does not keep as well."""
+        """Return the works in flight, including those without a reference (`loose`, `more_loose`)."""
         found = list(self.works)
         if self.loose != NULL:
             found.append(<object>self.loose)
@@ -196,12 +198,13 @@ cdef class Together:
         return bool(self.works) or self.loose != NULL or bool(self.more_loose)
 
     cdef int loosen(self, object work) except -1:
-        """Know a work from now on without keeping it; `forget` comes before it goes. In a caller's thread."""
+        """Drop the reference to a work but keep its address; `forget` must follow before it is freed. In a caller's
+        thread."""
         if self.loose == NULL:
             self.loose = <PyObject*>work
         else:
             if self.more_loose is None:
-                fresh = set()  # to make one may run the garbage collector, and with it other threads
+                fresh = set()  # creating it may run the garbage collector, and so other threads
                 if self.more_loose is None:
                     self.more_loose = fresh
             self.more_loose.add(<uintptr_t><PyObject*>work)
@@ -210,7 +213,7 @@ cdef class Together:
         return 0
 
     cdef int forget(self, object work) except -1:
-        """Know a work no more that was loosened. Called where `settled` is, and like that one."""
+        """Forget the address of a loosened work. Threads and locks as for `settled`."""
         if self.loose == <PyObject*>work:
             self.loose = NULL
         elif self.more_loose is not None:
@@ -218,50 +221,52 @@ cdef class Together:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return what has caused an error: the thread that finds a communicator gone may not know why. In any thread."""
+        """Return the cause of an error, since the thread that finds a communicator aborted may not know it. In any
+        thread."""
         return error
 
     cdef bint is_spared(self) noexcept:
-        """Return whether its communicators stay as they are when it fails. In any thread, under any lock."""
+        """Return whether its communicators are left alone when it fails. In any thread, under any lock."""
         return False
 
 
 cdef class LaunchOwner:
-    """What a launch tells of itself.
+    """What a launch reports to its owner.
 
     Below: `launcher`. Above: `CommunicatorSet`.
     """
 
     cdef int launch_done(self, Together launch) except -1:
-        """Note that all works of a launch are done. Called where `Together.settled` is, and like that one."""
+        """Note that all works of a launch are done. Threads and locks as for `Together.settled`."""
         raise NotImplementedError
 
     cdef int launch_failed(self, Together launch, object error) except -1:
-        """Have no later launch take the communicators of a failed launch for idle ones; they are aborted next.
+        """Let no later launch use the communicators of a failed launch: they are aborted next.
 
-        An owner that `spares` them aborts none, and what else runs on them goes on; one that `aborts` does so itself, later.
-        Return whether all works of the launch were done in the meantime: then nothing is aborted.
+        An owner that `spares` them aborts none, and their other operations continue. An owner that `aborts` aborts
+        them
+        itself, later. Return whether all works of the launch were done in the meantime: then nothing is aborted.
 
-        Called where `Together.fail` is, and like that one, before the works of the launch fail.
+        Threads and locks as for `Together.fail`; called before the works of the launch fail.
         """
         raise NotImplementedError
 
 
 cdef class SetOwner:
-    """What a set of communicators tells of itself.
+    """What a set of communicators reports to its owner.
 
     Below: `CommunicatorSet`. Above: the Manager.
     """
 
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
-        """Take communicators over, or what came of the attempt to make them and the error.
+        """Take over the communicators that were made; on an error, those that were made before it.
 
-        In the thread that has made them, or in the caller's if there is no such thread; under no lock.
+        Called in the thread that has made them, or in the caller's if there is no such thread; under no lock.
         """
         raise NotImplementedError
 
     cdef int set_lost(self, LaunchOwner comm_set) except -1:
-        """Forget communicators that are about to be aborted. Called where `LaunchOwner.launch_failed` is."""
+        """Forget communicators that are about to be aborted. Threads and locks as for `LaunchOwner.launch_failed`."""
         raise NotImplementedError
 
 
@@ -272,29 +277,31 @@ cdef class Awaited:
     """
 
     cdef str missing(self):
-        """Return which participants have not come. In a thread that waits for the work, under no lock; it may show keys."""
+        """Return which participants are missing. In a thread that waits for the work, under no lock; it may show
+        keys."""
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:
-        """Raise in a thread that would wait for itself, and do what takes an instant for the launch to come.
+        """Raise if this thread would wait for itself, and do what lets the launch begin soon.
 
-        In a thread that is about to wait for the work, under no lock.
+        Called in a thread that is about to wait for the work, under no lock.
         """
         return 0
 
 
 cdef class MonitorProxy:
-    """The monitor's part.
+    """The monitor's work, done by other threads.
 
     Below: `work`. Above: `monitor`.
     """
 
     cdef int run_inline(self) except -1:
-        """Do it here if the monitor's thread has ended; return whether it has. In any thread, under no lock."""
+        """Do it in this thread if the monitor thread has ended; return whether it has. In any thread, under no
+        lock."""
         return False
 
     cdef int loosen(self, object work) except -1:
-        """Keep a launched work no longer in the list of those that wait for their lanes. In a caller's thread."""
+        """Drop a launched work from the list of works that wait for their lanes. In a caller's thread."""
         return 0
 
 
@@ -305,8 +312,8 @@ cdef extern from "Python.h":
     int PyGC_Disable()
     int PyGC_Enable()
 
-cdef int _depth = 0  # of stretches, in all threads: one may give the GIL up, to make an event for instance
-cdef bint _collects = False  # whether the collector was on before the first of them
+cdef int _depth = 0  # of quiet stretches, in all threads: one may release the GIL, to make an event for instance
+cdef bint _collects = False  # whether the collector was enabled before the first of them
 
 
 cdef void begin_quiet() noexcept:
@@ -329,9 +336,9 @@ cdef void end_quiet() noexcept:
 
 
 cdef class Lock:
-    """A lock that cannot be entered twice; while it is held no code of users may run.
+    """A lock that is not reentrant; while it is held no code of users may run.
 
-    Nothing waits for it while it holds the GIL.
+    A thread that has to wait for it releases the GIL.
     """
 
     def __cinit__(self):
@@ -347,7 +354,7 @@ cdef class Lock:
         self.leave()
 
     cdef int enter(self) except -1:
-        if DEBUG_LOCKS:  # also where nobody has to be waited for
+        if DEBUG_LOCKS:  # checks the order also where the lock is free
             with nogil:
                 lock_wanted(LOCK_MANAGER, &self.mutex)
         if mutex_trylock(&self.mutex) != 0:
@@ -362,7 +369,7 @@ cdef class Lock:
 
 
 def _renew_lock():
-    """In the child the threads that were in a stretch do not exist."""
+    """Reset quiet stretches in a forked child: the threads that were in one do not exist there."""
     global _depth
     if _depth and _collects:
         PyGC_Enable()
@@ -376,60 +383,62 @@ cdef extern from "sched.h" nogil:
 
 _log = logging.getLogger("ncclpy")
 
-# How long a task may take before another thread goes on with the queue: longer than it may have to wait for the GIL,
-# which would mix up the order of tasks for nothing. Twice as long where several are slow, since the machine may be.
+# How long a task may take before another thread leads: longer than a task may wait for the GIL, since a change of
+# thread
+# disturbs the order of tasks. It grows with the number of threads, up to twice that: the whole machine may be slow.
 cdef double _GRACE = 0.05
 cdef double _MOST_GRACE = 0.1
 
-# How long a thread that was called may take to come before another one is called, and how long until a thread that
-# could not be started is tried again.
+# How long a woken thread may take to begin before another one is woken, and how long until a thread that could not be
+# started is tried again.
 cdef double _LATE = 1.0
 cdef double _AGAIN = 0.02
 
-# A callback that has run for so long is named in a warning.
+# A callback that has run for longer is named in a warning.
 cdef double _LONG = 5.0
 
-# How long a second idle thread stays; the last one stays for good.
+# How long a second idle thread stays; the last one never ends.
 cdef double _IDLE = 5.0
 
-# How long an idle thread stays awake, only where cores are plenty: waking an idle one can take 200 us.
+# How long an idle thread spins; only where cores are plenty, since waking an idle core can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
-# How long it sleeps lightly after that while works with callbacks are on their way, and how long it leaves the GIL to
-# the monitor, which has called it and is about to give it back: to wait for it there would be one more sleep.
+# How long it polls with short sleeps after that while works with callbacks are in flight, and how long it leaves the
+# GIL to
+# the monitor, which has woken it and is about to release the GIL: waiting for the GIL would be one more sleep.
 cdef double _LIGHTLY = 1.0
-cdef double _LIGHTLY_ON_HOST = 1e-3  # the operation, and what the program computes meanwhile, want these cores
+cdef double _LIGHTLY_ON_HOST = 1e-3  # the operation and the program's own work need the cores
 cdef double _COURTESY = 50e-6
 
-# What is left at exit has so long to end.
+# How long the process's exit waits for tasks that are left.
 _PATIENCE = 2.0
 wakeups = 0
 listening = 0
 attending = 0
 attention = FOREVER
-cdef int _hurry = 0  # changes when a thread cannot wait for the end of the monitor's idle wait
-cdef int _dozing = 0, _roused = 0
+cdef int _hurry = 0  # changes when a thread must end the monitor's idle wait
+cdef int _dozing = 0, _roused = 0  # whether the monitor is in an idle wait; the `_hurry` that it has seen
 cdef int _expected = 0  # changes with each call of expect(); 0 when nothing is expected
 cdef bint _stop = False
-cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
+cdef list _inherited = []  # of the parent, in a forked child: dropping it would run finalisers during the fork
 
 
 cdef void wake_monitor() noexcept nogil:
-    """Wake the monitor."""
+    """Wake the monitor if it sleeps on `wakeups`."""
     add(&wakeups, 1)
-    if load(&listening):  # to wake nobody is a call of the kernel too
+    if load(&listening):  # a wake without a sleeper is a system call too
         wake(&wakeups)
 
 
 cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil:
-    """Sleep until `wakeups`, which was `seen`, changes, or for so many seconds; the monitor alone."""
-    swap(&listening, 1)  # wake_monitor() sees this from now on; before, it has changed `wakeups`
+    """Sleep until `wakeups` differs from `seen`, or for so many seconds; only the monitor calls it."""
+    swap(&listening, 1)  # from now on wake_monitor() wakes; an earlier one has changed `wakeups`
     sleep_on(&wakeups, seen, seconds)
     swap(&listening, 0)
 
 
 cdef void idle_wait(double seconds) noexcept nogil:
-    """Sleep for so many seconds, unless `hurry_monitor` is called, or was since the last time."""
+    """Sleep for so many seconds, unless `hurry_monitor` is called, or was called since the last time."""
     global _roused
     cdef int hurried = load(&_hurry)
     if hurried == _roused:
@@ -440,14 +449,14 @@ cdef void idle_wait(double seconds) noexcept nogil:
 
 
 cdef void hurry_monitor() noexcept nogil:
-    """Have the monitor look at once."""
+    """End the monitor's idle wait."""
     add(&_hurry, 1)
     if load(&_dozing):
         wake(&_hurry)
 
 
 cdef void expect() noexcept nogil:
-    """Have the threads for callbacks sleep lightly: works that have some are on their way; the monitor alone."""
+    """Let the callbacks' threads poll, since works with callbacks are in flight; only the monitor calls it."""
     swap(&_expected, max(1, load(&_expected) + 1))
     if load(&user_executor.asleep):
         wake(&user_executor.word)
@@ -463,7 +472,7 @@ cdef bint is_expecting() noexcept nogil:
 
 
 cdef int _attend_at(double when) except -1:
-    """Have the monitor look after the executors at a moment."""
+    """Have the monitor call look_after_executors() at a moment."""
     global attention
     if when < attention:
         attention = when
@@ -472,7 +481,7 @@ cdef int _attend_at(double when) except -1:
 
 
 cdef class Member:
-    """A thread of an executor, and what it is in."""
+    """A thread of an executor, and the callback that it runs."""
 
 
 cdef class Executor:
@@ -481,7 +490,7 @@ cdef class Executor:
     Parameters
     ----------
     name : str
-        Of its threads.
+        The name of its threads.
     """
 
     def __init__(self, str name):
@@ -490,12 +499,12 @@ cdef class Executor:
         self.members = []
 
     cdef int submit(self, object task) except -1:
-        """Have a task run; in any thread with the GIL, under any lock."""
+        """Queue a task; in any thread with the GIL, under any lock."""
         self.queue.append(task)
         return self.look_after()
 
     cdef int look_after(self) except -1:
-        """See to it that somebody takes what is in the queue."""
+        """Make sure that a thread takes what is in the queue."""
         cdef double moment
         if not self.queue or _stop:
             return 0
@@ -503,7 +512,7 @@ cdef class Executor:
         if self.leading is not None:
             if moment - self.leading.since < self._grace():
                 return _attend_at(self.leading.since + self._grace())
-            self.leading = None  # it goes on with what it is in
+            self.leading = None  # it continues with its present task
         if self.called and moment - self.called_at < _LATE:
             return _attend_at(self.called_at + _LATE)
         return self._call()
@@ -512,7 +521,7 @@ cdef class Executor:
         return min(_GRACE * len(self.members), _MOST_GRACE)
 
     cdef int _call(self) except -1:
-        """Wake a thread or start one."""
+        """Wake an idle thread or start one."""
         self.called_at = now()
         self.called = True
         if self.idle:
@@ -520,13 +529,13 @@ cdef class Executor:
             wake_one(&self.word)
             return _attend_at(self.called_at + _LATE)
         try:
-            begin_thread(self._main)  # as it runs no Python here, and waits for nothing
+            begin_thread(self._main)  # starts the thread without running Python or waiting here
         except RuntimeError:  # too many threads; perhaps not for long
             self.called_at += _AGAIN - _LATE
         return _attend_at(self.called_at + _LATE)
 
     def _main(self):
-        """Run until another thread is idle too."""
+        """Run tasks until another thread is idle too."""
         cdef Member me = Member()
         cdef int seen
         cdef double idle
@@ -534,7 +543,7 @@ cdef class Executor:
         self.members.append(me)
         threading.current_thread().name = self.name
         name = self.name.encode()
-        name_this_thread(name)  # it has that of the monitor otherwise
+        name_this_thread(name)  # it inherits the monitor's name otherwise
         sharp_timers()
         while True:
             self.called = False
@@ -553,17 +562,17 @@ cdef class Executor:
             if load(&self.word) == seen and self.idle and not self.queue:
                 break
         self.members.remove(me)
-        # Before Python 3.13 a thread that threading has not started is in its list for good.
+        # Before Python 3.13 a thread that threading has not started stays in its list for ever.
         getattr(threading, "_active", {}).pop(me.thread, None)
 
     cdef void _rest(self, int seen, double seconds) noexcept nogil:
-        """Sleep until a task comes, or for so long; lightly at first, and while callbacks are expected."""
+        """Sleep until a task is queued, or for so long; poll at first, and while callbacks are expected."""
         cdef double began = now(), awake = began, moment = began
         cdef double lightly = _LIGHTLY if event_tell == NULL else _LIGHTLY_ON_HOST
         cdef int expected, known = load(&_expected)
         while load(&self.word) == seen and moment - began < seconds:
             expected = load(&_expected)
-            if event_tell != NULL and expected != known:  # light sleep anew for each, without the busy part of it
+            if event_tell != NULL and expected != known:  # poll again for each, without the spinning
                 known, awake = expected, moment - _spin
             if moment - awake < _spin:
                 sched_yield()
@@ -571,7 +580,7 @@ cdef class Executor:
                 sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
             else:
                 add(&self.asleep, 1)
-                if load(&_expected) == expected:  # whoever expects later sees that this one sleeps
+                if load(&_expected) == expected:  # a later expect() sees `asleep` and wakes this thread
                     sleep_on(&self.word, seen, seconds - (moment - began))
                 add(&self.asleep, -1)
                 if event_tell == NULL:
@@ -581,7 +590,7 @@ cdef class Executor:
             sched_yield()
 
     cdef int _serve(self, Member me) except -1:
-        """Take tasks until there are none, or until another thread does that."""
+        """Run tasks until there are none, or until another thread leads."""
         me.since = now()
         self.leading = me
         while self.queue and self.leading is me:
@@ -593,13 +602,13 @@ cdef class Executor:
                 task()
             except BaseException:
                 tell()
-            task = None  # which may run a finaliser
+            task = None  # dropping it may run a finaliser
         if self.leading is me:
             self.leading = None
         return 0
 
     cdef int run_here(self) except -1:
-        """Run what is in the queue in this thread."""
+        """Run all queued tasks in this thread."""
         while self.queue:
             task = self.queue.popleft()
             try:
@@ -614,7 +623,7 @@ internal_executor = Executor("ncclpy-internal")
 
 
 cdef int look_after_executors() except -1:
-    """Do the monitor's part: lead on past tasks that do not come back, and have slow callbacks named."""
+    """Do the monitor's part: let another thread lead past a task that does not return, and name slow callbacks."""
     global attention
     cdef Member one
     cdef double moment = now()
@@ -635,7 +644,7 @@ cdef int look_after_executors() except -1:
 
 
 cdef class _Slow:
-    """The warning of a callback that does not come back."""
+    """The warning about a callback that does not return."""
 
     cdef object callback
     cdef object work
@@ -661,9 +670,9 @@ cdef Member _this_member():
 
 
 cdef int begin_callback(object callback, object work) except -1:
-    """Note that this thread, if it is a member, begins with a callback."""
+    """Note that this thread, if it is a member of the callbacks' executor, begins a callback."""
     cdef Member me = _this_member()
-    if me is None or me.callback is not None:  # one that is called in another counts as that
+    if me is None or me.callback is not None:  # a callback within a callback counts as part of the outer one
         return 0
     me.callback, me.work, me.named = callback, work, False
     me.since = now()
@@ -687,23 +696,24 @@ cdef int step_aside() except -1:
 
 
 cdef int tell() except -1:
-    """Show the exception that is being handled, even if the program's hook for that raises itself."""
+    """Show the exception that is being handled, even if the program's ``sys.excepthook`` raises one itself."""
     try:
         sys.excepthook(*sys.exc_info())
     except BaseException:
-        sys.__excepthook__(*sys.exc_info())  # of both; it raises nothing
+        sys.__excepthook__(*sys.exc_info())  # shows both exceptions; it raises nothing
     return 0
 
 
 @atexit.register
 def _end_of_process():
-    """Give callbacks a moment, and end the threads that are not in one before the interpreter ends."""
+    """Give queued tasks a moment, and end the threads that are not in a user's callback before the interpreter
+    ends."""
     global _stop
     cdef double end = now() + _PATIENCE
     cdef int word = 0
     for executor in (internal_executor, user_executor):
         while ((<Executor>executor).queue or (<Executor>executor).leading is not None) and now() < end:
-            (<Executor>executor).look_after()  # the monitor has ended
+            (<Executor>executor).look_after()  # the monitor, which calls it otherwise, has ended
             with nogil:
                 sleep_on(&word, 0, 0.001)
     _stop = True
@@ -717,7 +727,7 @@ def _end_of_process():
 
 
 cdef bint _idle() except -1:
-    """Return whether a thread is still to end that is in no callback of the user."""
+    """Return whether a thread that is in no user's callback has not ended yet."""
     cdef Member one
     for one in internal_executor.members + user_executor.members:
         if one.callback is None:
@@ -726,7 +736,7 @@ cdef bint _idle() except -1:
 
 
 def _forked():
-    """In the child the threads do not exist; nothing that they were given can come to an end there."""
+    """Start afresh in a forked child: the threads do not exist there, and none of their tasks can end."""
     global attention, listening, attending, _dozing, _expected, _stop
     cdef Executor executor
     attention = FOREVER

@@ -1,9 +1,9 @@
 """Dumps of the flight recorder that a process writes by itself into the folder `NCCLPY_DUMP_DIR`.
 
 One thread writes them: after a failure of an operation or of a process group, and on SIGUSR2. Python runs handlers of
-signals in the main thread, which may be stuck in a call; so this handler is C, counts, and wakes that thread. A dump
-shows keys, whose ``__repr__`` is the user's, and a file system may hang; so no other thread writes, and each wait for
-that thread is bounded.
+signals in the main thread, which may be stuck in a call; so this handler is in C, counts, and wakes the writer thread.
+A dump shows keys by the user's ``__repr__``, and a file system may hang; so no other thread writes, and each wait for
+the writer thread is bounded.
 """
 
 import atexit
@@ -34,7 +34,7 @@ cdef extern from * nogil:
 
     #include "ncclpy/engine/native.h"
 
-    static int ncclpy_wake_ups = 0; /* changes with everything that a thread here waits for */
+    static int ncclpy_wake_ups = 0; /* futex: changes with everything that a thread of this module waits for */
     static int ncclpy_signals = 0;
 
     static void ncclpy_on_signal(int number) {
@@ -46,7 +46,7 @@ cdef extern from * nogil:
       errno = saved;
     }
 
-    /* Returns whether the signal is handled here from now on: not if the program handles or ignores it already. */
+    /* Returns whether this handler was installed: it is not if the program handles or ignores the signal already. */
     static int ncclpy_take_signal(int number) {
       struct sigaction there, ours;
       if (sigaction(number, NULL, &there) != 0 || there.sa_flags & SA_SIGINFO || there.sa_handler != SIG_DFL) return 0;
@@ -62,19 +62,21 @@ cdef extern from * nogil:
     bint ncclpy_take_signal(int number)
 
 
-# A work or a process group that has failed: its other works fail so soon after it, and are to be in the dump as failed.
+# How long after a failure its dump is written: other works of the launch or group fail soon after it, and the dump
+# should
+# show them as failed.
 _SETTLE = 0.1
 
-# After the failure of an operation a dump is written so many seconds after the one before, at the earliest.
+# Dumps after failures of operations are at least so many seconds apart.
 _SPACING = 1.0
 
-# How long an error, or the end of the process, waits for its dump.
+# How long a failing call, or the end of the process, waits for its dump.
 _PATIENCE = 2.0
 
-# So many failures are kept while a write hangs: the first ones, which are the cause of others.
+# How many failures are kept while a write hangs: the first ones, which cause the others.
 _MOST = 1000
 
-# A file name lists so many ranges of ranks.
+# How many ranges of ranks a file name lists.
 _RANGES = 8
 
 _log = logging.getLogger("ncclpy.engine")
@@ -88,15 +90,16 @@ cdef void _wake_all() noexcept nogil:
 cdef class _Writer(FailureListener):
     """Write the dump of this process into a folder.
 
-    No lock guards the requests: the signal handlers of the program may make one while their thread makes another.
+    No lock guards the requests: a signal handler of the program may add one while it interrupts the thread that adds
+    one.
     """
 
     cdef str folder
     cdef int nranks  # of the largest communicator or process group so far
-    cdef set ranks  # of this process in those of that size
-    cdef object requests  # a deque: when, whether a group has ended, the class and the text of the error
-    cdef int signals  # that were answered
-    cdef double written  # when the last dump was
+    cdef set ranks  # of this process in communicators and groups of that size
+    cdef object requests  # deque of (when, whether a group has ended, class and text of the error)
+    cdef int signals  # how many SIGUSR2 were answered
+    cdef double written  # when the last dump was written
     cdef str path  # of the last dump
     cdef str refused  # why the last dump could not be written
     cdef bint busy, ended, started
@@ -107,7 +110,7 @@ cdef class _Writer(FailureListener):
         self.begin()
 
     def begin(self):
-        """Begin without a thread and without requests, as a forked child does."""
+        """Reset to no thread and no requests, also in a forked child."""
         self.nranks, self.ranks = 0, set()
         self.requests = collections.deque()
         self.signals = load(&ncclpy_signals)
@@ -117,7 +120,7 @@ cdef class _Writer(FailureListener):
         self.thread = threading.Thread(target=self.run, name="ncclpy-dumps", daemon=True)
 
     cpdef int start(self) except -1:
-        """Start the thread if this process has not."""
+        """Start the thread if it was not started in this process."""
         if not self.started:
             self.started = True
             try:
@@ -138,13 +141,13 @@ cdef class _Writer(FailureListener):
         cdef double moment = now(), due = moment if wait else moment + <double>_SETTLE
         self.start()
         if len(self.requests) < _MOST:
-            # Not the error itself: frames hang on it, and in these arrays of the user.
+            # Not the error itself: its traceback refers to frames, and so to the user's arrays.
             self.requests.append((due, ended, type(error).__name__, error.args[0] if error.args else ""))
             _wake_all()
         return self.wait_for(moment) if wait else 0
 
     cdef double due_of(self, tuple request) except? -1:
-        """Return when to write: at the end of a group without a pause, as a launcher may kill the process soon."""
+        """Return when to write: after the end of a group at once, as a launcher may kill the process soon."""
         cdef double due = request[0]
         return due if request[1] else max(due, self.written + <double>_SPACING)
 
@@ -152,7 +155,7 @@ cdef class _Writer(FailureListener):
         return self.wait_for(FOREVER)
 
     cdef int wait_for(self, double latest) except -1:
-        """Wait until the dump that is being written and those due by then are there, or for `_PATIENCE`."""
+        """Wait until no dump is being written and none due by `latest` is left, or for `_PATIENCE`."""
         cdef double end = now() + <double>_PATIENCE
         cdef int seen
         while now() < end and self.thread.is_alive():
@@ -165,7 +168,7 @@ cdef class _Writer(FailureListener):
         return 0
 
     def end(self):
-        """Write at once what is due later, and end the thread: the process ends."""
+        """Write at exit what is due later, and end the thread."""
         self.ended = True
         _wake_all()
         if self.thread.is_alive():
@@ -181,7 +184,7 @@ cdef class _Writer(FailureListener):
                 self.signals = load(&ncclpy_signals)
                 self.write("SIGUSR2: asked for")
             elif self.requests and (self.ended or pause <= 0):
-                self.busy = True  # before they are taken: a thread that waits sees one or the other
+                self.busy = True  # before requests are removed: wait_for() must see one or the other
                 self.write(self.take())
                 self.busy = False
                 _wake_all()
@@ -192,7 +195,7 @@ cdef class _Writer(FailureListener):
                     sleep_on(&ncclpy_wake_ups, seen, pause)
 
     cdef str take(self):
-        """Take the requests that are due; return the reason of the first, which is the cause of the others."""
+        """Remove the requests that are due; return the reason of the first, which causes the others."""
         cdef double moment = now()
         cdef str reason = None
         for _ in range(len(self.requests)):
@@ -204,7 +207,7 @@ cdef class _Writer(FailureListener):
         return reason
 
     cdef int write(self, str reason) except -1:
-        """Write the dump in place of the one before."""
+        """Write the dump; it replaces the previous one."""
         path = "?"
         try:
             path = self.next_path()
@@ -213,7 +216,7 @@ cdef class _Writer(FailureListener):
             self.refuse(path, error)
         else:
             self.refused = None
-            if self.path not in (None, path):  # more ranks are known by now: this process has one file
+            if self.path not in (None, path):  # more ranks are known by now, so the name has changed
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
             self.path = path
@@ -222,27 +225,27 @@ cdef class _Writer(FailureListener):
         return 0
 
     cdef int refuse(self, str path, object error) except -1:
-        """Say why no dump can be written, once."""
+        """Log why no dump can be written, once for each reason."""
         if self.refused != str(error):
             self.refused = str(error)
             _log.warning("the recorder's dump cannot be written to %s (NCCLPY_DUMP_DIR): %s", path, error)
         return 0
 
     cdef str next_path(self):
-        """Return a path that no other process has: ranks, host and process id."""
+        """Return a path that no other process uses: ranks, host and process id."""
         ranks = f"rank-{listed(spans(self.ranks), _RANGES, ',')}-" if self.ranks else ""
         return os.path.join(self.folder, f"{ranks}{socket.gethostname().replace(os.sep, '-')}-{os.getpid()}.json")
 
 
 def _write(path, reason):
-    """Write a dump, whole or not at all."""
+    """Write a dump atomically: to another name, then renamed."""
     folder, unfinished = os.path.dirname(path), f"{path}.unfinished"
     os.makedirs(folder, exist_ok=True)
     foreign = why_of_another(folder)
     if foreign:
         raise ForeignFile(f"{folder} {foreign}")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(unfinished)  # of a process that had this number
+        os.unlink(unfinished)  # of an earlier process with this id
     try:
         made = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # follows no link
         with open(made, "w", encoding="utf-8") as file:
@@ -255,7 +258,7 @@ def _write(path, reason):
 
 
 def begin(folder):
-    """Record plain calls, and write dumps into a folder from now on; called once, as the package is imported."""
+    """Record plain calls, and write dumps into a folder from now on; called once, at import."""
     writer = _Writer(os.path.abspath(folder))
     record_all()
     if not ncclpy_take_signal(signal.SIGUSR2):

@@ -1,9 +1,9 @@
-"""What this process's groups are: for dumps, and for those who ask where a rank is that is in none of its operations.
+"""Groups and communicators of this process: for dumps, and for ranks that ask where a rank is that joins no operation.
 
-For the latter its communicators too, as far as they can be asked what they do.
+Dumps list groups only; questions consider communicators too, as far as their state can be read.
 
-A dump has its operations from the recorder. A rank that has begun none is in it all the same by this, and so is one
-whose group has ended before it could begin any.
+A dump has operations from the recorder. The groups listed here add the ranks that have begun none, and groups that
+ended before they could begin any.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ncclpy.engine.recorder import add_group_teller, text_of
 
 __all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
 
-#: So many groups are kept in mind after they have failed.
+#: How many failed groups are kept.
 _FAILED = 50
 
-# They go with their groups, also with those that were never whole.
+# Weak: an entry goes with its group, also with a group that was never complete.
 _there: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
 
 
 class Known:
-    """What a rank of this process may be in an operation of: a communicator, or a group.
+    """A communicator or group in whose operations a rank of this process may be.
 
     Parameters
     ----------
     name
         Its name.
     rank
-        Which rank of it this is.
+        The rank in it.
     device
-        Whose that is.
+        The device of that rank.
     look
-        Returns what the rank does in it, as it is told to the others.
+        Returns what the rank does in it, as the other ranks are told.
     """
 
     kind = "communicator"
@@ -50,20 +50,20 @@ class Known:
 
 
 class KnownGroup(Known):
-    """One group of this process, as dumps tell of it.
+    """One group of this process, as dumps show it.
 
     Parameters
     ----------
     name
-        The group's.
+        The group's name.
     number
-        Which group of this name it is, for each rank counted from 1.
+        How many groups of this name each rank has made, this one included.
     rank, size
-        Which of how many this is.
+        The rank in it and the number of ranks.
     device
-        Whose it is.
+        The device of that rank.
     look
-        Returns what the rank does, as it is told to the others.
+        Returns what the rank does, as the other ranks are told.
     """
 
     kind = "process group"
@@ -76,11 +76,11 @@ class KnownGroup(Known):
         self.made = monotonic()
         self.ended: float | None = None
         self._error: tuple[str, object] | None = None
-        #: How far the clock of rank 0 is ahead of this process's, if it is another one, and was asked.
+        #: How far the clock of rank 0 is ahead of this process's; None in rank 0's process, or if it was not measured.
         self.clock: dict[str, Any] | None = None
 
     def failed(self, error: BaseException) -> None:
-        """Note what has ended the group, once; in any thread that holds no lock, and nothing waits here."""
+        """Note what has ended the group, once; in any thread that holds no lock. It does not wait."""
         if self.ended is not None:
             return
         self.ended = monotonic()
@@ -92,27 +92,27 @@ class KnownGroup(Known):
             listener.failed(error, wait=False, ended=True)
 
     def troubled(self, error: BaseException) -> None:
-        """Tell that an operation has failed, and that the group goes on; nothing waits here."""
+        """Tell the dumps that an operation has failed while the group continues. It does not wait."""
         listener = failure_listener()
         if listener is not None:
             listener.failed(error, wait=False)
 
     def wait(self) -> None:
-        """Let the dump be written, as the process is about to end; this takes two seconds at most."""
+        """Wait until the dump is written, as the process is about to end; for two seconds at most."""
         listener = failure_listener()
         if listener is not None:
             listener.finish()
 
     def closed(self) -> None:
-        """Forget a group that was closed; one that has failed is told of all the same."""
+        """Forget a closed group; dumps show one that has failed all the same."""
         self._go()
 
     def _go(self) -> None:
         _there.pop(id(self), None)
-        self.look = dict  # what is told of it longer keeps nothing of it
+        self.look = dict  # an entry that stays for dumps must not keep the group alive
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dump has it: JSON's types only."""
+        """Return the entry as a dump has it: JSON's types only."""
         error = self._error
         return {
             "name": self.name,
@@ -127,14 +127,14 @@ class KnownGroup(Known):
 
 
 def _words_of(error: BaseException) -> tuple[str, object]:
-    """Return what an error is and says, without what hangs on it: frames, and arrays of the user."""
+    """Return an error's class name and text, without its traceback, which refers to the user's arrays."""
     return type(error).__name__, error.args[0] if error.args else ""
 
 
 def note_group(
     name: str, number: int, rank: int, size: int, device: int, look: Callable[[], dict[str, Any]]
 ) -> KnownGroup:
-    """Have a group known from now on."""
+    """Register a group."""
     made = KnownGroup(name, number, rank, size, device, look)
     _there[id(made)] = made
     listener = failure_listener()
@@ -144,22 +144,23 @@ def note_group(
 
 
 def note_communicator(name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> Known:
-    """Have a rank of a communicator known as long as what is returned lives."""
+    """Register a rank of a communicator for as long as the returned object lives."""
     made = Known(name, rank, device, look)
     _there[id(made)] = made
     return made
 
 
 def groups() -> list[dict[str, Any]]:
-    """Return the groups that are there, and those that have failed, in the order in which they were made."""
+    """Return the groups that exist, and those that have failed, in the order in which they were made."""
     return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
 
 
 def elsewhere(here: Known) -> dict[str, Any]:
-    """Return what a rank does that is in nothing of a group or communicator: what keeps it longest in another, or {}.
+    """Return what keeps a rank, if it is in no operation of `here`, longest in another group or communicator; {} if
+    nothing.
 
-    Where several of its ranks are in this process, each is known by its device. What was launched and may be done
-    keeps no rank.
+    If several ranks of `here` are in this process, the groups of each are told apart by its device. An operation that
+    was launched and may be done keeps no rank.
     """
     others = [each for each in _there_now() if each is not here]
     shared = any(each.name == here.name and each.rank != here.rank for each in others)
@@ -176,7 +177,7 @@ def elsewhere(here: Known) -> dict[str, Any]:
 
 
 def _there_now() -> list[Known]:
-    there = [reference() for reference in _there.valuerefs()]  # in one step, whoever makes groups meanwhile
+    there = [reference() for reference in _there.valuerefs()]  # in one step: another thread may add a group
     return [each for each in there if each is not None]
 
 
@@ -185,7 +186,7 @@ def _known() -> list[KnownGroup]:
 
 
 def _forked() -> None:
-    """In the child no group of the parent's works."""
+    """Forget the parent's groups in a forked child: none of them works there."""
     _there.clear()
     _failed.clear()
 

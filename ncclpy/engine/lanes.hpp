@@ -1,7 +1,7 @@
-// Lanes: first-in-first-out threads that make the calls of launches, and the one order in which launches come to them.
+// Lanes: first-in-first-out threads that make the calls of launches, and the order of launches, the same on all lanes.
 //
-// A lane's thread never takes the GIL, so Python can neither hold it up nor be held up by it. A thread that wants to
-// make the calls of a launch itself borrows the lanes in its place in the order: what is pushed meanwhile waits.
+// A lane's thread never takes the GIL, so neither it nor Python code waits for the other. A thread that wants to make
+// the calls of a launch itself borrows the lanes at its place in the order: jobs pushed meanwhile wait.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +22,8 @@ using Job = ncclpy_job;
 // One lane. Lanes live as long as the process, as their threads do.
 class Lane {
  public:
-  // `spin` is how long the thread stays awake for the next job, in seconds: work comes in bursts. The thread calls
+  // `spin` is how long the thread stays awake for the next job, in seconds: launches arrive in bursts. The thread
+  // calls
   // `begin` first.
   Lane(double spin, void (*begin)()) : spin_(spin), begin_(begin) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_LIST); }
 
@@ -33,7 +34,8 @@ class Lane {
     sigset_t all, before;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    // Signals are for the program's threads, Python's handlers want the main one; a crash is for who has a handler.
+    // Signals go to the program's threads, Python's handlers need the main one; a crash must reach its installed
+    // handler.
     sigfillset(&all);
     for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, number);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -51,10 +53,10 @@ class Lane {
     last_ = job;
     const bool taken = taken_;
     ncclpy_mutex_unlock(&mutex_);
-    if (!taken) announce();  // else whoever has it looks for more when he is through
+    if (!taken) announce();  // else the thread that has the lane looks for more jobs when it is done
   }
 
-  // Takes the place of a lane that has nothing to do.
+  // Takes the place of an idle lane's thread; returns whether the lane was idle.
   bool borrow() {
     ncclpy_mutex_lock(&mutex_);
     const bool idle = !taken_ && first_ == nullptr;
@@ -63,7 +65,7 @@ class Lane {
     return idle;
   }
 
-  // The borrower is through, in any thread; with a job, the lane begins with that one, before all that was pushed.
+  // Ends a borrowing, in any thread; the lane runs `job`, if given, before all that was pushed meanwhile.
   void give_back(Job* job = nullptr) {
     ncclpy_mutex_lock(&mutex_);
     if (job != nullptr) {
@@ -115,7 +117,8 @@ class Lane {
     }
   }
 
-  // Takes the next job. `mine` says whether this thread has the lane already; without a job nobody has it afterwards.
+  // Takes the next job. `mine` says whether this thread has the lane already; without a job the lane is free
+  // afterwards.
   Job* take(bool mine) {
     Job* job = nullptr;
     ncclpy_mutex_lock(&mutex_);
@@ -139,8 +142,8 @@ class Lane {
   ncclpy_mutex mutex_;   // guards the next three
   Job* first_ = nullptr;
   Job* last_ = nullptr;
-  bool taken_ = false;   // a job runs, or somebody has borrowed the lane
-  int news_ = 0;         // atomic; counts what is to be looked at, slept on
+  bool taken_ = false;  // a job runs, or a thread has borrowed the lane
+  int news_ = 0;  // atomic futex; counts announcements of jobs
   int asleep_ = 0;       // atomic
   const double spin_;
   void (*const begin_)();
@@ -155,7 +158,8 @@ class Lanes {
 
   int count() const { return static_cast<int>(lanes_.size()); }
 
-  // Starts a lane's thread at its first use; not for several threads at once. Returns false if that fails.
+  // Starts a lane's thread at its first use; must not be called concurrently. Returns false if the thread cannot
+  // start.
   bool need(int number) {
     if (lanes_[number] != nullptr) return true;
     std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_, begin_));
@@ -164,7 +168,7 @@ class Lanes {
     return true;
   }
 
-  // Puts jobs on their lanes, which are there, in one order for all that is pushed or borrowed.
+  // Pushes jobs to their lanes, which must have been started, in the one order of all launches, pushed or borrowed.
   void push(Job* const* jobs, const int* numbers, size_t count) {
     ncclpy_mutex_lock(&order_);
     pushed_at_ = ncclpy_now();
@@ -172,10 +176,12 @@ class Lanes {
     ncclpy_mutex_unlock(&order_);
   }
 
-  // Takes the place of some lanes, each named once; all of them or none.
+  // Borrows some lanes, each named once; all of them or none.
   //
-  // One lane is borrowed when it is idle. Several are faster than one thread, so that they are borrowed only when they
-  // sleep and nothing was launched for a while: waking them takes longer than making all calls in one thread.
+  // A single lane is borrowed whenever it is idle. Several lanes work faster than one thread, so they are borrowed
+  // only
+  // when they sleep and nothing was launched for a while: waking them takes longer than making all calls in one
+  // thread.
   bool borrow(const int* numbers, size_t count) {
     size_t taken = 0;
     ncclpy_mutex_lock(&order_);
@@ -195,14 +201,14 @@ class Lanes {
     for (size_t i = 0; i < count; i++) lanes_[numbers[i]]->give_back();
   }
 
-  // The first lane is to begin with a job, which gives the others back.
+  // Returns the borrowed lanes by a job for the first of them, which gives the others back.
   void pass_on(Job* job, const int* numbers) { lanes_[numbers[0]]->give_back(job); }
 
   bool is_idle(int number) { return lanes_[number] == nullptr || lanes_[number]->is_idle(); }
 
  private:
-  ncclpy_mutex order_;     // of launches; guards pushed_at_ too
-  double pushed_at_ = 0;   // when something was launched last
+  ncclpy_mutex order_;  // guards the order of launches, and pushed_at_
+  double pushed_at_ = 0;  // when something was last pushed or borrowed
   const double spin_;
   void (*const begin_)();
   std::vector<std::unique_ptr<Lane>> lanes_;  // the thread that calls need() has the GIL

@@ -10,21 +10,21 @@ from ncclpy.engine.native cimport ncclpy_job
 from ncclpy.engine.work cimport Work
 
 
-# Lanes are named by numbers. The lane of a device, with its thread started.
+# A lane is identified by its number. Return the lane of a device, and start its thread if necessary.
 cdef int lane_of(int device) except -1
 
-# The lanes in a list, each once; return how many.
+# The distinct lanes of a list; returns how many there are.
 cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogil
 
-# Put jobs on their lanes, in one order for all launches of the process.
+# Push jobs to their lanes, in the one order of all launches of the process.
 cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept
 
-# Take the place of lanes, each named once, to make their calls in this thread; False if that is not the quickest way,
-# or one of them has something to do.
+# Borrow lanes, each named once, so that this thread makes their calls; False if a lane is busy, or if the lanes'
+# threads would be faster.
 cdef bint borrow_lanes(const int* numbers, size_t count) noexcept
 cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil
 
-# Have the first of the borrowed lanes do it after all; the job gives the others back.
+# Return borrowed lanes by a job for the first of them, which gives the others back.
 cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 
 
@@ -33,8 +33,8 @@ cdef class StreamPool:
     cdef readonly bint high_priority
 
 
-# The stream that produces an input; False if there is none. An event behind it, that the work's stream waits for; and a
-# wait for it at once.
+# The stream that produces an input; False if there is none. Record an event behind what the stream has now, for the
+# work's own stream to wait for; or let another stream wait for it at once.
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1
 cdef int record_producer(Work work, const View* view, producer) except -1
 cdef int record_behind(Work work, CUstream stream) except -1
@@ -42,46 +42,46 @@ cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1
 
 # One participant's part of a launch.
 cdef struct Part:
-    Step step  # first, so that it is the part's address; the work, or the plan, keeps the handle
-    PyObject* work  # a Work, with a reference that goes to the monitor; NULL in a plan
+    Step step  # first, so that its address is the part's; the work, or the plan, keeps the handle
+    PyObject* work  # a Work, with a reference that the monitor takes over; NULL in a plan
     CUcontext context
-    CUevent ready  # the stream waits for it first, or NULL
+    CUevent ready  # the operation's stream waits for it first, or NULL
     CUevent began
     CUevent done
 
-# What one thread does of a launch: its parts, in one NCCL group if there are several.
+# What one thread runs of a launch: its parts, in one NCCL group if there are several.
 cdef struct Batch:
-    ncclpy_job job  # first, so that it is the batch's address
+    ncclpy_job job  # first, so that its address is the batch's
     Part* parts
     size_t count
-    int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
-    const int* lent  # the lanes that were borrowed for it
+    int* remaining  # batches of this launch that have not run yet, or NULL if no thread waits for it
+    const int* lent  # the lanes that were borrowed for the batch
     size_t nlent
-    CallBatch calls  # and what has become of them
-    CUresult driver  # of the calls of the driver around them
+    CallBatch calls  # the calls and their results
+    CUresult driver  # result of the driver calls around them
 
 
 cdef class Launch(Together):
     cdef readonly long long id
-    cdef unsigned long long signature  # its owner's, of what it calls
+    cdef unsigned long long signature  # the owner's signature of its operation, see `signature_of`
     cdef Part* parts
-    cdef Part part  # where there is only one
+    cdef Part part  # used where there is only one
     cdef size_t count
     cdef size_t capacity
     cdef int* lanes
-    cdef int lane  # where there is only one part
+    cdef int lane  # used where there is only one part
     cdef Batch whole  # all parts, for one thread
-    cdef Batch* batches  # one a lane, if there are several
+    cdef Batch* batches  # one for each lane, if there are several
     cdef size_t unsettled
     cdef LaunchOwner owner
-    cdef object kept  # communicators and streams, until all lanes are done with them
+    cdef object kept  # communicators and streams; kept until all lanes are done with them
     cdef bint failing
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
-    # Launch it by its lanes, or, if `here` allows and the lanes are idle, by this thread: it borrows the lanes, and the
-    # launch is returned, on which the caller has to call `launch_here` whatever comes; else None.
+    # Start it on its lanes. If `here` allows it and the lanes are idle, borrow them for this thread and return the
+    # launch instead: the caller must then call `launch_here` with it, even on an error. Else return None.
     cdef Launch start(self, bint here)
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
@@ -90,20 +90,20 @@ cdef class Launch(Together):
 # An empty launch on communicators of this owner.
 cdef Launch new_launch(LaunchOwner owner)
 
-# Make the calls of a launch that this thread has borrowed lanes for; None has none. Under no lock.
+# Make the calls of a launch that this thread has borrowed lanes for; nothing for None. Under no lock.
 cdef void launch_here(Launch lent) noexcept
 
-# Divide parts, which stand in the order of their lanes, into batches; tell each one's job and lane.
+# Divide parts, sorted by lane, into batches; return the job and the lane of each.
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0
 
-# Put all parts, which stand in the order of their communicators, into one batch.
+# Put all parts, sorted by communicator, into one batch.
 cdef void make_whole(Batch* batch, Part* parts, size_t count) noexcept nogil
 
-# Sort parts by communicator, as the locks want them, and first by lane if asked, as `divide` wants them.
+# Sort parts by communicator, the order in which their locks are taken; first by lane if `by_lane`, for `divide`.
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1
 
-# Make the calls of a batch; False, with none made, if other threads are inside its communicators until a moment.
-# `current` is the thread's context.
+# Make the calls of a batch; False, with none made, if other threads still hold its communicators at the moment
+# `until`. `current` is the thread's context.
 cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogil
 
 cdef enum:
@@ -117,16 +117,16 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef readonly tuple devices
     cdef tuple ranks  # of `devices`
     cdef int nranks
-    cdef readonly str name  # for the recorder: the same in all processes
+    cdef readonly str name  # for the flight recorder: the same in all processes
     cdef int state
     cdef list comms  # in the order of `devices`
-    cdef list begun  # communicators that are being made, for whoever ends that
+    cdef list begun  # communicators that are being made, for `abort`
     cdef list streams
-    cdef tuple kept  # both, for launches to hold; None once they are gone
-    cdef set launches  # on their way
-    cdef list failures  # what they have failed with, see `errors.undelivered`
+    cdef tuple kept  # (comms, streams), for launches to keep; None once they are aborted or closed
+    cdef set launches  # in flight
+    cdef list failures  # what launches here have failed with, see `errors.undelivered`
     cdef long long sequence
-    cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
+    cdef unsigned long long* familiar  # hash table of the signatures of launches that have run here; 0 is a free place
     cdef size_t capacity
     cdef size_t nreplaced
     cdef SetOwner owner
@@ -149,5 +149,5 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef int believe(self, int seen) except -1
 
 
-# What NCCL's choice of a way depends on: two operations of one signature take the same connections.
+# What NCCL's choice of an algorithm depends on: operations with one signature use the same connections.
 cdef unsigned long long signature_of(const Operation* o) noexcept

@@ -1,14 +1,14 @@
-"""Launches: operations that belong together go to their devices at once, in one order on all of them.
+"""Launches: operations that belong together are launched at once, in the same order on all their devices.
 
-Each device belongs to a lane, a native thread with a first-in-first-out queue that never takes the GIL (lanes.hpp);
-where there are fewer cores than devices, several devices share one.
+Each device belongs to a lane, a native thread with a first-in-first-out queue that never takes the GIL (lanes.hpp).
+Where there are fewer cores than devices, several devices share a lane.
 
-Sharing keeps the collectives of different communicators in the order of their launches on the device too. One
-communicator that has several ranks on a device would get a stream for each.
+Operations on one device run on one shared stream, so that collectives of different communicators keep the order of
+their launches on the device too. A communicator that has several ranks on a device would need a stream for each.
 
-A launch is put on all its lanes under one lock, so any two launches come in the same order on every device that they
-share, and cannot wait for each other. Or it borrows the lanes, under the same lock, and so has its place in the order;
-the calls are then made by the thread that asked for the launch, once that holds no lock any more.
+A launch is pushed to all its lanes under one lock, so any two launches run in the same order on every device that they
+share, and cannot deadlock. Or it borrows the lanes under the same lock, at its place in the order; then the thread
+that asked for the launch makes the calls, after it has released its own locks.
 """
 
 import atexit
@@ -69,16 +69,16 @@ cdef extern from "sched.h" nogil:
 cdef double _SPIN = 50e-6
 cdef double _LONG_SPIN = 500e-6
 cdef int _MANY = 4  # cores for each lane
-cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; they live as long as the process
+cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; never freed
 
 
 cdef void _settle_in() noexcept nogil:
-    """Begin a lane: what it calls disturbs no capture of another thread."""
+    """Begin a lane's thread: relaxed capture mode, so that its calls disturb no capture in another thread."""
     relax()
 
 
 cdef int lane_of(int device) except -1:
-    """Return the lane of a device. There is one a device, but one core is left to Python."""
+    """Return the lane of a device. There is one for each device, but one core is left to Python."""
     global _lanes
     cdef int number
     if _lanes == NULL:
@@ -103,9 +103,9 @@ cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogi
     return n
 
 
-# These two with the GIL: no thread holds the lock of the order for longer than it takes to push, and giving the GIL up
-# here could mean to get it back only after the interpreter's switch interval, 5 ms, with the Manager's lock held
-# meanwhile.
+# These two keep the GIL: no thread holds the lock of the order for longer than a push takes, and a thread that
+# released the GIL here might get it back only after the interpreter's switch interval, 5 ms, while it holds the
+# Manager's lock.
 cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept:
     _lanes.push(jobs, numbers, count)
 
@@ -124,7 +124,7 @@ cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil:
 
 @atexit.register
 def _end_of_process():
-    """Give what is being launched a moment: a process should not end inside a call of NCCL."""
+    """Wait a moment for launches in progress: a process should not end inside a call of NCCL."""
     cdef double end = now() + 1.0
     cdef int i
     if _lanes == NULL:
@@ -136,7 +136,7 @@ def _end_of_process():
 
 
 def _forked():
-    """In the child the lanes' threads do not exist."""
+    """Forget the lanes in a forked child: their threads do not exist there."""
     global _lanes
     _lanes = NULL
 
@@ -161,18 +161,18 @@ cdef class StreamPool:
         """Return stream number `index` of a device."""
         cdef object found = self.streams.get((device, index))
         if found is None:
-            # Lower numbers go first; the driver takes its own lowest for what is below it.
+            # A lower number is a higher priority; the driver clamps it to its own range.
             found = Stream(device, priority=-100 if self.high_priority else 0)
             found = self.streams.setdefault((device, index), found)  # another thread may have been faster
         return found
 
     def close(self):
-        """Let go of the streams; each is destroyed when nothing on its way needs it any more."""
+        """Drop the streams; each is destroyed when no operation in flight needs it any more."""
         self.streams = {}
 
 
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1:
-    """Find the stream that produces an input; False if there is none: CPU memory is there already."""
+    """Find the stream that produces an input; False if there is none: CPU memory is ready already."""
     if producer is not None:
         stream[0] = as_stream(producer)
         return True
@@ -198,12 +198,12 @@ cdef int record_behind(Work work, CUstream stream) except -1:
 
 
 cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1:
-    """Let a stream wait for what is on another one now."""
+    """Let a stream wait for what is on another stream now."""
     cdef CUevent event = take_event(device, False)
     try:
         _record(device, event, stream, waits, True)
     finally:
-        give_event(device, False, event)  # a wait that was enqueued does not mind that it is recorded again
+        give_event(device, False, event)  # recording it again does not affect a wait that is enqueued
     return 0
 
 
@@ -225,8 +225,8 @@ cdef extern from "Python.h":
 
 _log = logging.getLogger("ncclpy.engine")
 
-# With so many launches on their way a further one is left to its lanes: a call waits for room where a device has too
-# much to do, some 1,000 entries, of which a launch takes three or four; and who adds is not to wait.
+# With more launches than this in flight a further one is left to its lanes: a call blocks where a device's queue is
+# full, at some 1,000 entries, of which a launch takes three or four; and the caller must not block.
 cdef long _MOST = 256
 
 cdef enum:
@@ -237,7 +237,7 @@ cdef long long _launches = 0
 
 
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0:
-    """Fill `batches` from parts that stand in the order of their lanes; return how many there are."""
+    """Fill `batches` from parts that are sorted by lane; return how many batches there are."""
     cdef size_t i, first = 0, n = 0
     cdef int lane, last = -1
     for i in range(count):
@@ -294,7 +294,7 @@ cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogi
 
 
 cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
-    """Let the stream wait for the input, with the device current; note the time if it is asked for."""
+    """Let the stream wait for the input, with the device's context current; record `began` if there is one."""
     cdef CUresult result = CUDA_SUCCESS
     if enter:
         result = driver.cuCtxSetCurrent(part.context)
@@ -306,9 +306,9 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
 
 
 cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept nogil:
-    """Run a batch whose parts have works, unless a call before it on one of its communicators has failed.
+    """Run a batch whose parts have works, unless an earlier call on one of its communicators has failed.
 
-    Such a communicator is aborted next, and until then its calls would meet the wrong ones of the other ranks.
+    Such a communicator is aborted next; until then, further calls on it would match other ranks' wrong calls.
     """
     cdef size_t i
     for i in range(batch.count):
@@ -325,22 +325,22 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
 
 
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
-    """Run a batch whose parts have works, on its lane."""
+    """Run a batch whose parts have works, in its lane's thread."""
     cdef Batch* batch = <Batch*>job
     cdef size_t more = 0
     cdef int lent[_MOST_LENT]
-    if batch.nlent > 1:  # the thread that had borrowed lanes was not let in; this one is the first of them
+    if batch.nlent > 1:  # a thread that had borrowed these lanes found a communicator in use; this lane is the first
         more = batch.nlent - 1
-        memcpy(lent, batch.lent + 1, more * sizeof(int))  # the batch is gone when its works are handed over
+        memcpy(lent, batch.lent + 1, more * sizeof(int))  # the batch is freed once its works are handed over
     _run_in_turn(batch, NULL, FOREVER)
     _hand_works_over(batch, now())
     give_lanes_back(lent, more)
 
 
 cdef void launch_here(Launch lent) noexcept:
-    """Make the calls in this thread, which has the lanes' place in the order; its current device stays.
+    """Make the calls in this thread, in the lanes' place in the order; keep the thread's current context.
 
-    No Python may run before the lanes are given back: others would be held up by it.
+    No Python may run before the lanes are given back: other launches wait for them.
     """
     cdef Batch* batch
     cdef CUcontext saved = NULL
@@ -350,22 +350,22 @@ cdef void launch_here(Launch lent) noexcept:
     batch = &lent.whole
     with nogil:
         driver.cuCtxGetCurrent(&saved)
-        mode = relax()  # what this thread captures is not disturbed
+        mode = relax()  # calls here must not disturb a capture by this thread
         if _run_in_turn(batch, saved, 0):
-            _hand_works_over(batch, now())  # before other launches come to these devices
+            _hand_works_over(batch, now())  # before other launches run on these devices
             give_lanes_back(batch.lent, batch.nlent)
         else:
-            pass_on(&batch.job, batch.lent)  # an abort is inside a communicator: it can take long
+            pass_on(&batch.job, batch.lent)  # an abort holds a communicator, which can take long
         restore(mode)
         if lent.parts[lent.count - 1].context != saved:
             driver.cuCtxSetCurrent(saved)
 
 
 cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
-    """Hand the works of a batch that was run by a moment to the monitor."""
+    """Hand the works of a batch that was run by `moment` over to the monitor."""
     cdef size_t i, n = 0, count = batch.count
     cdef Part* part
-    cdef Watched some[16]  # handed over a few at a time: a thread of its own could tell nobody that memory is out
+    cdef Watched some[16]  # a few at a time on the stack: a lane cannot report that memory is out
     cdef char* text = batch.calls.words
     cdef ncclResult_t result = batch.calls.result
     cdef CUresult failed = batch.driver
@@ -383,22 +383,22 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
         some[n].kind = part.step.operation.kind
         some[n].result = result
         some[n].driver = failed
-        some[n].text = text  # the first one's only
+        some[n].text = text  # for the first work only
         text = NULL
         n += 1
         (<Work>part.work).entry.launched = moment
         if result == ncclSuccess and failed == CUDA_SUCCESS:
-            # What was aborted meanwhile has come to its end and stays there.
+            # A work that was aborted meanwhile is settled and stays so.
             change(&(<Work>part.work).entry.state, PENDING, LAUNCHED)
             change(&(<Work>part.work).phase, PENDING, LAUNCHED)
             if load(&(<Work>part.work).sleepers):
                 wake(&(<Work>part.work).phase)
-    # From here on the launch, its batches and its parts may be gone: the works, on which they hang, are the monitor's.
+    # From here on the launch, its batches and its parts may be freed: only the works, now the monitor's, keep them.
     hand_over(some, n)
 
 
 cdef class Launch(Together):
-    """Operations of several devices that are launched together and share their fate."""
+    """Operations of several devices that are launched together and fail together."""
 
     def __dealloc__(self):
         if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
@@ -410,7 +410,7 @@ cdef class Launch(Together):
             free(self.lanes)
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add a participant's operation; its work keeps the buffers, `kept` the communicator and the stream."""
+        """Add a participant's operation; the work keeps the buffers, `kept` the communicator and the stream."""
         cdef Part* part = self._room(handle, operation, ready)
         part.work = <PyObject*>work
         if work.timed and work.began == NULL:
@@ -426,7 +426,7 @@ cdef class Launch(Together):
         return 0
 
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
-        """Return another part, filled in but for its work."""
+        """Append a part and return it, filled in but for its work and events."""
         cdef Part* part
         cdef Part* grown
         cdef size_t capacity
@@ -448,14 +448,14 @@ cdef class Launch(Together):
         return part
 
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add an operation that has no work of its own: that of the next one on this communicator is for both."""
+        """Add an operation without a work of its own: the next operation on this communicator has one for both."""
         self._room(handle, operation, ready)
         return 0
 
     cdef Launch start(self, bint here):
-        """Put the launch on its lanes, or borrow them for this thread. Nothing fails any more once that is done.
+        """Push the launch to its lanes, or borrow them for this thread. After that, nothing here raises.
 
-        Return the launch if lanes were borrowed: the caller gives it to `launch_here`.
+        Return the launch if lanes were borrowed: the caller passes it to `launch_here`.
         """
         global _on_their_way
         cdef size_t i, nlanes, nbatches
@@ -465,7 +465,7 @@ cdef class Launch(Together):
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         ensure_running((<Handle>self.parts[0].step.handle).device)
         nlanes = self._find_lanes()
-        if nlanes > 1:  # batches, and behind them pointers to them
+        if nlanes > 1:  # the batches, followed by pointers to their jobs
             self.batches = <Batch*>malloc(nlanes * (sizeof(Batch) + sizeof(ncclpy_job*)))
             if self.batches == NULL:
                 raise MemoryError
@@ -491,11 +491,11 @@ cdef class Launch(Together):
             push_jobs(jobs, self.lanes, nlanes)
             return None
         self.whole.lent, self.whole.nlent = self.lanes, nlanes
-        self.whole.calls.watched = True  # for Ctrl-C; what is stuck on the device is the monitor's
+        self.whole.calls.watched = True  # for Ctrl-C; the monitor watches what is stuck on the device
         return self
 
     cdef size_t _find_lanes(self) except 0:
-        """Note the lanes of the parts, each once; return how many."""
+        """Store the lanes of the parts, each once; return how many there are."""
         cdef size_t i
         if self.count == 1:
             self.lanes = &self.lane
@@ -508,7 +508,7 @@ cdef class Launch(Together):
         return distinct(self.lanes, self.count, self.lanes)
 
     cdef int settled(self, object work) except -1:
-        """Note that one of the works is done."""
+        """Note that one of the works is settled."""
         global _on_their_way
         cdef LaunchOwner owner
         self.unsettled -= 1
@@ -517,12 +517,12 @@ cdef class Launch(Together):
             self.works = []
             owner = self.owner
             owner.launch_done(self)
-            if Py_REFCNT(<PyObject*>owner) > 2:  # else it goes with the launch, where finalisers may run
+            if Py_REFCNT(<PyObject*>owner) > 2:  # else the launch keeps it until finalisers may run
                 self.owner = None
         return 0
 
     cdef int end(self, object error) except -1:
-        """Fail all works with one error, and nothing more."""
+        """Fail all works with one error, and do nothing more."""
         cdef Work work
         self.failing = True
         for work in self.members():
@@ -530,25 +530,25 @@ cdef class Launch(Together):
         return 0
 
     cdef int fail(self, object error) except -1:
-        """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
+        """Fail all works with one error and abort their communicators, where operations wait for the failed one."""
         cdef size_t i
         cdef LaunchOwner owner = self.owner
         handles = {}
-        if self.failing or self.unsettled == 0:  # all works were done meanwhile
+        if self.failing or self.unsettled == 0:  # all works were settled meanwhile
             return 0
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].step.handle] = <Handle>self.parts[i].step.handle
         self.failing = True
         try:
-            if owner.launch_failed(self, error):  # first: no thread is to take the communicators for idle ones
+            if owner.launch_failed(self, error):  # first: no thread may use the communicators as idle ones
                 self.failing = False  # all works were done in the meantime, which can be seconds
                 return 0
         finally:
-            if self.failing:  # whatever goes wrong there: its works are waited for
+            if self.failing:  # also if that raises: threads wait for the works
                 self.end(error)
         if owner.spares or owner.aborts:
             return 0
-        words = words_of(error)  # the abort is not to wait for a key to show itself
+        words = words_of(error)  # not str(): the abort must not wait for the __repr__ of a key
         abort_in_background(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
         return 0
 
@@ -568,7 +568,7 @@ cdef Launch new_launch(LaunchOwner owner):
 
 
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:
-    """Order parts by lane, if asked, then by communicator; there are few, and mostly they are in order."""
+    """Sort parts by lane, if asked, then by communicator; they are few, and mostly in order."""
     cdef size_t i, j
     cdef Part moving
     for i in range(1, count):
@@ -588,16 +588,16 @@ cdef int _before(const Part* a, const Part* b, bint by_lane) except -1:
 
 
 def abort_in_background(handles, reason, others=()):
-    """Abort communicators together in a thread of their own, which nobody waits for.
+    """Abort communicators together in a thread of their own.
 
     Parameters
     ----------
     handles : list of Communicator
-        Those that are aborted or closed already are passed over.
+        Those that are aborted or closed already are skipped.
     reason : str
-        For the warning, should NCCL not come back.
+        For the warning if NCCL does not return.
     others : list of threading.Thread
-        Threads that abort more, which this one waits for.
+        Threads that abort others; the new thread waits for them.
 
     Returns
     -------
@@ -606,14 +606,14 @@ def abort_in_background(handles, reason, others=()):
     thread = threading.Thread(target=_abort, args=(handles, reason, others), name="ncclpy-abort-aside", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread is to be had; what waits for these communicators would never end else
+    except RuntimeError:  # no thread is available; what waits for these communicators would never end otherwise
         _abort(handles, reason, others)
         return _Done()
     return thread
 
 
 class _Done:
-    """Stand for a thread whose work was done by its caller."""
+    """Stands for the thread if the caller has done its work."""
 
     def join(self, timeout=None):
         """Return at once."""
@@ -629,11 +629,11 @@ def _abort(handles, reason, others):
             abort_handles(handles, ABORT_DEADLINE, reason)
         for thread in others:
             thread.join()
-    except Exception:  # nobody waits for this thread
+    except Exception:  # no thread takes this one's exceptions
         _log.warning("aborting %s failed (%s)", handles, reason, exc_info=True)
 
 
-# The table of signatures: its size at first and at most, and at how many places each may be.
+# The table of signatures: its first and its largest size, and the number of places at which a signature may be.
 cdef enum:
     _FEW = 32
     _MOST_AT_ONCE = 2048
@@ -641,14 +641,14 @@ cdef enum:
 
 
 cdef class CommunicatorSet(LaunchOwner):
-    """Communicators that were made together, and what runs on them.
+    """Communicators that were made together, and the launches on them.
 
     Parameters
     ----------
     owner : SetOwner
-        Who is told when they are made and when they are lost.
+        It is told when they are made and when they are lost.
     key : hashable
-        What they are found by.
+        The owner finds the set by it.
     devices : tuple of int
         The local devices, in the order of their ranks.
     ranks : tuple of int
@@ -656,7 +656,7 @@ cdef class CommunicatorSet(LaunchOwner):
     nranks : int
         The number of ranks on all nodes.
     site : str
-        Where their owner was made, for warnings.
+        Source line where the owner was made, for warnings.
     """
 
     def __init__(self, SetOwner owner not None, key, devices, ranks, int nranks, site):
@@ -677,12 +677,12 @@ cdef class CommunicatorSet(LaunchOwner):
         free(self.familiar)
 
     def make(self, unique_id, config):
-        """Make the communicators, in a thread of its own: other nodes may be late.
+        """Make the communicators in a thread of its own, since other nodes may be late.
 
         Parameters
         ----------
         unique_id : bytes
-            Of the communicators; empty if these are all of their ranks: then one is made.
+            Of the communicators; empty if all ranks are here: then one is made.
         config : Config or None
             NCCL's configuration.
         """
@@ -698,39 +698,40 @@ cdef class CommunicatorSet(LaunchOwner):
                 for rank, device in zip(self.ranks, self.devices, strict=True):
                     comm = Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True)
                     made.append(comm)
-                    (<Communicator>comm).site = self.site  # its line is this thread's
+                    (<Communicator>comm).site = self.site  # the line found by itself is one of this thread
                     self.name = (<Communicator>comm).group_name
                 self.begun = made
-                if self.state == GONE:  # an abort before this has not seen them
+                if self.state == GONE:  # the abort came before `begun` was set, and so did not include them
                     raise NcclAborted("the communicators were aborted while they were made")
-        except BaseException as failure:  # told to all who wait for it
+        except BaseException as failure:  # set_made() passes it to all that wait
             error = failure
         self.owner.set_made(self, made, error)
         self.begun = []
 
     cdef list ready(self, list comms, list streams):
-        """Take over the communicators and the streams for them; return what had waited for that, to be let go of."""
+        """Take over the communicators and their streams; return the works that waited, for the caller to drop."""
         self.comms, self.streams = comms, streams
         self.kept = (comms, streams)
         self.state = MADE
         return []
 
     cdef int fail(self, object error) except -1:
-        """Fail what waits for communicators that cannot be made, or are gone; under no lock."""
+        """Fail what waits for communicators that cannot be made, or are aborted; under no lock."""
         self.state = GONE
         return 0
 
     cdef Launch begin(self):
-        """Return a launch on these communicators, to be filled and started."""
+        """Return a new launch on these communicators, to be filled and started."""
         cdef Launch launch = new_launch(self)
         launch.kept = self.kept
         self.launches.add(launch)
         return launch
 
     cdef Launch start(self, Launch launch, const Operation* operation, bint here):
-        """Start a launch of such an operation on all devices: in this thread only if one like it has run here.
+        """Start a launch of such an operation on all devices; in this thread only if a similar one has run here.
 
-        NCCL connects the ranks when it first needs that, and waits for them all: in a lane it may.
+        NCCL connects ranks at the first use of an algorithm and then waits for all of them: only a lane may wait for
+        that.
         """
         launch.signature = signature_of(operation)
         return launch.start(here and self.knows(launch.signature))
@@ -739,7 +740,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return self._place_with(signature, signature) != NULL
 
     cdef int learn(self, unsigned long long signature) noexcept:
-        """Remember a signature of what has run here; in a full table it takes another one's place."""
+        """Remember a signature of a launch that has run here; in a full table it replaces another."""
         cdef unsigned long long* place = self._place_with(signature, 0)
         while place == NULL and self._grow():
             place = self._place_with(signature, 0)
@@ -751,7 +752,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef bint _grow(self) noexcept:
-        """Double the table; return whether that may be and there was memory for it."""
+        """Double the table; return False if it is at its limit or memory is out."""
         cdef size_t i, before = self.capacity, capacity = 2 * before if before else _FEW
         cdef unsigned long long* old = self.familiar
         cdef unsigned long long* place
@@ -769,7 +770,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return True
 
     cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept:
-        """Return the place with this in it, of those at which a signature may be; NULL if there is none."""
+        """Return the place with value `wanted` among those at which a signature may be; NULL if there is none."""
         cdef size_t i
         cdef unsigned long long* places
         if self.capacity == 0:
@@ -786,21 +787,21 @@ cdef class CommunicatorSet(LaunchOwner):
         return self.familiar + (hashed & (self.capacity - 1) & ~<size_t>(_WAYS - 1))
 
     cdef int fence(self) except -1:
-        """Believe no end of an operation any more."""
+        """Stop reporting ends of operations as success."""
         cdef Communicator comm
         for comm in self.comms:
             fence(comm)
         return 0
 
     cdef int believe(self, int seen) except -1:
-        """Believe them again: they were not ended when this process had been stopped so often."""
+        """Report ends as success again: no communicator had ended when this process had stopped `seen` times."""
         cdef Communicator comm
         for comm in self.comms:
             believe(comm, seen)
         return 0
 
     cdef int note_readers(self, set readers) except -1:
-        """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""
+        """Add the threads that let a stream wait for operations here, except those that wait themselves now."""
         cdef Work work
         waiters = set()
         for work in self.unsettled():
@@ -808,11 +809,11 @@ cdef class CommunicatorSet(LaunchOwner):
                 readers.add(work.reader)
             if work.waiter:
                 waiters.add(work.waiter)
-        readers -= waiters  # their wait raises the error
+        readers -= waiters  # their own wait raises the error
         return 0
 
     cdef list unsettled(self):
-        """Return the works of what runs."""
+        """Return the works in flight."""
         cdef Launch launch
         cdef Work work
         works = []
@@ -823,7 +824,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return works
 
     cdef int tell_readers(self, set readers, object error) except -1:
-        """Have an error raised in such threads, before the communicators are aborted; not in the one that ends them."""
+        """Raise an error in such threads, but not in the calling one, before it aborts the communicators."""
         readers.discard(threading.get_ident())
         raise_in_readers(readers, 0, error)
         return 0
@@ -842,7 +843,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
-        """Leave the owner's cache: these communicators are aborted, the next use makes new ones."""
+        """Remove the set from the owner's cache: its communicators are aborted, and the next use makes new ones."""
         self.owner.set_lost(self)
         failure = same_class_as(type(error).__name__)(
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
@@ -856,23 +857,23 @@ cdef class CommunicatorSet(LaunchOwner):
 
     @property
     def idle(self):
-        """Whether nothing runs or waits on it."""
+        """Whether nothing runs on it and nothing waits for it."""
         return self.state == MADE and not self.launches
 
     @property
     def alive(self):
-        """Whether it is made or being made."""
+        """Whether the communicators are made or being made."""
         return self.state != GONE
 
     @property
     def in_flight(self):
-        """How many collectives are launched and not done."""
+        """How many launches are not done."""
         return len(self.launches)
 
     def abort(self, error):
-        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted.
+        """Fail what runs or waits with `error`, and return the communicators, which the caller has to abort.
 
-        The owner's lock is not held, but nobody finds these communicators any more.
+        Called without the owner's lock, after the owner has removed the set from its cache.
         """
         self.state = GONE
         comms, self.comms, self.kept = self.comms, [], None
@@ -885,7 +886,7 @@ cdef class CommunicatorSet(LaunchOwner):
         """Close the communicators; nothing may run on them."""
         self.state = GONE
         comms, self.comms, self.kept = self.comms, [], None
-        # NCCL may let a rank wait for the others when it is destroyed.
+        # ncclCommDestroy may wait for the other ranks, so each is closed in a thread of its own.
         threads = [threading.Thread(target=_close, args=(comm,), name="ncclpy-close", daemon=True) for comm in comms]
         for thread in threads:
             thread.start()
@@ -901,7 +902,7 @@ cdef unsigned long long signature_of(const Operation* o) noexcept:
     while nbytes:
         nbytes >>= 1
         size += 1
-    # 5 bits, 7, 5, 8, one that makes it another number than 0, and 32 for the root.
+    # 5 bits, 7, 5, 8, one bit that keeps it from being 0, and 32 for the root.
     return (
         1ULL << 31 | o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
         | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>root << 32
@@ -912,6 +913,6 @@ def _close(comm):
     relax()
     try:
         comm.close()
-    except Exception:  # nobody could do more about it; its memory stays with NCCL
+    except Exception:  # nothing more can be done; its memory stays with NCCL
         _log.warning("closing %r failed", comm, exc_info=True)
         comm.abort()

@@ -1,8 +1,9 @@
-/* What a rank has begun in a process group and not finished, and what it has finished last: written under the GIL, read
-   by threads that do not have it and never wait for who writes.
+/* What a rank has begun in a process group and not finished, and what it has finished last. Written under the GIL;
+   read by threads without the GIL, which never wait for a writer.
 
-   Those on their way are a list, in the order in which they have begun; a version that is odd while somebody writes tells
-   readers to look again. Memory that a reader might look at is used again, and given back with the ledger alone. */
+   Operations in flight are a list, in the order in which they have begun. The version is odd during a write; a reader
+   that sees that, or a changed version, reads again. Notes are reused, and freed only with the ledger, since a reader
+   might look at them. */
 #ifndef NCCLPY_ENGINE_LEDGER_H
 #define NCCLPY_ENGINE_LEDGER_H
 
@@ -10,26 +11,26 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* One operation, as others are told of it. */
+/* One operation, as other ranks are told of it. */
 typedef struct {
   uint64_t sequence;
   uint64_t count;
-  uint64_t began; /* the bits of a moment of the monotonic clock; so is `done` */
+  uint64_t began; /* both are bits of a moment of the monotonic clock */
   uint64_t done;
   uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BEHIND */
   uint64_t beside; /* operator and root, -1 for none */
 } ncclpy_noted;
 
-/* In `call`: the device cannot begin it yet, since what produces its input is not through. */
+/* In `call`: the device cannot begin the operation yet, since what produces its input is not done. */
 #define NCCLPY_BEHIND ((uint64_t)1 << 33)
 
 enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
-/* One that is on its way; or spare, then `after` is the next spare one. */
+/* An operation in flight; or a spare note, then `after` is the next spare one. */
 typedef struct ncclpy_note {
   ncclpy_noted what;
   struct ncclpy_note *before, *after;
-  uint64_t order; /* how many had begun with it */
+  uint64_t order; /* its place among those begun, from 1 */
 } ncclpy_note;
 
 typedef struct {
@@ -47,7 +48,7 @@ typedef struct ncclpy_notes {
 typedef struct {
   int users;
   uint64_t version;
-  ncclpy_row rows[2]; /* collectives; what is between two ranks */
+  ncclpy_row rows[2]; /* collectives; operations between two ranks */
   ncclpy_note* spare;
   ncclpy_notes* notes;
 } ncclpy_ledger;
@@ -58,7 +59,7 @@ typedef struct {
   ncclpy_noted current, finished;
 } ncclpy_standing;
 
-/* Each orders what comes before or behind it: a fence would, too, but thread sanitizers do not know fences. */
+/* Each orders the accesses before or behind it. A fence would too, but thread sanitizers do not know fences. */
 #define NCCLPY_GET(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
 #define NCCLPY_PUT(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 
@@ -81,7 +82,7 @@ static inline void ncclpy_note_copy(ncclpy_noted* to, const ncclpy_noted* from) 
   for (i = 0; i < NCCLPY_NOTED_WORDS; i++) NCCLPY_PUT(out[i], NCCLPY_GET(in[i]));
 }
 
-/* A ledger with one user; NULL without memory. */
+/* Returns a ledger with one user; NULL if memory is out. */
 static inline ncclpy_ledger* ncclpy_ledger_new(void) {
   ncclpy_ledger* ledger = (ncclpy_ledger*)calloc(1, sizeof(ncclpy_ledger));
   if (ledger != NULL) ledger->users = 1;
@@ -102,7 +103,7 @@ static inline void ncclpy_ledger_leave(ncclpy_ledger* ledger) {
 
 static inline void ncclpy_ledger_turn(ncclpy_ledger* ledger) { NCCLPY_PUT(ledger->version, ledger->version + 1); }
 
-/* Notes an operation that begins, by who has the GIL. Returns the note; NULL without memory. */
+/* Notes an operation that begins; with the GIL. Returns the note; NULL if memory is out. */
 static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what) {
   ncclpy_row* row = &ledger->rows[pair];
   ncclpy_note* note = ledger->spare;
@@ -131,7 +132,7 @@ static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, 
   return note;
 }
 
-/* Notes whether an operation on its way is behind what produces its input, by who has the GIL. */
+/* Notes whether an operation in flight waits for what produces its input; with the GIL. */
 static inline void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note, int behind) {
   const uint64_t call = behind ? note->what.call | NCCLPY_BEHIND : note->what.call & ~NCCLPY_BEHIND;
   if (call == note->what.call) return;
@@ -140,7 +141,7 @@ static inline void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note,
   ncclpy_ledger_turn(ledger);
 }
 
-/* Notes the end of an operation, once, by who has the GIL, and whether it was `done`: else it has failed, say. */
+/* Notes the end of an operation, once; with the GIL. `done` is false if it has failed, for example. */
 static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment) {
   ncclpy_row* row = &ledger->rows[pair];
   ncclpy_ledger_turn(ledger);
@@ -164,7 +165,7 @@ static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_not
   ledger->spare = note;
 }
 
-/* Reads one row, perhaps while it is written: then what it finds is wrong, but the ledger's. */
+/* Reads one row, possibly during a write: then it returns garbage, but from the ledger's own memory. */
 static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found) {
   const ncclpy_note* first = NCCLPY_GET(row->first);
   found->has_current = first != NULL;
@@ -173,8 +174,8 @@ static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found
   if (found->has_finished) ncclpy_note_copy(&found->finished, &row->finished);
 }
 
-/* The first operation that is begun and not done, and the last that is done; collectives go before what is between two
-   ranks. Returns 0 where somebody wrote all the time. */
+/* Reads the first operation that is begun and not done, and the last that is done; collectives take precedence over
+   operations between two ranks. Returns 0 if every attempt met a write. */
 static inline int ncclpy_ledger_read(const ncclpy_ledger* ledger, ncclpy_standing* standing) {
   int tries;
   for (tries = 0; tries < 1000; tries++) {

@@ -1,11 +1,11 @@
-"""The monitor: one thread of the process that sees works to their end.
+"""The monitor: one thread of the process that completes works.
 
-It sleeps until a lane hands over what it has launched, then asks for the events of those works, first come first
-served on each stream, without the GIL. It takes the GIL to complete works, to look after communicators and deadlines
-every now and then, and for timers. With the GIL it is in a quiet stretch: it runs compiled code only, so that no user
-can stop it. Callbacks, errors, timers and what may be the last reference to a buffer are for the executors of `callbacks`.
+It sleeps until a lane hands over launched works, then queries their events, in order on each stream, without the GIL.
+It takes the GIL to complete works, to check communicators and deadlines at intervals, and for timers. With the GIL it
+is in a quiet stretch: it runs compiled code only, so that no code of users can block it. Executors (`callbacks`) run
+callbacks, make errors, run timers and drop what may be the last reference to a buffer.
 
-On GPUs it asks for events. The host engine tells it: a thread that asks there does so on the cores that do the work.
+On GPUs it polls events. The host engine notifies it instead: polling would use the cores that run the operations.
 """
 
 import atexit
@@ -42,25 +42,25 @@ from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
 
 
-# How long works that have ended well, and that have neither a sleeping thread nor a callback, may wait for others: each
-# time that the monitor thread takes the GIL costs the threads that have it.
+# How long completed works without a sleeping thread or a callback may wait for more to complete: each time that the
+# monitor takes the GIL delays the threads that use it.
 cdef double _TOGETHER = 200e-6
 
-# So many works of a stream are looked at for a thread that waits.
+# How many works at the front of a stream are checked for waiting threads and callbacks.
 cdef size_t _LOOKED_AT = 256
 
 
-# Works of one stream in their order; they end in it.
+# Works of one stream in launch order, in which they end.
 cdef struct StreamWorks:
     deque[Watched] works
     double soonest  # no later than the first deadline among them
-    void* told  # one of them at whose end the host engine rings
+    void* told  # the host engine calls `_ring` at the end of this work; NULL for none
 
 ctypedef unordered_map[uintptr_t, StreamWorks] Rows
 
 
 cdef bint is_told_at_once(const Watched* one) noexcept nogil:
-    """Return whether it has failed, has callbacks, or has a thread that sleeps until its end."""
+    """Return whether a work has failed, has callbacks, or has a thread that sleeps until its end."""
     return (
         one.result != ncclSuccess or one.driver != CUDA_SUCCESS
         or load(&(<Work>one.work).sleepers) or has_callbacks(one)
@@ -68,7 +68,7 @@ cdef bint is_told_at_once(const Watched* one) noexcept nogil:
 
 
 cdef bint is_asked_for(Rows* rows) noexcept nogil:
-    """Return whether a thread or a callback waits for what runs."""
+    """Return whether a thread or a callback waits for a work in flight."""
     cdef Rows.iterator it = rows.begin()
     while it != rows.end():
         if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
@@ -78,7 +78,7 @@ cdef bint is_asked_for(Rows* rows) noexcept nogil:
 
 
 cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
-    """Return whether a thread or a callback waits for the last work of a stream, or for one of so many at its front."""
+    """Return whether a thread or a callback waits for the last work of a stream, or for one of `most` at its front."""
     cdef size_t i
     for i in range(min(most, row.works.size())):
         if is_told_at_once(&row.works[i]):
@@ -87,7 +87,7 @@ cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
 
 
 cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether not to ask for a row: it would start a thread, where the caller that waits may be about to run the work."""
+    """Return whether not to ask for a stream yet: asking starts a thread, but a waiting caller may run it."""
     return (
         moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
     )
@@ -98,13 +98,13 @@ cdef void _ring(void* nothing) noexcept nogil:
 
 
 cdef double be_told(Rows* rows, double moment) noexcept nogil:
-    """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
+    """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
 
-    Of a stream, at the end of the first that is to be told of at once, or of one that was the last: each look takes a core
-    from the threads that run the work, and all ranks wait for these. A thread that sleeps in the engine until a work has
-    ended does the rest itself.
+    On each stream it is called at the end of the first work that `is_told_at_once`, or else of the last work: each
+    check takes a core from the threads that run the operations, for which all ranks wait. A thread that sleeps in the
+    engine until a work has ended completes the work itself.
 
-    Return when to look at the latest.
+    Return the latest moment of the next check.
     """
     cdef Rows.iterator it = rows.begin()
     cdef StreamWorks* row
@@ -122,14 +122,14 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
                 return moment
             if result == CUDA_ERROR_NOT_READY:
                 row.told = <void*>one.work
-            else:  # no memory, say, or several streams under one name
+            else:  # no memory, for example, or several streams with one handle
                 soonest = min(soonest, moment + _TOGETHER)
         preincrement(it)
     return soonest
 
 
 cdef Watched* _to_be_told_of(StreamWorks* row) noexcept nogil:
-    """Return the first work of a stream that is to be told of at once; else the last, unless one is told of already."""
+    """Return the first work that `is_told_at_once`; else the last work, or NULL if the engine reports one already."""
     cdef size_t i
     for i in range(min(_LOOKED_AT, row.works.size())):
         if is_told_at_once(&row.works[i]) and not load(&(<Work>row.works[i].work).attended):
@@ -140,14 +140,13 @@ cdef Watched* _to_be_told_of(StreamWorks* row) noexcept nogil:
 
 
 cdef bint has_callbacks(const Watched* one) noexcept nogil:
-    return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # looked at, not touched: no GIL is needed
+    return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # compared only: needs no GIL
 
 
 cdef size_t ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
     """Return how many works at the front of a stream are known to have ended, with the result of the first.
 
-    The driver is asked as seldom as it can be: a thread that launches waits for it meanwhile. What has ended on a stream
-    has ended in its order.
+    Works of one stream end in order, so a binary search needs few queries: each delays a thread that launches.
     """
     cdef Watched* first = &row.works.front()
     cdef size_t ended = 0, runs = row.works.size(), middle
@@ -177,60 +176,60 @@ cdef extern from "sched.h" nogil:
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
-# How often communicators and deadlines are looked after while works are on their way.
+# How often communicators and deadlines are checked while works are in flight.
 cdef double _ROUND = 0.02
 
-# How long a work that was not launched, as a call before it has failed, waits for that one's error to end it.
+# How long a work that was not launched, since an earlier call failed, waits for that call's error to end it.
 cdef double _CAUSE_FIRST = 4.0
 
-# How long what nobody waits for is left alone while launches come faster than that, on GPUs: there each look and each time
-# that the GIL is taken cost who launches more than the monitor, 20 us and more.
+# On GPUs, how long a completed work that no thread awaits is left alone while launches follow each other faster than
+# `_FAST`: each query and each time that the monitor takes the GIL delays the launching thread by 20 us or more.
 cdef double _LONG_TOGETHER = 1e-3
 cdef double _FAST = 100e-6
-cdef int _FEW = 2  # launches, which tell of no pace
+cdef int _FEW = 2  # with no more launches than this a pace is not measured
 
-# How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
-# can take 200 us.
+# How long the thread spins when no works are left; only where cores are plenty, since waking an idle core can take
+# 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
-# What the thread leaves behind at exit has so long to end.
+# How long the process's exit waits for this thread.
 _PATIENCE = 2.0
 
-# What lanes hand over. Its guard is its mutex.
+# What lanes hand over. The mutex guards it.
 cdef struct Inbox:
     mutex_t mutex
     vector[Watched] works
-    size_t coming  # how many works lanes are still to hand over, for which there is room
+    size_t coming  # how many works have room here and are not handed over yet
 
-# What is watched. Its guard is to be the monitor's thread; once that has ended, whoever stands in for it has the GIL.
+# What is watched. Only the monitor's thread uses it; after its end, threads that do its work use it with the GIL.
 cdef struct Watching:
     Rows streams
-    vector[Watched] ended  # to be completed, with the GIL
-    double ended_at  # when the first of them was found
-    int heard  # `wakeups` when the inbox was emptied last
+    vector[Watched] ended  # not completed yet, which needs the GIL
+    double ended_at  # when the first of them was found, 0 if not noted
+    int heard  # `wakeups` when the inbox was last emptied
     double heard_at  # when that was
-    int nap  # nobody changes or wakes this word
+    int nap  # a futex that no thread changes or wakes
     bint at_home
 
 # What the thread reads without the GIL. It is written with the GIL, one word at a time.
 cdef struct Signs:
-    CUcontext home  # of the first device that was launched on; the thread's own calls need some context
+    CUcontext home  # context of the first device in use; the thread's own driver calls need a context
     double next_round
     double next_timer  # the first moment at which something on the agenda is due
     bint stop
 
 
-# What is due at a moment, and what is to be done with the GIL. Its guard is the GIL.
+# What is done with the GIL, at some moment. The GIL guards it.
 @cython.final
 cdef class _Agenda:
-    cdef object unlaunched  # works with a deadline, in the order of their launches
+    cdef object unlaunched  # works with a deadline that were not launched, in launch order
     cdef double soonest  # no later than the first deadline among them
     cdef list timers
     cdef long long timers_made
-    cdef list last  # works that may have the last references to objects of users
-    cdef list unsettled  # works whose ends were seen and are not believed yet, or that another thread is about to fail
+    cdef list last  # settled works that may hold the last references to users' objects
+    cdef list unsettled  # works with an end that is not believed yet, or that another thread is about to fail
     cdef Call thread  # the monitor's
-    cdef bint gone  # it has ended, at exit
+    cdef bint gone  # whether it has ended, at exit
 
     def __cinit__(self):
         self.unlaunched = collections.deque()
@@ -252,9 +251,9 @@ cdef _Agenda _agenda = _Agenda()
 
 
 cdef int make_room(size_t count) except -1:
-    """Make room for works that will be handed over: a lane could tell nobody that there is no memory for them."""
+    """Make room for works that will be handed over: a lane could not report that memory is out."""
     cdef size_t needed
-    mutex_lock(&_inbox.mutex)  # with the GIL: it is held for an instant
+    mutex_lock(&_inbox.mutex)  # with the GIL: it is held only briefly
     try:
         needed = _inbox.works.size() + _inbox.coming + count
         if needed > _inbox.works.capacity():
@@ -266,12 +265,12 @@ cdef int make_room(size_t count) except -1:
 
 
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
-    """Give works to the monitor, for which there is room; without the GIL. It must be running."""
+    """Give works to the monitor, which must be running, after `make_room`; without the GIL."""
     cdef size_t i
     cdef bint hurries = False
     mutex_lock(&_inbox.mutex)
     for i in range(count):
-        hurries |= is_told_at_once(&some[i])  # before the monitor can take it: then it may be gone
+        hurries |= is_told_at_once(&some[i])  # before the monitor can free it
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)
@@ -287,9 +286,9 @@ cdef int ensure_running(int device=-1) except -1:
     if _agenda.thread is not None:
         return 0
     cdef Call thread = _Thread()
-    if _agenda.thread is not None:  # to make an object may run the garbage collector, and with it anything
+    if _agenda.thread is not None:  # creating the object may have run the garbage collector, and so this function
         return 0
-    _agenda.thread = thread  # in one step with the look at it: there must never be two
+    _agenda.thread = thread  # no Python code ran since the check: there must never be two threads
     try:
         thread.start("ncclpy-monitor")
     except BaseException:
@@ -299,7 +298,7 @@ cdef int ensure_running(int device=-1) except -1:
 
 
 cdef int await_launch(Work work) except -1:
-    """See to it that a work whose lane is stuck in a call of NCCL fails at its deadline."""
+    """Fail a work at its deadline even if its lane is stuck in a call of NCCL."""
     _agenda.unlaunched.append(work)
     if work.limit < _agenda.soonest:
         _agenda.soonest = work.limit
@@ -317,7 +316,7 @@ def call_at(double when, callback):
     when : float
         Seconds, as `time.monotonic` counts.
     callback : callable
-        The internal executor runs it; a weak method if it is not to keep its owner alive.
+        The internal executor runs it; a weak method if it must not keep its owner alive.
     """
     ensure_running()
     _agenda.timers_made += 1
@@ -343,7 +342,7 @@ cdef class _Thread(Call):
 
 
 cdef int _attend() except -1:
-    """See to all that is due."""
+    """Do all that is due with the GIL."""
     begin_quiet()
     swap(&attending, 1)
     try:
@@ -361,7 +360,7 @@ cdef int _attend() except -1:
         _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
         if _agenda.unsettled:
             _signs.next_timer = min(_signs.next_timer, now() + _ROUND)
-    except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
+    except BaseException as error:  # an internal error must not end the thread on which all waits rely
         internal_executor.submit(_Defect(error))
     finally:
         swap(&attending, 0)
@@ -370,22 +369,22 @@ cdef int _attend() except -1:
 
 
 cdef class _Proxy(MonitorProxy):
-    """Do as much in any thread once the monitor's own has ended."""
+    """Do the monitor's work in any thread after the monitor's own has ended."""
 
     cdef int run_inline(self) except -1:
         if not _agenda.gone:
             return False
-        _take_in()  # with the GIL: several threads may be here
+        _take_in()  # with the GIL: several threads may do this at once
         _ask()
         _attend()
         internal_executor.run_here()
         return True
 
     cdef int loosen(self, object work) except -1:
-        """Forget what stands before it and is launched, as `_look_at_lanes` does, and it."""
+        """Remove a work, and launched works before it, from those that wait for lanes, as `_look_at_lanes` does."""
         while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
             _agenda.unlaunched.popleft()
-        if work in _agenda.unlaunched:  # one before it is stuck in its lane
+        if work in _agenda.unlaunched:  # an earlier work is stuck in its lane
             _agenda.unlaunched.remove(work)
         return 0
 
@@ -394,7 +393,7 @@ callbacks.monitor_proxy = _Proxy()
 
 
 cdef class _Defect:
-    """An exception of the monitor's own, for a thread that may show it."""
+    """An exception of the monitor itself, raised in a thread that may show it."""
 
     cdef object error
 
@@ -406,19 +405,19 @@ cdef class _Defect:
 
 
 cdef void _watch(double next_round) noexcept nogil:
-    """Return when there is something to do with the GIL: works have ended, a round or a timer is due, or a ring."""
+    """Return when the GIL is needed: works have ended, a round or a timer is due, or the monitor is called."""
     cdef int seen
     cdef double began = now(), waited, moment
-    cdef double rest  # how long what nobody waits for is left alone now
+    cdef double rest  # how long completed works that no thread awaits are left alone
     while True:
         seen = load(&wakeups)
         note_turn(now())
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else _TOGETHER
-        if seen != _watching.heard:  # else the inbox is left to those who fill it
+        if seen != _watching.heard:  # else nothing was handed over since: leave the inbox's mutex to the lanes
             _watching.heard, _watching.heard_at = seen, now()
             if not is_asked_for(&_watching.streams):
-                # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
-                # the host engine, and completes it.
+                # A check at once would delay the launching thread, in the driver and by taking the GIL; on the host
+                # engine, the thread that runs the work and completes it.
                 idle_wait(rest)
             _take_in()
         _ask()
@@ -446,24 +445,24 @@ cdef void _watch(double next_round) noexcept nogil:
         waited = moment - began
         if event_tell != NULL:
             wait_for_wakeup(seen, min(next_round, _signs.next_timer, attention, be_told(&_watching.streams, moment)) - moment)
-        elif waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
+        elif waited < 100e-6 and is_expecting():  # else polling gains nothing: a waiting thread polls at first
             sched_yield()
         elif not is_asked_for(&_watching.streams):
             idle_wait(rest)
         elif waited < 1:
-            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
+            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # saves wake_monitor() a system call
         else:
             wait_for_wakeup(seen, 500e-6)
 
 
 cdef bint _come_fast(int seen) noexcept nogil:
-    """Return whether launches come fast, by those since the inbox was emptied last: it may have been a short while."""
+    """Return whether launches follow each other fast, judged by those since the inbox was last emptied."""
     cdef int come = seen - _watching.heard
     return come > _FEW and now() - _watching.heard_at < come * _FAST
 
 
 cdef bint _is_awaited() noexcept nogil:
-    """Return whether a work that has ended has failed, or somebody waits for it."""
+    """Return whether a completed work has failed, or a thread or a callback waits for it."""
     cdef size_t i
     for i in range(_watching.ended.size()):
         if is_told_at_once(&_watching.ended[i]):
@@ -472,7 +471,7 @@ cdef bint _is_awaited() noexcept nogil:
 
 
 cdef void _take_in() noexcept nogil:
-    """Put what was handed over where those of its stream are."""
+    """Append the works that were handed over to those of their streams."""
     cdef size_t i
     cdef Watched one
     cdef StreamWorks* row
@@ -501,7 +500,7 @@ cdef void _take_in() noexcept nogil:
 
 
 cdef void _ask() noexcept nogil:
-    """Move what has ended from the fronts of the streams to `ended`."""
+    """Move works that have ended from the fronts of the streams to `ended`."""
     cdef Rows.iterator it = _watching.streams.begin()
     cdef StreamWorks* row
     cdef Watched one
@@ -528,7 +527,7 @@ cdef void _ask() noexcept nogil:
 
 
 cdef int _complete() except -1:
-    """Bring the works in `ended` to their ends."""
+    """Settle the works in `ended`."""
     cdef vector[Watched] ended
     cdef size_t i
     ended.swap(_watching.ended)
@@ -536,19 +535,19 @@ cdef int _complete() except -1:
     for i in range(ended.size()):
         try:
             _end(&ended[i])
-        except BaseException as error:  # a defect of ours; the others are still to be seen to
+        except BaseException as error:  # an internal error: the other works still have to be settled
             internal_executor.submit(_Defect(error))
         free(ended[i].text)
     return 0
 
 
 cdef int _end(Watched* watched) except -1:
-    """Complete a work that lane and device are done with, or have it fail; let go of it."""
+    """Settle a work that lane and device are done with, or have it fail; drop the reference to it."""
     cdef Work work = <Work>watched.work
     if work.lent:
         work.lent = False
     else:
-        Py_DECREF(work)  # `work` holds it for as long as is needed
+        Py_DECREF(work)  # the local variable keeps it as long as needed
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
             if follows_a_failure(work, watched):
@@ -567,9 +566,9 @@ cdef int _end(Watched* watched) except -1:
 
 
 cdef int _is_over(Work work) except -1:
-    """Let go of a work that lane and device are done with, once it is settled.
+    """Release what a work keeps, once lane and device are done with it and it is settled.
 
-    Without its communicator a work that is not would take the end that it sees for a success.
+    An unsettled work needs its communicator: without it, `Work._look` would take any end for a success.
     """
     work.over = True
     if work.failing == TO_FAIL or not work.is_settled():
@@ -583,14 +582,14 @@ cdef int _is_over(Work work) except -1:
 
 
 cdef int _look_at_unsettled() except -1:
-    """Look again at works whose ends were not believed or that were about to fail: they have failed by now, or are done."""
+    """Look again at works with doubted ends and works about to fail: settle or release what is ready."""
     cdef Work work
     if not _agenda.unsettled:
         return 0
     unsettled, _agenda.unsettled = _agenda.unsettled, []
     for work in unsettled:
         if not work.is_settled():
-            # One whose launch has failed would look like a success here.
+            # After a failed launch the event looks like a success here.
             if work.failing != NOT_FAILING or (not _check_health(work) and work.is_doubted()):
                 _agenda.unsettled.append(work)
                 continue
@@ -601,7 +600,7 @@ cdef int _look_at_unsettled() except -1:
 
 
 cdef int _pass_on_last() except -1:
-    """Have what may be the last references to objects of users dropped elsewhere."""
+    """Have what may be the last references to users' objects dropped by an executor's thread."""
     if _agenda.last:
         user_executor.submit(_LettingGo(_agenda.last))
         _agenda.last = []
@@ -621,7 +620,7 @@ cdef class _LettingGo:
 
 
 cdef int _look_after() except -1:
-    """Look for communicators in trouble and deadlines that have passed."""
+    """Check communicators for errors, and works for deadlines that have passed."""
     cdef StreamWorks* row
     cdef size_t i
     cdef Work work
@@ -648,7 +647,7 @@ cdef int _look_after() except -1:
 
 
 cdef int _begin_clock(StreamWorks* row, double moment) except -1:
-    """Have the deadline of a stream's first work run, once what produces its input is through."""
+    """Start the deadline of a stream's first work, once what produces its input is done."""
     cdef Watched* first = &row.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
@@ -656,7 +655,7 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
     if work.allowed == 0:
         return 0
     behind = event != NULL and not _has_come(event)
-    work.entry.place(behind)  # now, when this is asked anyway: a call pays nothing for it
+    work.entry.place(behind)  # the event was queried anyway, so that calls need no query for it
     if behind:
         return 0
     first.limit = work.limit = moment + work.allowed
@@ -666,13 +665,13 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
 
 
 cdef bint _has_come(CUevent event) noexcept:
-    """Return whether a stream has come to an event.
+    """Return whether a stream has passed an event.
 
-    Who gives memory back to a device holds the driver up until all of it has ended; what runs there may end by an abort
-    alone, which needs the GIL.
+    A thread that frees device memory blocks the driver until all work on the device has ended; that may end only by an
+    abort, which needs the GIL. So the GIL is released for the query.
     """
     cdef CUresult result
-    if _agenda.gone:  # any thread may be here then, and nothing else guards what is watched
+    if _agenda.gone:  # several threads may be here then, and the GIL guards `_watching`
         return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
     with nogil:
         result = driver.cuEventQuery(event)
@@ -680,7 +679,7 @@ cdef bint _has_come(CUevent event) noexcept:
 
 
 cdef int _look_at_lanes() except -1:
-    """Forget what its lane has launched; fail what is overdue and was not, since NCCL does not return."""
+    """Forget works that their lanes have launched; fail those overdue because NCCL does not return."""
     cdef Work work
     cdef double moment = now()
     while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
@@ -705,7 +704,7 @@ cdef int _look_at_lanes() except -1:
 
 
 cdef int _check_health(Work work) except -1:
-    """Have a work fail whose communicator has an asynchronous error or was aborted under it; return whether it has."""
+    """Have a work fail if its communicator has an asynchronous error or was aborted; return whether it has."""
     cdef Handle handle = work.handle
     cdef ncclResult_t result = ncclSuccess
     if handle is None:
@@ -720,7 +719,7 @@ cdef int _check_health(Work work) except -1:
 
 @atexit.register
 def _end_of_process():
-    """End the thread before the interpreter does: works that are not done are left to the process's end."""
+    """End the thread before the interpreter ends; works in flight are left to the end of the process."""
     if _agenda.thread is None:
         return
     _signs.stop = True
@@ -730,7 +729,7 @@ def _end_of_process():
 
 
 def _forked():
-    """In the child the thread does not exist; nothing that it was given can come to an end there."""
+    """Start afresh in a forked child: the thread does not exist there, and none of its works can end."""
     _agenda.thread = None
     _signs.stop = _agenda.gone = False
     _inbox.coming = 0

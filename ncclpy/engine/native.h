@@ -1,4 +1,4 @@
-/* What the engine needs of the machine: the clock, and atomic words that threads sleep on. */
+/* The clock, atomic words, and futexes: threads sleep on a word until it changes. */
 #ifndef NCCLPY_ENGINE_NATIVE_H
 #define NCCLPY_ENGINE_NATIVE_H
 
@@ -10,14 +10,14 @@
 #include <time.h>
 #include <unistd.h>
 
-/* In one order for all threads: who changes a word and then looks for sleepers must not miss one who has counted
-   itself in and then looked at the word. Acquire and release alone would let both look too early, on ARM. */
+/* Sequentially consistent: a thread changes a word and then looks for sleepers; a sleeper counts itself and then looks
+   at the word. One of them must see the other. With acquire and release alone both could read too early, on ARM. */
 static inline int ncclpy_load(const int* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 static inline int ncclpy_add(int* word, int value) { return __atomic_add_fetch(word, value, __ATOMIC_SEQ_CST); }
 static inline int ncclpy_swap(int* word, int value) { return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST); }
 static inline void ncclpy_store(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Returns whether *word was `from`, and is `to` now. */
+/* Changes *word to `to` if it is `from`. Returns whether it was. */
 static inline int ncclpy_change(int* word, int from, int to) {
   return __atomic_compare_exchange_n(word, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);
 }
@@ -50,10 +50,10 @@ static inline void ncclpy_relax(void) {
 #endif
 }
 
-/* Lets this thread sleep for microseconds: by default the kernel adds 50 to every sleep. */
+/* Lets this thread sleep for microseconds: by default the kernel adds 50 us to every sleep. */
 static inline void ncclpy_sharp_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
-/* A piece of work for a lane (lanes.hpp); whoever pushes it owns it again once `run` has returned. */
+/* A job for a lane (lanes.hpp); the pushing thread owns it again once `run` has returned. */
 typedef struct ncclpy_job {
   struct ncclpy_job* next;
   void (*run)(struct ncclpy_job*);

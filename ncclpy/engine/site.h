@@ -1,5 +1,5 @@
-/* Which line of Python has made a call: the code object and where in it a frame was. Neither keeps a frame alive, in
- * which arrays hang, and the line's number is looked up when it is read. All of it with the GIL. */
+/* The source line of a call: the code object and the instruction of a frame. Neither keeps a frame, and with it the
+ * user's arrays, alive; the line number is computed when it is read. All functions need the GIL. */
 #ifndef NCCLPY_SITE_H
 #define NCCLPY_SITE_H
 
@@ -9,22 +9,22 @@
 /* The innermost frame of this thread, borrowed; NULL where no Python runs. */
 static inline PyObject* ncclpy_frame(void) { return (PyObject*)PyEval_GetFrame(); }
 
-/* The frame that has called it, a new reference; NULL for the outermost. */
+/* The frame that has called this one, a new reference; NULL for the outermost. */
 static inline PyObject* ncclpy_frame_back(PyObject* frame) {
     return (PyObject*)PyFrame_GetBack((PyFrameObject*)frame);
 }
 
-/* Its code, a new reference. */
+/* The frame's code object, a new reference. */
 static inline PyObject* ncclpy_frame_code(PyObject* frame) {
     return (PyObject*)PyFrame_GetCode((PyFrameObject*)frame);
 }
 
-/* Where in its code it is, in bytes, as PyCode_Addr2Line takes it. */
+/* The frame's present instruction, in bytes, as PyCode_Addr2Line takes it. */
 static inline int ncclpy_frame_at(PyObject* frame) {
 #if PY_VERSION_HEX >= 0x030B0000
     return PyFrame_GetLasti((PyFrameObject*)frame);
 #else
-    return ((PyFrameObject*)frame)->f_lasti * 2; /* which counts instructions there */
+    return ((PyFrameObject*)frame)->f_lasti * 2; /* before 3.11 f_lasti counts instructions */
 #endif
 }
 

@@ -1,6 +1,6 @@
-"""Where a thread's Python is, as short text: for ranks that ask, for dumps, and for the message of an error.
+"""The Python stack of a thread as short text: for ranks that ask, for dumps, and for the message of an error.
 
-Files are named and not read, so that a file system that hangs holds up nothing; no locals are looked at.
+Files are named and not read, so that a file system that hangs blocks nothing; local variables are not read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 __all__ = ["as_stack", "in_short", "python_stack"]
 
-#: Bytes of a whole stack as JSON, and how many frames it has at most: the innermost ones.
+#: The most bytes that a stack has as JSON, and the most frames: the innermost ones.
 _BYTES, _FRAMES = 2048, 32
-#: Characters of a file's name, of which the end is kept, and of a function's.
+#: The most characters of a file's name, of which the end is kept, and of a function's.
 _FILE, _FUNCTION = 200, 100
-#: Frames in a sentence, and what the paths of libraries have.
+#: Frames in a sentence, and what only paths of libraries contain.
 _SAID = 3
 _LIBRARY = re.compile(r"/lib/python\d|-packages/|^<frozen ")
 
@@ -33,7 +33,7 @@ def python_stack(thread: int | None = None) -> list[str]:
     """
     frames = sys._current_frames()
     frame = frames.get(-1 if thread is None else thread) or frames.get(threading.main_thread().ident or -1)
-    frames.clear()  # it has this call's own frame, which would keep itself
+    frames.clear()  # it refers to this call's own frame: a reference cycle
     if frame is not None and frame.f_code is python_stack.__code__:
         frame = frame.f_back
     found: list[str] = []
@@ -45,7 +45,7 @@ def python_stack(thread: int | None = None) -> list[str]:
 
 
 def as_stack(told: Any) -> tuple[str, ...]:
-    """Return a stack that another process has told, within the same bounds; nothing of what is none."""
+    """Return a stack that another process has sent, within the same bounds; empty if it is not a stack."""
     if not isinstance(told, (list, tuple)):
         return ()
     found, room = [], _BYTES
@@ -61,9 +61,10 @@ def as_stack(told: Any) -> tuple[str, ...]:
 
 
 def in_short(stack: Sequence[str]) -> str:
-    """Return the innermost frames for a sentence, with the ends of their files' paths.
+    """Return the innermost frames for a sentence, with the last parts of their files' paths.
 
-    Beside the innermost one those of the program are enough, if there are any: not those of libraries between them.
+    After the innermost frame only frames of the program are named, if there are any, and none of libraries between
+    them.
     """
     program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []

@@ -29,7 +29,7 @@ _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
 
 
 class Known:
-    """A communicator or group in whose operations a rank of this process may be.
+    """A communicator or group, of which a rank of this process may be in an operation.
 
     Parameters
     ----------

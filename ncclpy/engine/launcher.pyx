@@ -306,7 +306,7 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
 
 
 cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept nogil:
-    """Run a batch whose parts have works, unless an earlier call on one of its communicators has failed.
+    """Run a batch of parts with works, unless an earlier call on one of its communicators has failed.
 
     Such a communicator is aborted next; until then, further calls on it would match other ranks' wrong calls.
     """
@@ -325,7 +325,7 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
 
 
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
-    """Run a batch whose parts have works, in its lane's thread."""
+    """Run a batch of parts with works, in its lane's thread."""
     cdef Batch* batch = <Batch*>job
     cdef size_t more = 0
     cdef int lent[_MOST_LENT]

@@ -8,32 +8,32 @@ from ncclpy.engine.callbacks cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
 
 
-# Take an event of a device from the pool, with its context current or not; give it back when nothing waits for it.
+# Take an event of a device from the pool; any context may be current. Give it back when nothing waits for it.
 cdef CUevent take_event(int device, bint timing) except NULL
 cdef int give_event(int device, bint timing, CUevent event) except -1
 
-# How often this process was found to have stood still while operations ran.
+# How many times this process was found to have been stopped while operations ran.
 cdef int stops
 
-# Whether the end of an operation may be that of a torn one, so that it is no success.
+# Whether an operation that ends now may have been cut off by an abort, so that its end is no proof of success.
 cdef bint is_doubted(Handle handle) noexcept nogil
 
-# Note that the monitor runs. It does so before each of these moments, FOREVER where no communicator needs that.
+# Note that the monitor runs. It must do so before each next_turn(), FOREVER if no communicator needs that.
 cdef void note_turn(double moment) noexcept nogil
 cdef double next_turn() noexcept nogil
 
-# Have those told that the process has stood still, if it has since they were told last. With the GIL.
+# Notify listeners if the process was stopped since they were last notified. With the GIL.
 cdef int tell_of_stops() except -1
 
-# Believe no end on a communicator any more: other ranks may abort it.
+# Stop reporting ends on a communicator as success: other ranks may abort it.
 cdef int fence(Handle handle) except -1
 
-# Believe them unless the process stands still after it was found to have stopped so often.
+# Report them as success again, unless the process is stopped after the first `seen` stops.
 cdef int believe(Handle handle, int seen) except -1
 
 
-# Have a work fail: for its launch, or with NULL for its communicator's result or, if that is fine, its deadline. It
-# runs compiled code only.
+# Have a work fail: for its launch's result; if `watched` is NULL, for its communicator's result; if that is success,
+# for its deadline. It runs compiled code only.
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1
 cdef object failing_of(Work work, const Watched* watched, ncclResult_t result)
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
@@ -45,39 +45,39 @@ cdef enum:
 
 
 cdef class Work:
-    cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; slept on
+    cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; a futex
     cdef int sleepers
-    cdef int attended  # how many sleep in the host engine until it is done, and bring it to its end
+    cdef int attended  # how many threads sleep in the host engine until it is done, and then settle it
     cdef CUevent done  # recorded behind the operation once it is launched
-    cdef object lender  # whose event that is, if it is not this one's
-    cdef bint borrows  # whether there is one
+    cdef object lender  # the object that owns `done`, if this work does not
+    cdef bint borrows  # whether `done` belongs to another object
     cdef CUevent began  # with timing only
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream
-    cdef CUstream producer  # whose work `ready` stands for, if there is just one such stream
+    cdef CUstream producer  # the stream that `ready` was recorded on, if there is just one
     cdef bint has_producer
-    cdef bint by_stream  # whether it has one array, and that lives by a stream: see `goes_by_streams`
+    cdef bint by_stream  # whether its only array is reused in stream order: see `goes_by_streams`
     cdef bint timed
-    cdef bint was_launched  # before it came to its end
+    cdef bint was_launched  # before it was settled
     cdef readonly int device
-    cdef double limit  # the moment by which it has to be done, or launched as long as there is `allowed`
-    cdef double given  # seconds that it has, for its error; 0 if only a moment is known
-    cdef double allowed  # seconds from when the device can begin; 0 if the clock of `limit` runs already
-    cdef double seconds  # on the device; negative if not known
-    cdef Handle handle  # until it is done
+    cdef double limit  # the moment by which it must be done; with `allowed`, the moment by which it must be launched
+    cdef double given  # seconds of its timeout, for its error; 0 if only a moment is known
+    cdef double allowed  # seconds from when the device can begin it; 0 once `limit` is the deadline
+    cdef double seconds  # duration on the device; negative if not known
+    cdef Handle handle  # until it is settled
     cdef object held  # the input, until the device is done with it; `output` holds the other buffer
     cdef object output
-    cdef object maker  # of the result, where it is made when it is asked for; may be called by several threads
+    cdef object maker  # makes the result where it is made on demand; several threads may call it
     cdef object error
     cdef list callbacks
-    cdef Together launch  # that it is part of, until the monitor lets go of it
-    cdef int failing  # whether a task is about to fail it, or was: NOT_FAILING to HAS_FAILED
-    cdef bint over  # whether lane and device are done with it; the monitor lets go of it once it is settled
+    cdef Together launch  # the launch that it is part of, until the monitor releases the work
+    cdef int failing  # whether a task is about to fail it, or has: NOT_FAILING to HAS_FAILED
+    cdef bint over  # whether lane and device are done with it; the monitor releases it once it is settled
     cdef Awaited gathering  # what it waits for before the launch
-    cdef bint loose  # its arrays were let go of while it runs
-    cdef bint lent  # the user alone keeps it: the reference that the monitor would give back was given back then
-    cdef bint has_listeners  # callbacks of users, who may ask for the result
-    # Threads that see its end: the last one that has let a stream wait for it, and the last that waits for it itself.
+    cdef bint loose  # whether its arrays were released while it runs
+    cdef bint lent  # only the user has a reference: the monitor's was given up early, see `loosen`
+    cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
+    # Threads that its failure is told to: the last that let a stream wait for it, and the last that waits itself.
     cdef unsigned long reader, waiter
     cdef Entry entry
     cdef object __weakref__
@@ -102,28 +102,28 @@ cdef class Work:
     cdef int _must_end(self, object timeout) except -1
 
 
-# A work on its way to its end, as the monitor knows it. Whoever hands it over gives a reference to the work away.
+# A launched work, as the monitor watches it. The thread that hands it over gives its reference to the monitor.
 cdef struct Watched:
     PyObject* work
     CUevent event
     CUstream stream
     double limit
-    double seen  # when the monitor has found that it has ended
-    ncclResult_t result  # of the launch, where it has failed
-    CUresult driver  # likewise, of a call of the driver
+    double seen  # when the monitor found that it has ended
+    ncclResult_t result  # of the launch: not ncclSuccess if it has failed
+    CUresult driver  # of the driver's calls around it
     int kind  # of the operation, to name the function that failed
-    char* text  # NCCL's last words on a failure; from malloc, given away
+    char* text  # NCCL's text for a failure; from malloc, freed by the monitor
 
-# Do the monitor's part, but for callbacks, if it has ended; return whether it has.
+# Do the monitor's work, but not callbacks, if its thread has ended; return whether it has.
 cdef int attend() except -1
 
-# What who waits for works of others does between two looks.
+# What a thread that waits for other threads' works does between two checks.
 cdef int yield_to_others() except -1
 
 
-# Whether memory that an array gives back is used next by what is enqueued behind on its own stream. So it is where a framework
-# says which stream is current, or the array its own: their allocators keep that order. CPU memory, and that of a `Buffer`, of
-# which nobody knows, is anybody's the moment that it is free.
+# Whether memory that an array gives back is next used by what is enqueued later on the array's own stream. This is so
+# where a framework or the array names a current stream: their allocators keep stream order. CPU memory, and memory of
+# a `Buffer`, which no framework manages, may be reused the moment it is free.
 cdef inline bint goes_by_streams(const View* view) noexcept:
     return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
 

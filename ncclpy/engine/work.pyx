@@ -1,15 +1,15 @@
-"""Works: handles of operations that run, the events and fences of their streams, and how they fail.
+"""Works: handles of operations in flight, the events and fences of their streams, and how they fail.
 
-A kernel of NCCL that sees its communicator's abort flag leaves its wait, and passes on to the next rank what it has. So
-a rank whose neighbour aborts sees its own operation end like any other, with wrong data. Where ranks have a channel
-beside NCCL they therefore abort in two steps: first all hear that the communicator ends, and each stops to believe ends
-that it sees from then on; only then does a rank abort (docs/guides/failures.md). A communicator
-without such a channel is always believed.
+An NCCL kernel that sees its communicator's abort flag stops waiting and passes on to the next rank what it has. So
+when a neighbour aborts, a rank sees its own operation end as usual, but with wrong data. Ranks that have a channel
+beside NCCL therefore abort in two steps: first all are told that the communicator ends, and each stops reporting ends
+that it sees from then on as success; only then does a rank abort (docs/guides/failures.md). On a communicator without
+such a channel every end is believed.
 
-A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
-When it goes on it believes nothing before it has asked.
+A process that is stopped (SIGSTOP, suspend) is told nothing, and the other ranks wait for it only for a limited time.
+When it continues, it believes no end before it has asked the store.
 
-The monitor and its quiet stretches see that something is wrong; an exception takes Python, so a task makes it.
+The monitor, in its quiet stretches, detects failures; an exception needs Python code, so a task makes it.
 """
 
 import concurrent.futures
@@ -50,12 +50,12 @@ from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDI
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
 
 
-# By twice the device's ordinal, plus one for those that measure time. The GIL guards them.
+# At index 2 * device, plus one for events that measure time. The GIL guards them.
 cdef vector[vector[CUevent]] _free
 
 
 cdef CUevent take_event(int device, bint timing) except NULL:
-    """Return an event that is not in use; it may still carry what it was recorded for last."""
+    """Return an event that is not in use; it may still hold an earlier recording."""
     cdef size_t index = 2 * device + timing
     cdef CUevent event = NULL
     cdef CUresult result
@@ -74,7 +74,7 @@ cdef CUevent take_event(int device, bint timing) except NULL:
 
 
 cdef int give_event(int device, bint timing, CUevent event) except -1:
-    """Put an event back. The pool never shrinks: its size is the most that was in flight."""
+    """Put an event back. The pool never shrinks: its size is the largest number ever in flight."""
     cdef size_t index = 2 * device + timing
     if event == NULL:
         return 0
@@ -84,19 +84,20 @@ cdef int give_event(int device, bint timing, CUevent event) except -1:
     return 0
 
 
-# Other ranks wait for a silent rank for a second at least. A process that was stopped for half of that asks the store.
+# Other ranks wait at least a second for a silent rank. After half of that, a process that was stopped asks the store.
 cdef double _STILL = 0.5
 
-# How often the monitor has a turn, also where nothing is in flight: what is launched after a stop may have ended during it.
+# How often the monitor runs, even with nothing in flight: an operation launched after a stop may depend on an abort
+# during it.
 cdef double _TURNS = 0.2
 cdef int stops = 0
-cdef double _turn = 0  # when the monitor has run last; 0 while no communicator needs that
+cdef double _turn = 0  # when the monitor last ran; 0 while no communicator needs that
 cdef int _told = 0
 cdef object _listeners = weakref.WeakSet()
 
 
 cdef bint is_doubted(Handle handle) noexcept nogil:
-    if handle.fenced:  # another rank of this process was aborted: between those no store is needed
+    if handle.fenced:  # another rank of this process was aborted: ranks of one process need no store for that
         return True
     if handle.contact == BELIEVED:
         return False
@@ -125,7 +126,7 @@ cdef int tell_of_stops() except -1:
     if load(&stops) == _told:
         return 0
     _told = load(&stops)
-    for listener in list(_listeners):  # each by itself: a store may not answer
+    for listener in list(_listeners):  # one task for each: a store may not answer
         internal_executor.submit(listener.ask_after_stop)
     return 0
 
@@ -142,7 +143,7 @@ cdef int believe(Handle handle, int seen) except -1:
 
 
 def listen(listener):
-    """Have ``listener.ask_after_stop()`` called, by the internal executor, when the process has stood still."""
+    """Have the internal executor call ``listener.ask_after_stop()`` when the process has been stopped."""
     global _turn
     if _turn == 0:
         _turn = now()
@@ -162,7 +163,7 @@ cdef extern from "string.h" nogil:
 
 
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
-    """Return whether it was not launched since a call before it has failed: that says why, and ends this one as well."""
+    """Return whether a work was not launched because of an earlier failed call, which ends it too and says why."""
     cdef Together launch = work.launch
     if <int>watched.result != WAS_ABORTED or work.handle is None or work.handle.state == ABORTED:
         return False
@@ -170,7 +171,7 @@ cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
 
 
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail for its launch; with NULL for its communicator's result or, if that is fine, its deadline."""
+    """Have a work fail: for its launch, else (`watched` is NULL) its communicator's result, else its deadline."""
     task = failing_of(work, watched, result)
     if task is not None:
         internal_executor.submit(task)
@@ -178,7 +179,7 @@ cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) exc
 
 
 cdef object failing_of(Work work, const Watched* watched, ncclResult_t result):
-    """Return the task that does so; None if there is one, or the work has come to its end."""
+    """Return the task that fails a work; None if there is one already, or the work is settled."""
     cdef _Failing task
     if work.failing != NOT_FAILING or work.is_settled():
         return None
@@ -195,11 +196,11 @@ cdef object failing_of(Work work, const Watched* watched, ncclResult_t result):
 
 
 cdef class _Failing:
-    """The task that makes a work's error, which takes Python, and fails it with all that were launched with it."""
+    """The task that makes a work's error, which needs Python, and fails all works launched together with it."""
 
     cdef Work work
     cdef Watched watched
-    cdef bint of_launch  # whether `watched` says what is wrong
+    cdef bint of_launch  # whether `watched` has the cause
     cdef ncclResult_t result
 
     def __dealloc__(self):
@@ -211,7 +212,7 @@ cdef class _Failing:
         try:
             if not work.is_settled():
                 error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
-                error._where_called = where_called(work.entry)  # for what ends by it
+                error._where_called = where_called(work.entry)  # for other errors that this one causes
                 launch = work.launch
                 if launch is None:
                     work.settle(error)
@@ -219,11 +220,11 @@ cdef class _Failing:
                     launch.fail(error)
                 tell_failed(error, False)
         finally:
-            work.failing = HAS_FAILED  # the monitor lets go of it, once it is settled and the device is done with it
+            work.failing = HAS_FAILED  # from now on the monitor may release it, once it is settled and over
 
 
 cdef object _trouble(Work work, ncclResult_t result):
-    """Return what is wrong with a work whose communicator has this result, or else is late, as an exception."""
+    """Return as an exception what is wrong with a work: its communicator's state or result, else its deadline."""
     cdef Handle handle = work.handle
     cdef Together launch = work.launch
     cdef const char* words = NULL
@@ -243,7 +244,7 @@ cdef object _trouble(Work work, ncclResult_t result):
 
 
 def without_advice(text):
-    """Return an error's text without what it says of other ranks, for who knows better what they do."""
+    """Return an error's text without its advice about other ranks, for callers that know what those ranks do."""
     if text.endswith(_ADVICE):
         for then in (_ABORTED, _GOES_ON):
             head, found, _ = text.partition(f"{then}. ")
@@ -253,12 +254,12 @@ def without_advice(text):
 
 
 def add_answer(error, said, states):
-    """Have an error say what the ranks do, in place of its advice to find out, and have it as data.
+    """Replace an error's advice by what the ranks do, as a sentence and as data.
 
     Parameters
     ----------
     error : Exception
-        Whose key, if it names one, is not asked for its text.
+        A key that its text names is not shown for that.
     said : str
         The sentence.
     states : tuple of RankState, or None
@@ -269,7 +270,7 @@ def add_answer(error, said, states):
 
 
 cdef object _launch_error(Work work, const Watched* watched):
-    """Return what became of the launch, or of the device, as an exception."""
+    """Return as an exception the failure of a launch, or of the device."""
     cdef const char* function = function_of(watched.kind)
     cdef Together launch = work.launch
     if <int>watched.result == WAS_ABORTED and work.handle is not None and work.handle.state != ABORTED and (
@@ -296,43 +297,44 @@ cdef extern from "Python.h":
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
-# How long a wait asks the device itself before it sleeps until the monitor tells.
+# How long a wait polls the device itself before it sleeps until the monitor wakes it.
 cdef double _EAGER = 100e-6
 
-# How long after that on GPUs, whose end wakes nobody (the monitor tells 50 us later), and how often: to ask takes 1.5 us of
-# a lock that each launch needs.
+# How long a wait on GPUs polls at intervals after that, since the end of an operation wakes no thread (the monitor
+# would notice it 50 us later), and the interval: a query holds a lock for 1.5 us that each launch needs.
 cdef double _PATIENT = 1e-3
 cdef double _BETWEEN = 10e-6
 
-# How long a wait does the work itself, where that is possible, before it leaves it to the stream's thread: it has to be
-# called away in time by signals and by what ends the work.
+# How long a wait runs the operation itself, where that is possible, before it leaves it to the stream's thread: a
+# signal, or the work's failure, must be able to interrupt it in time.
 cdef double _HELPS = 1e-3
 
-# How long a wait sleeps before Python may look at signals; and where it has to do the monitor's part as well.
+# How long a wait sleeps before Python's signal handlers may run; shorter where it does the monitor's work as well, and
+# in the host engine.
 cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
 cdef double _ENGINE_SLICE = 20e-3
 
 
 cdef void _call_monitor() noexcept nogil:
-    """Have the monitor look at once at who waits for what."""
+    """Have the monitor check at once which threads wait for which works."""
     hurry_monitor()
-    if event_tell != NULL:  # it may sleep until the host engine rings at the end of a work
+    if event_tell != NULL:  # the monitor may sleep until the host engine wakes it at the end of a work
         wake_monitor()
 
 
 cdef int attend() except -1:
-    """Do the monitor's part, but for callbacks, once it has ended; return whether it has."""
+    """Do the monitor's work, but not callbacks, once its thread has ended; return whether it has."""
     return callbacks.monitor_proxy.run_inline()
 
 
 cdef inline CUstream _one_name(CUstream stream) noexcept:
-    """Return a stream's handle; the legacy default one has two."""
+    """Return a stream's handle; the legacy default stream has two handles, of which this returns one."""
     return <CUstream>NULL if stream == CU_STREAM_LEGACY else stream
 
 
 cdef int yield_to_others() except -1:
-    """Let others go on for an instant: callbacks, of which this may be one, the monitor, and Python's signal handlers."""
+    """Give an instant to other threads: callbacks, if this is their thread, the monitor, and signal handlers."""
     step_aside()
     if not attend():
         _call_monitor()
@@ -342,12 +344,12 @@ cdef int yield_to_others() except -1:
 
 
 cdef bint _alone(PyObject* value) noexcept:
-    """Return whether only one reference to an object is left; whoever drops it may run a finaliser."""
+    """Return whether only one reference to an object is left; dropping it may run a finaliser."""
     return value != <PyObject*>None and Py_REFCNT(value) == 1
 
 
 cdef bint _go_by_streams(object arrays, object but) except -1:
-    """Return whether all of these do, which are arrays, None, or lists of such; `but` was looked at before."""
+    """Return whether all of these arrays are reused in stream order: arrays, None, or lists. Skip `but`."""
     cdef View view
     if arrays is None or arrays is but:
         return True
@@ -358,7 +360,7 @@ cdef bint _go_by_streams(object arrays, object but) except -1:
         return True
     try:
         read_view(arrays, &view, "array")
-    except Exception:  # it was read before; whatever has become of it, it stays
+    except Exception:  # it could be read at first; keep an array that has changed
         return False
     return goes_by_streams(&view)
 
@@ -380,8 +382,8 @@ cdef class Work:
 What an asynchronous operation returns.
 
     A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
-    communicator of the operation alive. Waiting for it never holds the GIL. One that was captured into a CUDA graph
-    keeps nothing, and never ends: the operation runs whenever the graph is launched.
+    communicator of the operation alive. Waiting for it never holds the GIL. A work that was captured into a CUDA graph
+    keeps nothing and never ends: its operation runs at each launch of the graph.
 
     Attributes
     ----------
@@ -407,9 +409,10 @@ What an asynchronous operation returns.
         return load(&self.phase) >= COMPLETED
 
     cdef int settle(self, object error) except -1:
-        """Bring it to its end, with an error or None; what comes later is too late.
+        """Settle the work, with an error or None; later calls change nothing.
 
-        It runs no code of users: any thread may call it, under any lock. `tidy` is to follow where some may run.
+        It runs no code of users: any thread may call it, under any lock. `tidy` should follow where users' code may
+        run.
         """
         cdef Together launch
         cdef float milliseconds
@@ -425,7 +428,7 @@ What an asynchronous operation returns.
             if result == CUDA_SUCCESS:
                 self.seconds = milliseconds * 1e-3
         words = None if error is None else words_of(error)
-        if load(&self.phase) >= COMPLETED:  # the text of a foreign error: another thread may have been here meanwhile
+        if load(&self.phase) >= COMPLETED:  # words_of() may have run Python: another thread may have settled it
             return 0
         self.error = error
         self.entry.completed = now()
@@ -443,7 +446,7 @@ What an asynchronous operation returns.
         return 0
 
     cdef int tidy(self) except -1:
-        """Drop what a settled work does not need. With an error it may still be running: then the buffers stay."""
+        """Drop what a settled work does not need. After an error it may still run: then the buffers stay."""
         self.handle = None
         self.gathering = None
         if self.launch is None or load(&self.phase) == COMPLETED:
@@ -451,24 +454,24 @@ What an asynchronous operation returns.
         return 0
 
     cdef object failure(self):
-        """Return its error, None if it has none, with where this operation was called; in a thread that may run Python."""
+        """Return its error, with where this operation was called, or None; in a thread that may run Python."""
         error = self.error
         if error is None:
             return None
         error._delivered = True  # see `errors.undelivered`
         told = with_sentence(error, where_called(self.entry))
-        if self.error is error:  # else another thread was here meanwhile: all are given the same
+        if self.error is error:  # else another thread has set it: all threads get the same error
             self.error = told
         return self.error
 
     cdef int withdraw(self, object error) except -1:
-        """Forget an operation that could not be begun: only the caller is told."""
+        """Settle an operation that could not be begun: only the caller gets its error."""
         self.callbacks = None
         self.settle(error)
         return self.tidy()
 
     cdef int let_go(self) except -1:
-        """Give back what had to stay while a lane or the device might use it."""
+        """Release what lane and device might have used."""
         cdef Together launch = self.launch
         self.tidy()
         if self.loose and launch is not None:
@@ -477,47 +480,48 @@ What an asynchronous operation returns.
         return 0
 
     cdef int loosen(self, CUstream stream) except -1:
-        """Let go of the arrays before the end, if that is safe now that a stream waits for the operation.
+        """Release the arrays before the end, if that is safe now that a stream waits for the operation.
 
-        It is if they live by this stream: the operation waited for what was on it, and what is freed there is used again
-        by what comes behind. What the user drops later goes at once: nobody else keeps the work then, whose result it
-        may be; only if the last reference to it goes before its end does the monitor keep it again, see `__del__`.
+        It is safe if they are reused in stream order on this stream: the operation waited for what was on the stream,
+        and memory freed there is reused by what is enqueued later. The monitor's reference to the work is given up
+        too, so that an output that the user drops later is freed at once. If the user drops the work before it ends,
+        `__del__` gives the monitor its reference back.
         """
         cdef Together launch
         if (
             self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
-            or stream == CU_STREAM_PER_THREAD  # another one in each thread
+            or stream == CU_STREAM_PER_THREAD  # another stream in each thread
             or not (self.by_stream or (_go_by_streams(self.output, None) and _go_by_streams(self.held, self.output)))
-            or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread was here meanwhile
+            or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread has changed it
         ):
             return 0
         self.loose = True
         launch = self.launch
         if launch is not None:
             launch.loosen(self)
-            if self.launch is not launch:  # it came to its end meanwhile
+            if self.launch is not launch:  # it was settled meanwhile
                 launch.forget(self)
         callbacks.monitor_proxy.loosen(self)
-        if not self.over:  # else the monitor has given its reference back just now
+        if not self.over:  # else the monitor has just dropped its reference
             self.lent = True
             Py_DECREF(self)
         held, self.held = self.held, None
-        del held  # here finalisers may run
+        del held  # finalisers may run here
         return 0
 
     def __del__(self):
-        # Whoever drops the last reference to a work that runs leaves it to the monitor, without its result.
+        # The last reference to a work in flight was dropped: give it back to the monitor, but release its result.
         if self.lent:
             self.lent = False
             Py_INCREF(self)
             if not self.has_listeners:
                 kept = [self.output, self.maker]
                 self.output = self.maker = None
-                if is_quiet():  # and so perhaps this thread's, which had a reference for a moment
+                if is_quiet():  # perhaps in this thread, which had a temporary reference
                     user_executor.submit(kept.clear)
 
     cdef bint is_shared(self) noexcept:
-        """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
+        """Return whether `let_go` and dropping the caller's reference after it can run no code of users."""
         cdef PyObject* held = <PyObject*>self.held
         if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.gathering):
             return False
@@ -530,7 +534,7 @@ What an asynchronous operation returns.
         )
 
     cdef int become_captured(self, CUstream stream) except -1:
-        """Note that it is part of a CUDA graph, captured from a stream; the arrays are the graph's owner's."""
+        """Note that it is part of a CUDA graph, captured from a stream; the graph's owner keeps the arrays."""
         self.stream = stream
         self.callbacks = self.held = self.output = None
         self.entry.launched = now()
@@ -551,7 +555,7 @@ What an asynchronous operation returns.
         return 0
 
     cdef object say(self, str what):
-        """Return a text that begins with the work's name."""
+        """Return a text that begins with the work's name; a `Message` if it has a key of a user's type."""
         cdef Entry entry = self.entry
         name = f"{called(entry)} on device {self.device}"
         return f"{name} {what}" if entry.key is None else message(f"{name}, key ", entry.key, f", {what}")
@@ -561,14 +565,14 @@ What an asynchronous operation returns.
         return name if self.entry.key is None else message(f"{name}, key ", self.entry.key, "")
 
     def is_started(self):
-        """Return whether the operation has begun on the device; it does not wait.
+        """Return whether the operation has begun on the device, without waiting.
 
         Returns
         -------
         bool or None
-            False as long as it waits for its launch, for its input, or for operations before it on its stream. None
-            once it is launched, unless it was asked for by ``timing=True``: only an event before the operation tells
-            then. True when it has completed, in any case.
+            False while it waits for its launch, for its input, or for operations before it on its stream. None once
+            it is launched, unless ``timing=True`` was given: only that records an event before the operation. True
+            when it has completed, in any case.
         """
         cdef CUresult result
         cdef CUstreamCaptureMode mode
@@ -591,13 +595,13 @@ What an asynchronous operation returns.
         return True
 
     def is_completed(self):
-        """Return whether it is done, with a result or an error; it does not wait."""
+        """Return whether it is done, with a result or an error, without waiting."""
         self._look()
         self._refuse_if_captured()
         return self.is_settled()
 
     cdef bint _look(self) except -1:
-        """Ask the device, if it is launched; return whether it is done."""
+        """Query the device, if it is launched; return whether it is done."""
         cdef CUresult result
         cdef CUstreamCaptureMode mode
         cdef Together launch = self.launch
@@ -618,16 +622,16 @@ What an asynchronous operation returns.
         return self.is_settled()
 
     cdef bint is_doubted(self) noexcept:
-        """Return whether its end is not to be believed now; it is looked at again, or fails. Behind the look at the device."""
+        """Return whether its end is not to be believed now; checked after the device's query."""
         return self.handle is not None and is_doubted(self.handle)
 
     cdef bint _healthy(self) except -1:
-        """Return whether NCCL has nothing to say against the result; else the monitor finds out what it is."""
+        """Return whether NCCL reports no error; if it does, the monitor makes the work fail."""
         cdef Handle handle = self.handle
         return handle is None or handle.peek() == 0
 
     cdef int _wait_for(self, int state, double deadline) except -1:
-        """Wait until it has come to `state` or beyond; return whether it has."""
+        """Wait until its phase is `state` or later; return whether it is."""
         cdef double begun = now(), slice
         cdef bint helped = False, told = False
         cdef CUstreamCaptureMode mode
@@ -640,7 +644,7 @@ What an asynchronous operation returns.
             seen = load(&self.phase)
             if seen == LAUNCHED and event_help != NULL and not helped:
                 helped = True
-                with nogil:  # the host engine: whoever waits does the work, as long as nothing calls it away
+                with nogil:  # the host engine: the waiting thread runs the work itself until it is interrupted
                     mode = relax()
                     event_help(self.done, min(_HELPS, deadline - now()))
                     restore(mode)
@@ -658,15 +662,15 @@ What an asynchronous operation returns.
                 if self._look():
                     break
             slice = _SHORT_SLICE if attend() else _SLICE
-            if seen == LAUNCHED and event_await != NULL and not told:  # the host engine wakes who waits, and nobody else
+            if seen == LAUNCHED and event_await != NULL and not told:  # the host engine wakes this thread only
                 add(&self.attended, 1)
                 with nogil:
                     mode = relax()
-                    # Whoever fails it before its time wakes nobody here.
+                    # If another thread fails the work, it does not wake this one.
                     told = event_await(self.done, min(slice, _ENGINE_SLICE, deadline - now())) != CUDA_ERROR_NOT_READY
                     restore(mode)
                 add(&self.attended, -1)
-                if not told:  # the monitor may be all that it has now
+                if not told:  # from now on the monitor may have to complete it
                     wake_monitor()
             else:
                 add(&self.sleepers, 1)
@@ -676,11 +680,11 @@ What an asynchronous operation returns.
                 add(&self.sleepers, -1)
             PyErr_CheckSignals()
             self._look()  # the monitor may be busy
-            require_driver()  # a forked child is told here
+            require_driver()  # raises in a forked child
         return True
 
     cdef int _ask(self, double until, double pause) except -1:
-        """Ask the device whether it is done: till it is, till somebody has settled it, or till a moment."""
+        """Query the device until it is done, until the work is settled, or until a moment."""
         cdef CUstreamCaptureMode mode
         cdef double moment, last
         with nogil:
@@ -705,7 +709,7 @@ What an asynchronous operation returns.
         finally:
             self.waiter = 0  # it may read by a stream from here on
         if not ended:
-            state, awaited = self.state, self.gathering  # it may end, and give that up, while a key shows itself
+            state, awaited = self.state, self.gathering  # showing a key may settle it and drop these
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
             error = NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
             add_sentence(error, where_called(self.entry))
@@ -720,51 +724,51 @@ What an asynchronous operation returns.
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. Past them `NcclTimeout` is raised and the operation goes on: what ends an operation is
-            the timeout that it was given itself.
+            Seconds to wait. After that `NcclTimeout` is raised and the operation goes on: only the timeout that it was
+            given itself ends an operation.
 
         Raises
         ------
         NcclTimeout
             If it is not done in time.
-        NcclError, ValueError
+        The failure of the operation.
             What has become of the operation.
         """
         self._must_end(timeout)
         if self.error is not None:
-            raise self.failure().with_traceback(None)  # it would grow with every wait, and keep the frames of all
+            raise self.failure().with_traceback(None)  # the traceback would grow with every wait, and keep all frames
 
     def result(self, timeout=None):
-        """Wait as `wait` does and return the array that received, None on a rank that receives nothing."""
+        """Wait as `wait` does and return the array that received; None on a rank that receives nothing."""
         self.wait(timeout)
         return self.output if self.maker is None else self.maker()
 
     def exception(self, timeout=None):
-        """Wait until the operation is done and return its error, None if it has succeeded."""
+        """Wait until the operation is done and return its error; None if it has succeeded."""
         self._must_end(timeout)
         return self.failure()
 
     def synchronize(self, stream=None):
         """Let a stream wait for the operation; the CPU waits only until it is launched.
 
-        If it is the stream that the operation itself has waited for (its `producer`), and its arrays live by streams
-        (torch, CuPy, arrays that name theirs), the work lets go of them here: what is freed on that stream is used again
-        by what comes behind on it, as with an operation of its own. Else they are kept until the operation is done. The
-        result is kept as long as the work is.
+        If the operation itself has waited for this stream (its `producer`), and its arrays are reused in stream order
+        (torch, CuPy, arrays that name their stream), the work releases them here: memory freed on that stream is
+        reused by what is enqueued later, as after an operation on that stream. Otherwise they are kept until the
+        operation is done. The result is kept as long as the work is.
 
         Parameters
         ----------
         stream : optional
-            Any stream object or handle; the legacy default stream of the device by default. In CPU memory (host
-            engine), whose readers have no stream, use `wait`. For an operation that was captured, within the capture: a
-            stream that is part of it from then on.
+            Any stream object or handle; by default the legacy default stream of the device. In CPU memory (host
+            engine) readers have no stream: use `wait`. For a captured operation, during the capture: a stream that
+            becomes part of the capture.
         """
         cdef CUstream raw = <CUstream>NULL if stream is None else as_stream(stream)
         cdef CUresult result
         cdef CUcontext saved
         self._wait_for(LAUNCHED, FOREVER)
         if load(&self.phase) == LAUNCHED:
-            saved = enter_device(self.device)  # whose default stream is meant
+            saved = enter_device(self.device)  # it has the default stream that is meant
             with nogil:
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
@@ -777,7 +781,7 @@ What an asynchronous operation returns.
             self._join(raw)
 
     cdef int _join(self, CUstream stream) except -1:
-        """Let a stream wait for a captured operation: it becomes part of the capture, if it is not yet."""
+        """Let a stream wait for a captured operation: the stream joins the capture, if it has not yet."""
         cdef CUevent event
         cdef CUresult result
         cdef CUcontext saved
@@ -796,26 +800,27 @@ What an asynchronous operation returns.
             if result == CUDA_SUCCESS:
                 result = driver.cuStreamWaitEvent(stream, event, CU_EVENT_WAIT_DEFAULT)
         leave_device(saved)
-        give_event(self.device, False, event)  # the graph does not mind that it is recorded again
+        give_event(self.device, False, event)  # recording it again does not affect the graph
         return check_driver(result, b"cuStreamWaitEvent")
 
     @property
     def duration(self):
-        """Seconds that it took on the device, None unless that was asked for and it has completed."""
+        """Seconds that it took on the device; None unless timing was asked for and it has completed."""
         return self.seconds if self.seconds >= 0 else None
 
     def add_done_callback(self, callback):
         """Call ``callback(work)`` when the operation is done, at once if it is.
 
-        It runs in a thread for callbacks, under no lock of ours; an exception in it goes to `sys.unraisablehook`. The
-        callbacks of one work run in the order in which they were added. Those of several works begin in the order in
-        which the works were done, one after the other; when one waits, or takes its time, the next ones begin beside
-        it. So it may wait for anything. One that has run for 5 s is named in a warning of the logger ``ncclpy``.
+        It runs in a thread for callbacks, under no lock of ncclpy; an exception in it goes to `sys.unraisablehook`.
+        The callbacks of one work run in the order in which they were added. Those of several works begin in the order
+        in which the works were done, one after the other; if one waits or is slow, the next ones begin in another
+        thread. So a callback may wait for anything. One that has run for 5 s is named in a warning of the logger
+        ``ncclpy``.
         """
         if not callable(callback):
             raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
         self._refuse_if_captured()
-        fresh = []  # to make it may run the garbage collector, and with it other threads
+        fresh = []  # creating it may run the garbage collector, and so other threads
         if not self.is_settled():
             if self.callbacks is None:
                 self.callbacks = fresh
@@ -829,7 +834,7 @@ What an asynchronous operation returns.
         begin_callback(callback, self)
         try:
             callback(self)
-        except BaseException as error:  # of the user; nobody here can answer for it
+        except BaseException as error:  # of the user; no caller here can handle it
             PyErr_SetObject(type(error), error)
             PyErr_WriteUnraisable(callback)
         end_callback(callback)

@@ -15,44 +15,44 @@ cdef class Recorded:
     cdef size_t nbatches
     cdef Batch whole  # all parts as one group, for a launch in the calling thread
     cdef ncclpy_job** jobs  # of the batches
-    cdef int* lanes  # of the batches, each once
+    cdef int* lanes  # of the batches, each named once
     cdef int remaining
     cdef mutex_t mutex  # one launch at a time
     cdef list handles
-    cdef list held  # buffers
-    cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
-    cdef list windows  # that are put into
-    cdef list streams  # our own, by which it is seen that one was closed
-    cdef list waits  # (handle, stream, seconds) of CPU memory, whose data must be there when a launch returns
+    cdef list held  # the arrays
+    cdef list operators  # custom operators in use: once one is closed, NCCL reuses its number
+    cdef list windows  # targets of puts
+    cdef list streams  # `Stream` objects in use, to detect that one was closed
+    cdef list waits  # (handle, stream, seconds) for CPU memory: the data must be there when a launch returns
     cdef object __weakref__
 
-    # Take the operations of a recording over.
+    # Take over the operations of a recording.
     cdef int take(self, Group group) except -1
     # Raise if something that they need is not there any more.
     cdef int check(self) except -1
-    # Take the mutex, within seconds; -1 is the shortest deadline of the communicators.
+    # Take the mutex, within `limit` seconds; -1 means the shortest deadline of the communicators.
     cdef int take_turn(self, str what, double limit) except -1
-    # End what a launch was waited for, since `error` has ended the wait.
+    # End what a launch waits for, since `error` has ended the wait.
     cdef int leave_launch(self, object error) except -1
-    # Hold the arrays until nobody can touch them, also if the plan is dropped.
+    # Keep the arrays until neither a lane nor a device uses them, even if the plan is dropped.
     cdef int hold_arrays(self) except -1
 
 
-# Wait until a count has come down to 0; return whether it has by the deadline.
+# Wait until a count has reached 0; return whether it has by the deadline.
 cdef bint await_all(int* remaining, double deadline) noexcept nogil
 
 
 cdef struct Replay:
-    ncclpy_job job  # first, so that it is the replay's address
+    ncclpy_job job  # first, so that its address is the replay's
     CUcontext context
     CUgraphExec graph
     CUstream stream
-    CUstream captured  # on which the operations were recorded
+    CUstream captured  # the stream on which the operations were captured
     CUresult result
     int device
     int* remaining
-    PyObject* watched  # a Handle, which the plan keeps
-    Mark* mark  # while a launch is made
+    PyObject* watched  # a Handle with a deadline, which the plan keeps; or NULL
+    Mark* mark  # of a launch in progress
 
 
 cdef class Graph:
@@ -60,7 +60,7 @@ cdef class Graph:
     cdef Replay* replays
     cdef ncclpy_job** jobs  # of the replays
     cdef int* lanes  # of the replays
-    cdef int* borrowed  # the same, each once
+    cdef int* borrowed  # lanes of the replays, each named once
     cdef size_t nlanes
     cdef size_t count
     cdef int remaining
@@ -70,7 +70,7 @@ cdef class Graph:
     cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
 
-    # Record every device's operations on a stream that is captured.
+    # Capture every device's operations on a stream.
     cdef int capture(self, Recorded plan) except -1
     cdef int _enter(self, Recorded plan) except -1
     cdef int _leave(self) except -1

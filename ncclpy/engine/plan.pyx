@@ -37,16 +37,16 @@ from ncclpy.errors import NcclError, NcclTimeout, attach, not_copied, seconds
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
-# How long a launch on several lanes is waited for awake.
+# How long a launch on several lanes is awaited by polling.
 cdef double _AWAKE = 200e-6
 
 
 cdef bint await_all(int* remaining, double deadline) noexcept nogil:
-    """Wait until a count has come down to 0; return whether it has by the deadline."""
+    """Wait until a count has reached 0; return whether it has by the deadline."""
     cdef double until = now() + _AWAKE
     cdef int left
     while load(remaining) and now() < until:
-        sched_yield()  # the lane may have been woken on this very core
+        sched_yield()  # the lane's thread may have been woken on this core
     while True:
         left = load(remaining)
         if left == 0:
@@ -57,7 +57,7 @@ cdef bint await_all(int* remaining, double deadline) noexcept nogil:
 
 
 cdef class Recorded:
-    """Own the operations of a plan and what they need; `Plan` and `Graph` launch them."""
+    """The operations of a plan and what they need; `Plan` and `Graph` launch them."""
 
     def __cinit__(self):
         mutex_init(&self.mutex, LOCK_PLAN)
@@ -82,13 +82,13 @@ cdef class Recorded:
         return self.count
 
     cdef int take(self, Group group) except -1:
-        """Take the operations of a recording over."""
+        """Take over the operations of a recording."""
         cdef size_t i
         cdef Stream stream
         cdef Handle comm
         if self.count:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
-        check_together(group.handles, None)  # now: launched by several threads they would not meet in a group
+        check_together(group.handles, None)  # now: a launch by several threads has no common group to check
         check_memory(group)
         self.held = []
         self.handles = list(group.handles)
@@ -139,7 +139,7 @@ cdef class Recorded:
         return 0
 
     cdef int check(self) except -1:
-        """Raise if something that the plan needs is not there any more."""
+        """Raise if something that the plan needs was closed or aborted."""
         cdef Handle handle
         cdef Stream stream
         if self.count == 0:
@@ -160,7 +160,7 @@ cdef class Recorded:
         return 0
 
     cdef int take_turn(self, str what, double limit) except -1:
-        """Take the plan's mutex. Another thread's launch may hold it that is stuck: past the deadline both end."""
+        """Take the plan's mutex. If another thread's launch holds it past the deadline, end both launches."""
         cdef double deadline, begun = now()
         cdef Handle handle
         cdef bint taken
@@ -187,7 +187,7 @@ cdef class Recorded:
                 raise
 
     cdef int leave_launch(self, object error) except -1:
-        """End what a launch was waited for, since `error` has ended the wait."""
+        """End what a launch waits for, since `error` has ended the wait."""
         try:
             end_call(self.handles, None, [], "Plan.launch was left early", error)
         finally:
@@ -195,7 +195,7 @@ cdef class Recorded:
         return 0
 
     cdef int hold_arrays(self) except -1:
-        """Hold the arrays until nobody can touch them, also if the plan is dropped."""
+        """Keep the arrays until neither a lane nor a device uses them, even if the plan is dropped."""
         cdef size_t i
         for i in range(self.count):
             (<Handle>self.parts[i].step.handle).hold(
@@ -205,7 +205,7 @@ cdef class Recorded:
 
 
 cdef void _run_plan(ncclpy_job* job) noexcept nogil:
-    """Run a batch on its lane and count it; the plan may be launched again, or gone, as soon as the count is 0."""
+    """Run a batch on its lane and count it; once the count is 0 the plan may be launched again, or freed."""
     cdef Batch* batch = <Batch*>job
     cdef int* remaining = batch.remaining
     run_batch(batch, NULL, FOREVER)
@@ -213,7 +213,7 @@ cdef void _run_plan(ncclpy_job* job) noexcept nogil:
         wake(remaining)
 
 
-# How long an abort waits for a launch of the plan whose graphs it wants to be gone.
+# How long an abort waits for a launch in progress before it destroys the plan's graphs.
 cdef double _PATIENCE = 0.2
 
 
@@ -227,18 +227,18 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
     Notes
     -----
-    NCCL may take the registration of a buffer into what it captures. So what was registered with `Communicator.register`
-    when the plan was captured stays registered until the graph is closed, also if its `Registration` is closed before.
-    If it was, `close` deregisters it: close the graph then when its launches are done. (A `Plan` calls NCCL anew at
-    each launch, which looks then what is registered.) One that is dropped without `close` leaves the registrations to
-    the communicator's end.
+    NCCL may use the registration of a buffer in what it captures. So a buffer that was registered with
+    `Communicator.register` when the plan was captured stays registered until the graph is closed, even if its
+    `Registration` is closed before. In that case `close` deregisters it: close the graph only when its launches are
+    done. (A `Plan` calls NCCL anew at each launch, which then looks up registrations.) A graph that is dropped without
+    `close` leaves the registrations to the end of the communicator.
     """
 
     def __init__(self):
         raise TypeError("a Graph is made by Plan.capture()")
 
     cdef int capture(self, Recorded plan) except -1:
-        """Record every device's operations on a stream that is captured."""
+        """Capture every device's operations on a stream."""
         cdef Handle handle
         cdef Replay* replay
         cdef Stream private
@@ -265,7 +265,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         if self.replays == NULL or self.jobs == NULL or self.lanes == NULL or self.borrowed == NULL:
             raise MemoryError
         self.own = []
-        private_of = {}  # kept until the captures have ended
+        private_of = {}  # keeps them until the captures have ended
         for device, used in streams.items():
             replay = &self.replays[self.count]
             private = Stream(device)
@@ -292,11 +292,11 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             self._let_registrations_go(now() + _PATIENCE)
             raise
         for handle in plan.handles:
-            (<Handle>handle).resources.add(self)  # closed with the communicator
+            (<Handle>handle).resources.add(self)  # so that closing the communicator closes the graph
         return 0
 
     cdef int _enter(self, Recorded plan) except -1:
-        """Mark the replays for the watcher, each by a communicator of its device that has a deadline."""
+        """Mark the replays for the watchdog, each by a communicator of its device that has a deadline."""
         cdef Handle handle
         cdef Operation what
         cdef size_t i, j
@@ -306,7 +306,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             for handle in plan.handles:
                 if handle.watched and handle.device == self.replays[i].device:
                     self.replays[i].watched = <PyObject*>handle
-                    for j in range(plan.count):  # it stands for all of them
+                    for j in range(plan.count):  # the first operation stands for all
                         if plan.parts[j].step.handle == <PyObject*>handle:
                             what = plan.parts[j].step.operation
                             break
@@ -314,7 +314,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     with nogil:
                         handle.lock()
                         what.sequence = handle.sequence
-                        if handle.told:  # all ranks count their replays then, or none does
+                        if handle.told:  # so on all ranks or on none
                             handle.sequence += 1
                             handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)
@@ -326,7 +326,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         cdef Handle handle
         cdef size_t i
         for i in range(self.count):
-            if self.replays[i].watched != NULL:  # also where nothing was marked: the call has ended
+            if self.replays[i].watched != NULL:  # also without a mark: the call has ended
                 handle = <Handle>self.replays[i].watched
                 with nogil:
                     handle.lock()
@@ -335,13 +335,13 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return 0
 
     def _let_go(self):
-        """Destroy the graphs, since an abort waits for them; who launches them gets a little time to be through."""
+        """Destroy the graphs, since an abort waits for that; launches in progress get a little time to end."""
         self._close(now() + _PATIENCE)
 
     def launch(self):
         """Launch the graphs of all devices.
 
-        As with `Plan.launch`, the calls are enqueued when it returns; data in CPU memory without a stream are there.
+        As with `Plan.launch`, the graphs are enqueued when it returns; data in CPU memory without a stream are there.
         """
         cdef size_t i
         cdef CUcontext saved = NULL
@@ -366,7 +366,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             else:
                 push_jobs(self.jobs, self.lanes, self.count)
                 with nogil:
-                    await_all(&self.remaining, FOREVER)  # launching a graph waits for nobody
+                    await_all(&self.remaining, FOREVER)  # launching a graph does not wait for other ranks
             for i in range(self.count):
                 check_driver(self.replays[i].result, b"cuGraphLaunch")
         finally:
@@ -386,13 +386,14 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return self.plan is None
 
     def close(self):
-        """Give the graphs back (`cuGraphExecDestroy`); launches that are enqueued still run."""
+        """Destroy the graphs (`cuGraphExecDestroy`); launches that are enqueued still run."""
         self._close(FOREVER)
 
     cdef int _close(self, double deadline) except -1:
-        """Give the graphs back once no launch of them is under way.
+        """Destroy the graphs once no launch of them is in progress.
 
-        The plan's lock is not for this: a launch of the plan itself holds it, which may be stuck until an abort ends it.
+        It cannot use the plan's mutex for that: a launch of the plan holds it, and may be stuck until an abort ends
+        it.
         """
         cdef double started = now()
         if self.plan is None:
@@ -465,7 +466,7 @@ cdef void _run_replay(ncclpy_job* job) noexcept nogil:
 
 
 cdef Step* _steps_of(Recorded plan, const Replay* replays) except NULL:
-    """Return the plan's calls, on the streams that are captured."""
+    """Return the plan's calls, on the captured streams."""
     cdef size_t i
     cdef const Replay* replay
     cdef Step* steps = <Step*>calloc(plan.count, sizeof(Step))
@@ -481,7 +482,7 @@ cdef Step* _steps_of(Recorded plan, const Replay* replays) except NULL:
 
 
 cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
-    """Capture the plan's operations, of all devices in one NCCL group, and instantiate a graph for each device."""
+    """Capture the plan's operations, on all devices in one NCCL group, and instantiate a graph for each device."""
     cdef size_t i, begun = 0
     cdef Step* steps = _steps_of(plan, replays)
     cdef PyObject** locked = in_lock_order(plan.handles)
@@ -508,7 +509,7 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
         free(steps)
         free(calls.words)
         with nogil:
-            # All captures end before the first graph is made: that is not allowed while this thread captures anything.
+            # All captures end before the first graph is instantiated, which is not allowed while this thread captures.
             for i in range(begun):
                 driver.cuCtxSetCurrent(replays[i].context)
                 one = driver.cuStreamEndCapture(replays[i].captured, &graphs[i])
@@ -523,7 +524,7 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
         free(graphs)
         leave_device(saved)
     if calls.result != ncclSuccess:
-        plan.check()  # says whether a communicator was closed or aborted meanwhile
+        plan.check()  # raises if a communicator was closed or aborted meanwhile
         raise_issue(calls.result, plan.parts[min(calls.failed, plan.count - 1)].step.operation.kind, NULL)
     check_driver(failed, b"cuStreamEndCapture")
     return 0
@@ -553,7 +554,7 @@ Record a group of operations once and launch it many times.
 
     Buffers, data types and streams are checked while recording; a launch makes the calls of all devices without the
     GIL, several devices in parallel. The plan keeps buffers, streams and communicators. As in any group, operations on
-    one communicator may run at the same time: what needs the result of another belongs into a second plan.
+    one communicator may run at the same time: an operation that needs another's result belongs in a second plan.
 
     >>> plan = ncclpy.Plan()
     >>> with plan.record():
@@ -563,9 +564,10 @@ Record a group of operations once and launch it many times.
     """
 
     def record(self):
-        """Return a context in which calls of communicators are recorded and not made.
+        """Return a context in which calls of communicators are recorded instead of made.
 
-        As in a group, either all or none of the communicators are nonblocking; the block's end raises `ValueError`.
+        As in a group, either all or none of the communicators must be nonblocking; else the block's end raises
+        `ValueError`.
         """
         cdef Recording recording = Recording()
         if self.count:
@@ -576,21 +578,21 @@ Record a group of operations once and launch it many times.
     def launch(self, *, timeout=None):
         """Make the recorded calls.
 
-        They are enqueued when it returns; with arrays in CPU memory and no stream given their data are there.
+        They are enqueued when it returns; with arrays in CPU memory and no stream given, their data are there.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds that this launch may take, instead of what each communicator has. The communicators must be such
-            that can be ended: made with ``timeout=`` or ``abortable=True``, or nonblocking.
+            Seconds that this launch may take, instead of each communicator's timeout. The communicators must be
+            endable: made with ``timeout=`` or ``abortable=True``, or nonblocking.
 
         Raises
         ------
         ValueError
             If the plan is empty, or one of its communicators or streams was closed.
         NcclTimeout
-            If a communicator was late. All that were late are aborted and all others waited for before it is raised;
-            what went wrong besides stands in its notes.
+            If a communicator was late. Before it is raised, all late communicators are aborted and all others waited
+            for; other errors are in its notes.
         NcclAborted
             If one of its communicators was aborted.
         """
@@ -640,7 +642,7 @@ Record a group of operations once and launch it many times.
                     self.note(&self.batches[i], errors, late)
             if late:
                 note_failure(late, errors[-1])
-            ends = begin_abort(late, why)  # before the next launch begins, which is not to wait for its end
+            ends = begin_abort(late, why)  # before the next launch begins, which must not wait for the abort's end
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
@@ -653,7 +655,7 @@ Record a group of operations once and launch it many times.
             for handle, stream, each in self.waits:
                 deadline = begun + (limit if limit >= 0 else each)
                 if errors and (deadline == FOREVER or handle.state != READY):
-                    continue  # it need not come to an end any more
+                    continue  # its data are not awaited any more
                 try:
                     wait_stream(handle, <CUstream><uintptr_t>stream, b"Plan.launch", deadline, self.handles)
                     if at_once:
@@ -662,7 +664,7 @@ Record a group of operations once and launch it many times.
                         note_arrival(&self.batches[i].calls, handle)
                 except NcclError as error:  # the others are waited for all the same
                     errors.append(error)
-        except BaseException as error:  # of a signal handler
+        except BaseException as error:  # raised by a signal handler
             self.leave_launch(error)
             raise
         if errors:
@@ -672,7 +674,7 @@ Record a group of operations once and launch it many times.
             raise attach(errors[0], errors[1:])
 
     cdef int _await_lanes(self) except -1:
-        """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""
+        """Wait until all lanes have made their calls. If a signal handler raises, abort what a lane is stuck in."""
         cdef bint done
         while True:
             with nogil:
@@ -684,15 +686,15 @@ Record a group of operations once and launch it many times.
             except BaseException as error:
                 try:
                     self.leave_launch(error)
-                finally:  # also if Ctrl-C comes a second time
+                finally:  # even if Ctrl-C is pressed a second time
                     with nogil:
                         done = await_all(&self.remaining, now() + ABORT_DEADLINE)
                     if not done:
-                        Py_INCREF(self)  # a lane is inside it, for good
+                        Py_INCREF(self)  # a lane is stuck inside it for good: never free it
                 raise
 
     cdef int note(self, Batch* batch, list errors, list all_late) except -1:
-        """Append what went wrong in a batch, and the communicators that are late."""
+        """Append a batch's errors, and the communicators that are late."""
         cdef Handle handle
         cdef double limit
         cdef size_t i
@@ -718,7 +720,7 @@ Record a group of operations once and launch it many times.
         return 0
 
     def capture(self):
-        """Return a `Graph` that makes the recorded calls as CUDA graphs, one a device.
+        """Return a `Graph` that makes the recorded calls as CUDA graphs, one for each device.
 
         Each device's operations must be on one stream; the graph is launched on it. For arrays in CPU memory without
         a stream it has one of its own. From then on NCCL orders other calls on these communicators with the graph's,
@@ -746,7 +748,7 @@ cdef void _forget_text(Batch* batch) noexcept:
 
 
 cdef int _raise(Batch* batch) except -1:
-    """Raise what went wrong in a batch, if anything did."""
+    """Raise the error of a batch, if there is one."""
     cdef size_t failed = min(batch.calls.failed, batch.count - 1)
     cdef Handle handle = <Handle>batch.parts[failed].step.handle
     cdef const char* function = function_of(batch.parts[failed].step.operation.kind)
@@ -757,7 +759,7 @@ cdef int _raise(Batch* batch) except -1:
     if <int>batch.calls.result == NOT_THERE:
         raise_issue(batch.calls.result, batch.parts[failed].step.operation.kind, NULL)
     if batch.calls.result != ncclSuccess:
-        for i in range(batch.count):  # a call that was stuck has ended with whatever code NCCL has for that
+        for i in range(batch.count):  # an aborted call returns whatever code NCCL has for that
             (<Handle>batch.parts[i].step.handle).raise_if_aborted(batch.calls.result, function)
         if batch.calls.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"

@@ -49,18 +49,18 @@ cdef inline uint64_t beside_of(int op, int root) noexcept nogil:
     return <uint64_t><unsigned int>op << 32 | <unsigned int>root
 
 
-# What a store's client is given to tell by itself.
+# What a store's client is given to publish a rank's status by itself.
 cdef struct Source:  # see bootstrap/native/teller.hpp
     void* what
     size_t (*tell)(void* what, char* at, size_t room, size_t* lasting) noexcept nogil
 
 
-# What a rank does in one process group.
+# What a rank has begun and finished in one process group.
 cdef class Ledger:
     cdef ncclpy_ledger* ledger
     cdef Source given
 
-    # The number of the last collective that is done, None if there is none.
+    # The sequence number of the last collective that is done, None if there is none.
     cdef object last_finished(self)
 
 
@@ -69,8 +69,8 @@ cdef enum:
     LAUNCHED = 1
     COMPLETED = 2
     FAILED = 3
-    CALLED = 4  # a plain call has come back; the device may not be done with it, which nobody asks
-    CAPTURED = 5  # part of a CUDA graph: it runs whenever that is launched, of which nobody here knows
+    CALLED = 4  # a plain call has returned; the device may not be done with it, which is not checked
+    CAPTURED = 5  # part of a CUDA graph: it runs whenever that is launched, unseen here
 
 
 # What the recorder keeps of one operation. The fields in C may be written without the GIL.
@@ -81,12 +81,12 @@ cdef class Entry:
     cdef long long group  # number of the process group, in this process; -1 for none
     cdef int state
     cdef int operation  # kind of an Operation
-    cdef bint pair  # its sequence number is one of those between two ranks
-    cdef bint is_barrier  # which is another operation for NCCL
+    cdef bint pair  # whether its sequence number counts operations between two ranks
+    cdef bint is_barrier  # whether it is a barrier, which NCCL sees as another operation
     cdef int op  # -1 for none
     cdef int datatype
     cdef int root  # -1 for none
-    cdef int tag  # likewise
+    cdef int tag  # -1 for none
     cdef int rank
     cdef int nranks
     cdef int device
@@ -98,11 +98,11 @@ cdef class Entry:
     cdef double completed
     cdef object key
     cdef str communicator
-    cdef object code  # of the Python function that made the call, and where in it; None where none did
+    cdef object code  # of the calling Python function, None without one; `at` is the position in it
     cdef int at
     cdef object error  # a str, or a Message
-    cdef ncclpy_ledger* ledger  # of the process group, where it is noted; NULL elsewhere
-    cdef ncclpy_note* noted  # by which that knows it, until it has ended
+    cdef ncclpy_ledger* ledger  # of the process group in which it is noted; NULL elsewhere
+    cdef ncclpy_note* noted  # its note in `ledger`, until it has ended
 
     cdef int note(self, ncclpy_ledger* ledger) except -1
     cdef int done(self, bint well, double moment) except -1
@@ -111,17 +111,17 @@ cdef class Entry:
 
 cdef Entry new_entry()
 
-# What an entry says of its operation, by the names of peers' `Began`.
+# What an entry says of its operation, under the names of `Began` (peers/standing.py).
 cdef dict began_of(Entry entry)
 
-# The name of the method that was called.
+# The name of the method that was called, or "barrier".
 cdef str called(Entry entry)
 
-# The sentence of an error that says where this rank called an operation; None if that was not noted.
+# A sentence for an error that says where this rank called an operation; None if that is unknown.
 cdef str where_called(Entry entry)
 
-# The first operation of a process group, by its number, that has not ended; None if none is recorded.
+# The first operation of a process group that has not ended; None if none is recorded. `group` is the group's number.
 cdef Entry unfinished_of(long long group)
 
-# Note what an operation calls, and the size of its buffer.
+# Copy the parameters of an operation, and the size of its buffer, into its entry.
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept

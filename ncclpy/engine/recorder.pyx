@@ -1,9 +1,8 @@
-"""The recorder of operations, and the log of what runs that needs no GIL.
+"""The flight recorder of operations, and the ledger of operations in flight, which is read without the GIL.
 
-Who asks for it (`record_all`) has the calls of plain communicators in it too.
+With `record_all` it also records the calls of plain communicators.
 
-An entry is written as its operation goes on, by whoever moves it; a dump only reads memory, so a stuck device cannot
-hold it up.
+The thread that advances an operation writes its entry; a dump only reads memory, so a stuck device cannot block it.
 """
 
 import _thread
@@ -40,10 +39,10 @@ cdef extern from "<time.h>" nogil:
     int clock_gettime(int clock, timespec* found)
 
 cdef enum:
-    #: What is longer than any standing.
+    #: Bytes that suffice for any standing as JSON.
     _ROOM = 1024
 
-# By number: asking the enums takes longer than all the rest of an entry of the recorder.
+# By number: looking names up in the enums would take longer than the rest of an entry.
 DTYPES = tuple([member.name.lower() for member in DataType])
 _OPS = tuple([member.name.lower() for member in ReduceOp])
 
@@ -66,16 +65,16 @@ _METHODS = {
 
 
 def method_name(int kind):
-    """Return the method's name of a kind of operation."""
+    """Return the method's name for a kind of operation."""
     return _METHODS.get(function_of(kind).decode(), "operation")
 
 
 def op_name(int code):
-    """Return the name of a reduction."""
+    """Return the name of a reduction operator."""
     return _OPS[code] if code < len(_OPS) else f"operator {code}"
 
 
-# The same without the GIL; the tuples keep the text.
+# The same names for use without the GIL; `_texts` keeps the memory alive.
 cdef const char* _kinds[64]
 cdef const char* _types[64]
 cdef const char* _reductions[64]
@@ -100,7 +99,7 @@ _fill(_reductions, _texts[2])
 
 
 cdef int _write(char* at, size_t room, const ncclpy_noted* what) noexcept nogil:
-    """Write an operation by the names of process_group's `Began`; return its length."""
+    """Write an operation as JSON with the names of `Began` (peers/standing.py); return its length."""
     cdef int kind = what.call & 0xffff, datatype = what.call >> 16 & 0xffff
     cdef int op = <int><unsigned int>(what.beside >> 32), root = <int><unsigned int>what.beside
     cdef const char* name = b"operation"
@@ -137,15 +136,15 @@ cdef int _write_or_null(char* at, size_t room, const char* name, bint there, con
 
 
 cdef int _write_moment(char* at, size_t room, const char* name, double moment) noexcept nogil:
-    """Write a moment of the wall clock. Not by %f, whose point may be a comma where the user is at home."""
+    """Write a moment of the wall clock. Not with %f: its decimal point depends on the locale."""
     cdef long long micros = <long long>(moment * 1e6)
     return snprintf(at, room, b",\"%s\":%lld.%06lld", name, micros // 1000000, micros % 1000000)
 
 
 cdef size_t _tell(void* ledger, char* at, size_t room, size_t* lasting) noexcept nogil:
-    """Write a standing as JSON, but for the last brace, and return its length; 0 if it cannot be read.
+    """Write a standing as JSON without the closing brace, and return its length; 0 if it cannot be read.
 
-    The first `lasting` bytes change only if the rank goes on.
+    The first `lasting` bytes change only if the rank makes progress.
     """
     cdef ncclpy_standing found
     cdef timespec wall
@@ -185,18 +184,18 @@ cdef class Ledger:
             ncclpy_ledger_leave(self.ledger)
 
     def standing(self):
-        """Return the standing as JSON knows it: ``current``, ``finished`` and ``since``.
+        """Return the standing with JSON's types: ``current``, ``finished`` and ``since``.
 
-        And ``behind``, where what produces the input of the current one is not through.
+        Also ``behind``, if what produces the input of the current operation is not done.
         """
         cdef char at[_ROOM]
-        cdef size_t lasting, length = _tell(self.ledger, at, sizeof(at), &lasting)  # with the GIL nobody writes
+        cdef size_t lasting, length = _tell(self.ledger, at, sizeof(at), &lasting)  # the GIL excludes writers
         found = json.loads(at[:length] + b"}")
-        del found["at"]  # now
+        del found["at"]  # the time of this call
         return found
 
     def source(self):
-        """Return what a store's client tells the standing by, as long as this object lives."""
+        """Return a capsule by which a store's client publishes the standing; this object must outlive it."""
         return PyCapsule_New(&self.given, b"ncclpy.source", NULL)
 
     cdef object last_finished(self):
@@ -215,33 +214,33 @@ cdef extern from "Python.h":
     PyObject* PyDict_GetItem(object, PyObject*)
     void Py_XDECREF(PyObject*)
 
-# Functions in these files call for the user. Whether a file is one of them is found out once, for so many files; and
-# so many frames are looked at.
+# Python frames in these files are passed over when the caller's line is looked for. Whether a file is one of them is
+# cached, for so many files; and at most so many frames are passed over.
 cdef str _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 cdef tuple _FOREIGN = ("-packages/torch/", "-packages/cupyx/")
 cdef dict _is_inner = {}
 cdef int _MOST_FILES = 4096, _MOST_FRAMES = 12
 
-# Characters of a file's name, of which the end is kept.
+# The most characters of a file's name, of which the end is kept.
 cdef int _FILE = 200
 
-# Characters of a key that are shown.
+# The most characters of a key that are shown.
 cdef int _LONG = 300
 _STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 cdef list _ring = [None] * 2000
 cdef long long _recorded = 0
 
-# Called for a dump: each returns a list of what is still being gathered.
+# Called for a dump: each returns a list of operations that are still being gathered.
 _gatherers = []
 
-# Likewise, a list of the groups that this process is in; each with what forgets those that are gone.
+# (teller, forget): `teller()` returns a list of this process's groups, `forget()` forgets those that have failed.
 _group_tellers = []
 
 
 @cython.freelist(256)
 @cython.final
 cdef class Entry:
-    """One operation as the recorder knows it."""
+    """One recorded operation."""
 
     def __dealloc__(self):
         if self.ledger != NULL:
@@ -249,7 +248,7 @@ cdef class Entry:
             ncclpy_ledger_leave(self.ledger)
 
     cdef int note(self, ncclpy_ledger* ledger) except -1:
-        """Have a process group's ledger know it from now on, as it is."""
+        """Note the operation in a process group's ledger, with its present values."""
         cdef ncclpy_noted what
         if self.ledger != NULL:
             return 0
@@ -257,13 +256,13 @@ cdef class Entry:
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
         what.beside = beside_of(self.op, self.root)
-        self.noted = ncclpy_ledger_begin(ledger, self.pair, &what)  # NULL without memory: then nobody is told of it
+        self.noted = ncclpy_ledger_begin(ledger, self.pair, &what)  # NULL if memory is out: then the ledger lacks it
         ncclpy_ledger_use(ledger)
         self.ledger = ledger
         return 0
 
     cdef int done(self, bint well, double moment) except -1:
-        """Have that ledger know that it has ended, and whether it was done."""
+        """Note in the ledger that the operation has ended, and whether it succeeded."""
         cdef ncclpy_note* noted = self.noted
         if noted != NULL:
             self.noted = NULL
@@ -271,7 +270,7 @@ cdef class Entry:
         return 0
 
     cdef void place(self, bint behind) noexcept:
-        """Have that ledger know whether the device waits for what produces the input, before it can begin."""
+        """Note in the ledger whether the device still waits for what produces the input."""
         if self.noted != NULL:
             ncclpy_ledger_place(self.ledger, self.noted, behind)
 
@@ -307,9 +306,9 @@ cdef str called(Entry entry):
 
 
 def show(key):
-    """Return the ``repr`` of a key, or what `object` says of it if that fails: no error of ours is to get lost.
+    """Return the ``repr`` of a key, or `object`'s if that raises: the error that names the key must not be lost.
 
-    A long one is cut; what is cut counts through a digest, so that two keys still look different.
+    A long one is cut and gets a digest of the whole, so that two keys still look different.
     """
     try:
         text = repr(key)
@@ -323,7 +322,7 @@ def show(key):
 
 
 def text_of(error):
-    """Return the text of an exception, or what it is if that fails."""
+    """Return the text of an exception, or its class's name if that raises."""
     try:
         return str(error)
     except BaseException as failure:  # of the user's class
@@ -332,14 +331,14 @@ def text_of(error):
 
 
 cdef int _pass_on(object error) except -1:
-    """Let Ctrl-C come through later, where it finds nothing half done."""
+    """Repeat a KeyboardInterrupt later in the main thread, where it interrupts nothing of the recorder."""
     if isinstance(error, KeyboardInterrupt):
         _thread.interrupt_main()
     return 0
 
 
 cdef Entry new_entry():
-    """Return a new entry in the ring; the oldest one makes room."""
+    """Return a new entry in the ring, in place of the oldest one."""
     global _recorded
     cdef Entry entry = Entry.__new__(Entry)
     entry.id = _recorded
@@ -355,9 +354,9 @@ cdef Entry new_entry():
 
 
 cdef int note_site(Entry entry) except -1:
-    """Note the innermost line of this thread's Python that is in no package that calls for the user.
+    """Note the innermost line of this thread's Python code outside the packages that call for the user.
 
-    It runs no Python, and keeps the code and no frame, in which arrays hang.
+    It runs no Python code. It keeps the code object and no frame, since frames keep the user's arrays.
     """
     cdef PyObject* found = ncclpy_frame()
     cdef PyObject* inner
@@ -382,7 +381,7 @@ cdef int note_site(Entry entry) except -1:
 
 
 cdef object _look_at(str file):
-    if len(_is_inner) >= _MOST_FILES:  # of code that a program makes as it goes on
+    if len(_is_inner) >= _MOST_FILES:  # code made at run time may have a new file name each time
         _is_inner.clear()
     inner = file.startswith(_OWN)
     for each in _FOREIGN:
@@ -399,7 +398,7 @@ cdef str _site_of(Entry entry):
 
 
 cdef str where_called(Entry entry):
-    """Return the sentence that says where this rank called an operation, None if that was not noted."""
+    """Return a sentence that says where this rank called an operation, None if that is unknown."""
     if entry.code is None:
         return None
     number = f" #{entry.sequence}" if entry.sequence >= 0 else ""
@@ -407,7 +406,7 @@ cdef str where_called(Entry entry):
 
 
 cdef Entry unfinished_of(long long group):
-    """Return the first operation of a process group that has not ended, as far as it is recorded; else None."""
+    """Return the first operation of a process group that has not ended; None if none is recorded."""
     cdef Entry entry
     cdef Entry first = None
     for entry in list(_ring):
@@ -440,7 +439,7 @@ cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes)
 
 
 cdef class _Calls(CallTracer):
-    """Record what communicators are asked for."""
+    """Record the calls of communicators."""
 
     cdef object here(self):
         cdef Entry entry = Entry.__new__(Entry)
@@ -452,7 +451,7 @@ cdef class _Calls(CallTracer):
         if here is not None:
             entry.code, entry.at = here
         entry.operation = operation.kind
-        # A wait counts ranks.
+        # The count of a wait is a number of ranks.
         nbytes = operation.count * ITEMSIZE[operation.datatype] if operation.kind != WAIT_SIGNAL else 0
         note_operation(entry, operation, nbytes)
         entry.device = handle.device
@@ -491,25 +490,25 @@ cdef class _Calls(CallTracer):
 
 
 def record_all(enabled=True):
-    """Record the calls of plain communicators too, or no longer.
+    """Record the calls of plain communicators too, or stop doing so.
 
     They are recorded when they are made, each alone or at the end of a group; launches of plans and graphs are not.
-    An entry has the line of the program that made the call, which the error of a call that fails says then as well; the
-    name of the communicator, the same on all ranks (those that `join` a grown one have another); and the number of the
-    call on it, which counts whether or not it is recorded. It is ``"pending"`` while NCCL has it
-    (then its number may be too small, where several threads call at once), ``"completed"`` if the call has waited for
-    data in CPU memory, ``"failed"`` with the error, and else ``"called"``: nobody asks the device when it is done.
+    An entry has the line of the program that made the call (the error of a failed call names it too); the name of the
+    communicator, the same on all ranks (ranks that `join` a grown one have another); and the number of the call on it,
+    which counts unrecorded calls too. It is ``"pending"`` during the call of NCCL (its number may then be too small,
+    if several threads call at once), ``"completed"`` if the call has waited for data in CPU memory, ``"failed"`` with
+    the error, and otherwise ``"called"``: whether the device is done is not checked.
 
     Parameters
     ----------
     enabled : bool, optional
-        Whether to. A call costs about 0.15 us more then, and nothing otherwise.
+        Whether to record them. A call then costs about 0.15 us more, and nothing otherwise.
     """
     set_call_tracer(_Calls() if enabled else None)
 
 
 def resize(capacity):
-    """Keep so many entries from now on, none with 0; what was recorded is forgotten.
+    """Keep so many entries from now on, none with 0; forget what was recorded.
 
     Parameters
     ----------
@@ -530,7 +529,7 @@ def snapshot(reason=None):
     Parameters
     ----------
     reason : str, optional
-        Why, for the reader.
+        Why the snapshot is made, for its reader.
 
     Returns
     -------
@@ -542,7 +541,7 @@ def snapshot(reason=None):
     first = max(0, recorded - len(ring))
     entries = [entry for entry in (ring[number % len(ring)] for number in range(first, recorded)) if entry is not None]
     loaded = _library.loaded()
-    # One right after the other: what is laid on one time line goes by both.
+    # Read one right after the other: they relate the two clocks.
     wall, monotonic = time.time(), now()
     return {
         "format": "ncclpy-recorder",
@@ -565,11 +564,11 @@ def snapshot(reason=None):
 
 
 def clock_id():
-    """Return what the monotonic clock is known by: processes of which it is the same have one and the same clock."""
+    """Return the identity of the monotonic clock: processes with the same identity share one clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"  # a namespace may have moved it
+        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"  # a time namespace has an offset of its own
     except OSError:
         return None
 
@@ -584,13 +583,13 @@ def dump(path=None, *, reason=None):
     path : str or os.PathLike, optional
         A file to write it to as well.
     reason : str, optional
-        Why, for the reader.
+        Why the dump is made, for its reader.
 
     Returns
     -------
     str
     """
-    # A line an entry: json's own indent is written in Python, and takes four times as long. No string holds `{"`.
+    # One line for each entry: json's own indent runs in Python, and takes four times as long. No string contains `{"`.
     text = json.dumps(snapshot(reason)).replace('[{"', '[\n{"').replace('}, {"', '},\n{"') + "\n"
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
@@ -599,23 +598,23 @@ def dump(path=None, *, reason=None):
 
 
 def add_gatherer(gatherer):
-    """Have dumps tell what `gatherer()` returns: a list of what is still being gathered."""
+    """Have dumps include what `gatherer()` returns: a list of operations that are still being gathered."""
     _gatherers.append(gatherer)
 
 
 def remove_gatherer(gatherer):
-    """Undo `add_gatherer`; in a forked child that is done already."""
+    """Undo `add_gatherer`; in a forked child that has happened already."""
     if gatherer in _gatherers:
         _gatherers.remove(gatherer)
 
 
 def add_group_teller(teller, forget):
-    """Have dumps tell what `teller()` returns as well: a list of the groups that this process is in.
+    """Have dumps include what `teller()` returns: a list of this process's groups.
 
-    `forget()` is called when what was recorded is forgotten.
+    `forget()` is called when the recorded entries are forgotten.
     """
     _group_tellers.append((teller, forget))
 
 
-# What the parent gathers is nothing to a forked child.
+# A forked child gathers none of the parent's operations.
 os.register_at_fork(after_in_child=_gatherers.clear)

@@ -142,8 +142,8 @@ class Lane {
   ncclpy_mutex mutex_;   // guards the next three
   Job* first_ = nullptr;
   Job* last_ = nullptr;
-  bool taken_ = false;  // a job runs, or a thread has borrowed the lane
-  int news_ = 0;  // atomic futex; counts announcements of jobs
+  bool taken_ = false;   // a job runs, or a thread has borrowed the lane
+  int news_ = 0;         // atomic futex; counts announcements of jobs
   int asleep_ = 0;       // atomic
   const double spin_;
   void (*const begin_)();
@@ -207,8 +207,8 @@ class Lanes {
   bool is_idle(int number) { return lanes_[number] == nullptr || lanes_[number]->is_idle(); }
 
  private:
-  ncclpy_mutex order_;  // guards the order of launches, and pushed_at_
-  double pushed_at_ = 0;  // when something was last pushed or borrowed
+  ncclpy_mutex order_;     // guards the order of launches, and pushed_at_
+  double pushed_at_ = 0;   // when something was last pushed or borrowed
   const double spin_;
   void (*const begin_)();
   std::vector<std::unique_ptr<Lane>> lanes_;  // the thread that calls need() has the GIL

@@ -1,4 +1,4 @@
-"""Memory that NCCL knows: allocations with an owner, the registry of segments that communicators register, pools.
+"""Memory that NCCL can use directly: allocations with an owner, the registry of segments, and pools.
 
 See docs/memory.md.
 """

@@ -1,4 +1,4 @@
-"""Attachments: an allocator of a framework over memory that NCCL knows, without a communicator and without windows."""
+"""Attachments: a framework's allocator over memory registered with NCCL, without one communicator or windows."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ __all__ = ["Attachment", "attach"]
 
 #: Registers the segments of torch's allocator by its hooks.
 _attach_torch_hooks: Need[[], Any] = Need("attach_torch_hooks")
-#: What has been attached and is not closed, by the framework's name, or the resource's identity.
+#: Open attachments, by the framework's name or the id() of the memory resource.
 _attached: dict[str | int, Attachment] = {}
-_lock = threading.RLock()  # again, by a finaliser that runs meanwhile
+_lock = threading.RLock()  # reentrant: a finaliser may run while it is held
 
 
 def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hooks: bool = False) -> Attachment:
-    """Have a framework allocate memory that NCCL knows, on each communicator of its device.
+    """Have a framework allocate memory that is registered on each communicator of its device.
 
-    Nothing is compiled, unless for `hooks`. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch
-    lets nobody replace an allocator that is in use: there what is allocated in `Attachment.use`, or with
-    ``torch.cuda.use_mem_pool`` in `Attachment.resource`, is NCCL's, with expandable segments too; its default pool is
-    left as it is. Of cuda.core `Attachment.resource` is a ``MemoryResource``, which is passed to whoever allocates.
+    Nothing is compiled, except for `hooks`. CuPy and rmm allocate such memory from now on, until `Attachment.close`.
+    Torch cannot replace an allocator that is in use: only what is allocated in `Attachment.use`, or with
+    ``torch.cuda.use_mem_pool`` in `Attachment.resource`, is such memory, with expandable segments too; its default
+    pool is unchanged. For cuda.core, `Attachment.resource` is a ``MemoryResource``, which the program passes to what
+    allocates.
 
     Parameters
     ----------
     framework : {"torch", "cupy", "rmm", "cuda.core"} or cuda.core.MemoryResource
-        Whose. Of a ``MemoryResource`` what is allocated through `Attachment.resource` comes from there, and is
-        registered until it is given back; NCCL may refuse what it cannot use directly, as memory of CUDA's own pools.
+        The framework. With a ``MemoryResource``, what is allocated through `Attachment.resource` comes from it, and is
+        registered until it is freed; NCCL may refuse memory that it cannot use directly, such as CUDA's own pools'.
     hooks : bool, optional
-        Of torch: have the segments of all its pools registered, those of today and of later, through the allocator's
-        own hooks. A small library is built for that, once an installation.
+        For torch: have the segments of all its pools registered, present and future, through the allocator's own
+        hooks. A small library is built for that, once for each installation.
 
     Returns
     -------
     Attachment
-        With `hooks` a `ncclpy.interop.torch.hooks.TorchHooks`, which has `close` and is a context too; a second call
-        returns the same one.
+        With `hooks` a `ncclpy.interop.torch.hooks.TorchHooks`, which has `close` and is a context manager too; a
+        second call returns the same one.
 
     Raises
     ------
     RuntimeError
-        If the framework is attached already: it is attached once, and again after `Attachment.close`.
+        If the framework is attached already; it can be attached again after `Attachment.close`.
     ImportError
         If the framework cannot be imported.
     NcclUnsupported
         On the host engine; before NCCL 2.19.
     ValueError
-        If there is no such framework. With `hooks`, if torch's segments are expandable: they grow in place, and NCCL
-        has no call for memory that does; or if its allocator is not its own.
+        If there is no such framework. With `hooks`: if torch's segments are expandable, since they grow in place, for
+        which NCCL has no call; or if torch uses another allocator than its own.
     """
     if hooks:
         by_hooks: Attachment = _with_hooks(framework)
         return by_hooks
     with _lock:
-        key = framework if isinstance(framework, str) else id(framework)  # the source keeps it
+        key = framework if isinstance(framework, str) else id(framework)  # unique: the source keeps the object
         if key in _attached:
             raise RuntimeError(f"{framework} is attached already, by {_attached[key]!r}; close that one first")
         name = framework if isinstance(framework, str) else type(framework).__name__
@@ -82,10 +83,10 @@ def _with_hooks(framework: str) -> Any:
 
 
 class Attachment:
-    """Have a framework allocate memory that NCCL knows, until `close`; `memory.attach` makes it.
+    """A framework's allocator over registered memory, until `close`; `memory.attach` makes it.
 
-    As a context it is closed at the end of the block. Arrays may outlive it: their memory goes when the framework
-    gives it back, as that of `memory.alloc`.
+    As a context manager it is closed at the end of the block. Arrays may outlive it: their memory is freed when the
+    framework gives it back, like memory of `memory.alloc`.
     """
 
     def __init__(self, framework: str, source: Source, key: str | int) -> None:
@@ -95,7 +96,7 @@ class Attachment:
 
     @property
     def framework(self) -> str:
-        """Whose allocator it is."""
+        """The framework."""
         return self._framework
 
     @property
@@ -110,19 +111,19 @@ class Attachment:
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back by `close`."""
+        """Whether `close` was called."""
         return self._source is None
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Self]:
-        """Return a context in which what this thread allocates comes from here, on the current device.
+        """Return a context in which this thread's allocations come from here, on the current device.
 
         Raises
         ------
         ValueError
             If it is closed.
         NcclUnsupported
-            Of cuda.core, which has no current allocator.
+            For cuda.core, which has no current allocator.
         """
         source = self._source
         if source is None:
@@ -135,7 +136,7 @@ class Attachment:
             self._source.install()
 
     def close(self) -> None:
-        """Have the framework allocate as before; twice does nothing. Arrays keep their memory."""
+        """Have the framework allocate as before; a second call does nothing. Arrays keep their memory."""
         with _lock:
             source, self._source = self._source, None
             if source is None:

@@ -1,4 +1,4 @@
-"""Which function of `interop` makes an allocator of which framework; it is imported when it is first called."""
+"""The function of `interop` that makes an allocator of each framework; its module is imported at the first call."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ncclpy.types import Need
 
 __all__ = ["Source", "source_of"]
 
-#: What there are pools for.
+#: Frameworks that have pools.
 _POOLS = ("torch", "cupy", "numpy")
 
 
 class Source(Protocol):
-    """An allocator of a framework over our segments."""
+    """A framework's allocator over registered segments."""
 
     resource: Any
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread's arrays of the device are allocated there."""
+        """Return a context in which this thread's arrays on the device are allocated there."""
 
     def empty(self, shape: Any, dtype: Any, device: int) -> Any:
-        """Return an array of the device; in the context."""
+        """Return an array on the device; called in the context."""
 
     def install(self) -> None:
-        """Make it the framework's allocator, as far as the framework knows such a thing."""
+        """Make it the framework's allocator, if the framework allows that."""
 
     def remove(self) -> None:
-        """Undo that."""
+        """Undo `install`."""
 
 
-#: By framework, what makes a new allocator of a device, None for the current one. An ImportError is the framework's.
+#: For each framework, a function that makes an allocator of a device (None: the current one); may raise ImportError.
 _SOURCES: dict[str, Need[[int | None], Source]] = {
     name: Need(f"source_of_{name}") for name in ("torch", "cupy", "rmm", "cuda.core")
 }
@@ -44,7 +44,7 @@ _source_over: Need[[object], Source] = Need("source_over_resource")
 
 
 class _Numpy:
-    """Has no allocator: `memory.empty` makes numpy's arrays."""
+    """No allocator: `memory.empty` makes numpy's arrays."""
 
     resource = None
 
@@ -67,7 +67,7 @@ class _Numpy:
 
 
 def source_of(name: object, what: str, device: int | None) -> Source:
-    """Return a new allocator of a framework, for a pool or to attach it."""
+    """Return a new allocator of a framework, for a pool or for `attach`."""
     if what == "attach" and hasattr(name, "allocate") and hasattr(name, "deallocate"):
         return _source_over(name)
     known = _POOLS if what == "pool" else tuple(_SOURCES)

@@ -1,4 +1,4 @@
-"""Pools: a framework's arrays in memory that NCCL knows, and, where all ranks allocate alike, in symmetric windows."""
+"""Pools: a framework's arrays in registered memory and, where all ranks allocate alike, in symmetric windows."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool", "pool"]
 
-#: Seconds that a commit waits for other ranks, where neither it nor its communicator says how long.
+#: Seconds that a commit waits for other ranks, if neither its caller nor the communicator gives a timeout.
 _PATIENCE = 60.0
-#: What each rank says first: this; behind it how many windows it has, how many new segments, and a digest of those.
+#: Each rank's first message begins with this; then its numbers of windows and new segments, and a digest of these.
 _MAGIC = 0x6E63636C706F6F6C
 
 
 def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, symmetric: bool = False) -> Pool:
-    """Return a pool: what a framework allocates in a ``with`` block of it is memory that NCCL knows.
+    """Return a pool: what a framework allocates in a ``with`` block of it is registered with NCCL.
 
     Parameters
     ----------
     framework : {"torch", "cupy", "numpy"}
-        Whose arrays: a ``torch.cuda.MemPool``, a ``cupy.cuda.MemoryPool``; on the host engine numpy's, with
-        `memory.empty` or `Pool.empty`.
+        The framework of the arrays: a ``torch.cuda.MemPool`` or a ``cupy.cuda.MemoryPool``; numpy on the host engine,
+        with `memory.empty` or `Pool.empty`.
     comm_or_group : Communicator or ProcessGroup
-        On whose device memory is allocated, and with whose ranks windows are registered. As all memory of `memory` it
+        Memory is allocated on its device, and windows are registered with its ranks. Like all memory of `memory` it
         is registered on every communicator of the device.
     symmetric : bool, optional
         Whether its segments become symmetric windows of the communicator, at the end of each block that no exception
-        leaves, and in `Pool.commit`. Then all ranks have to allocate alike: the same sizes, in the same order.
+        leaves, and in `Pool.commit`. Then all ranks must allocate alike: the same sizes, in the same order.
 
     Returns
     -------
@@ -63,16 +63,16 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
         If the framework cannot be imported.
     ValueError
         With `symmetric`, if the communicator has several ranks and cannot be ended: make it with ``timeout=`` or
-        ``abortable=True``, as a rank that does not come would be waited for without end.
+        ``abortable=True``, since the wait for a missing rank would never end.
     """
     return Pool(framework, comm_or_group, symmetric=symmetric)
 
 
 class Pool:
-    """Keep segments of one framework, one device and one communicator together; `memory.pool` makes it.
+    """The segments of one framework, one device and one communicator; `memory.pool` makes it.
 
-    As a context it may be entered any number of times, and in several threads; it concerns what the thread allocates
-    that has entered it. Arrays may outlive the block, the pool and the communicator.
+    As a context manager it may be entered any number of times, and in several threads; it affects what the entering
+    thread allocates. Arrays may outlive the block, the pool and the communicator.
     """
 
     def __init__(self, framework: str, comm_or_group: Any, *, symmetric: bool = False) -> None:
@@ -94,9 +94,9 @@ class Pool:
         self._symmetric = symmetric
         self._number = new_pool()
         self._entered = threading.local()
-        self._alone = threading.RLock()  # again, by a signal handler beneath a commit or a close of this thread
-        self._busy = False  # such a commit or close is under way
-        self._windows: dict[int, Window] = {}  # by the numbers of their segments, as they came
+        self._alone = threading.RLock()  # reentrant: a signal handler may run during this thread's commit or close
+        self._busy = False  # whether such a commit or close is in progress
+        self._windows: dict[int, Window] = {}  # by the numbers of their segments, in order of registration
         self._closed = False
 
     @property
@@ -106,19 +106,19 @@ class Pool:
 
     @property
     def symmetric(self) -> bool:
-        """Whether its segments become windows."""
+        """Whether its segments become symmetric windows."""
         return self._symmetric
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back by `close`."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def resource(self) -> Any:
         """The framework's own object, a ``torch.cuda.MemPool`` or a ``cupy.cuda.MemoryPool``; None if there is none.
 
-        What is allocated through it outside of a block of the pool is registered as well, but becomes no window.
+        Memory that is allocated through it outside a block of the pool is registered as well, but becomes no window.
         """
         return None if self._source is None else self._source.resource
 
@@ -145,8 +145,8 @@ class Pool:
         Returns
         -------
         array
-            Of the pool's framework, not initialised. Each array of numpy's is a segment of its own; torch's and CuPy's
-            share segments, as their pools divide them.
+            Of the pool's framework, not initialised. Each array of numpy's is a segment of its own; arrays of torch
+            and CuPy share segments, as their pools divide them.
         """
         self._check_open()
         with self._inside() as source:
@@ -155,10 +155,10 @@ class Pool:
     @contextlib.contextmanager
     def _inside(self) -> Iterator[Source]:
         source = self._source
-        if source is None:  # another thread has closed it just now
+        if source is None:  # another thread has just closed it
             raise _closed()
         before = enter_pool(self._number)
-        # torch refuses to enter a pool that this thread is in, and counts that as a use of it all the same.
+        # torch refuses to enter a pool twice in a thread, but counts the attempt as a use of the pool.
         entering = contextlib.nullcontext() if before == self._number else source.inside()
         try:
             with entering:
@@ -190,14 +190,14 @@ class Pool:
         """Register windows over the segments that have none yet (`ncclCommWindowRegister`); all ranks call it.
 
         First the ranks compare their lists of those segments, so that a difference is an error and not a hang: ranks
-        of a `ProcessGroup` in its store, those of a `Communicator` in one small all-gather. Operations of a group that
-        other threads begin meanwhile are in no order with this, nor are commits of its other pools. Without
+        of a `ProcessGroup` in its store, ranks of a `Communicator` in one small all-gather. Group operations begun by
+        other threads meanwhile are not ordered with a commit, nor are commits of the group's other pools. Without
         ``symmetric=True`` it does nothing.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for the other ranks; by default the communicator's own, or 60.
+            Seconds to wait for the other ranks; by default the communicator's own timeout, or 60.
 
         Returns
         -------
@@ -208,13 +208,13 @@ class Pool:
         ------
         ValueError
             On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
-            the segments stand in the next commit's list.
-            Also if the pool is closed, by a signal handler in the middle of this too: then no window stays.
+            the segments are in the next commit's list.
+            Also if the pool is closed, even by a signal handler during the commit: then no window stays.
         NcclTimeout
-            If a rank has not come in time. With a `ProcessGroup` it names those that have not, on all that have, and
-            nothing has changed: the next commit meets again. A `Communicator` cannot tell, and is aborted.
+            If a rank is missing at the deadline. With a `ProcessGroup` it names the missing ranks, on all others, and
+            nothing has changed: the next commit meets again. A `Communicator` cannot name them, and is aborted.
         RuntimeError
-            In a signal handler that runs in the middle of a commit or a close of this pool.
+            In a signal handler that runs during a commit or a close of this pool in the same thread.
         """
         self._check_open()
         if not self._symmetric:
@@ -232,7 +232,7 @@ class Pool:
                     attach(error, self._close_windows())
                 raise
             self._busy = False
-            if self._closed:  # by a signal handler, which has left the windows to this
+            if self._closed:  # by a signal handler, which has left the windows to this call
                 raise attach(_closed(), self._close_windows())
             return made
 
@@ -241,8 +241,8 @@ class Pool:
             timeout = _PATIENCE if self._comm is None or self._comm.timeout is None else self._comm.timeout
         deadline = time.monotonic() + timeout
         nranks: int = self._group.size if self._comm is None else self._comm.nranks
-        new = self._new_segments()  # from here on they stay, whatever their framework frees meanwhile
-        before = enter_pool(0)  # what is allocated for this is no part of it
+        new = self._new_segments()  # `Hold` keeps them from now on, even if the framework frees them
+        before = enter_pool(0)  # what is allocated for the commit is not part of the pool
         try:
             if nranks > 1:
                 self._compare([buffer.nbytes for buffer in new.values()], nranks, deadline)
@@ -261,7 +261,7 @@ class Pool:
         new = {}
         for number, base, nbytes, device in segments_of(self._number):
             if number not in self._windows and device == self._device:
-                with contextlib.suppress(LookupError):  # it was freed just now
+                with contextlib.suppress(LookupError):  # it was just freed
                     new[number] = Buffer(base, nbytes, "uint8", device=device, owner=Hold(number, base))
         return new
 
@@ -283,7 +283,7 @@ class Pool:
         digest = np.frombuffer(hashlib.blake2b(listed.tobytes(), digest_size=16).digest(), np.int64)
         head = [len(self._windows), len(sizes), *digest.tolist()]
         if self._comm is None:
-            # In the store, which knows who is absent, and where nothing has to be aborted if somebody is.
+            # Through the store: it knows which ranks are missing, and nothing has to be aborted then.
             brought = self._group.bring_to_commit(head, _left(deadline))
             if all(each == brought[0] for each in brought):
                 return
@@ -304,7 +304,7 @@ class Pool:
         raise ValueError("pool: " + difference(ranks) + "; nothing was registered")
 
     def _gather(self, comm: Communicator, values: npt.NDArray[np.int64], deadline: float) -> npt.NDArray[np.int64]:
-        """Return what each rank brings."""
+        """Return the values of all ranks."""
         got = np.empty((comm.nranks, values.size), np.int64)
         if library().engine == "host":
             comm.all_gather(values, got, timeout=_left(deadline))
@@ -315,23 +315,23 @@ class Pool:
                 recv = staged.buffer("int64", got.size, offset=values.nbytes)
                 device_module.copy(staged.pointer, values.ctypes.data, values.nbytes, stream)
                 comm.all_gather(send, recv, stream=stream, timeout=_left(deadline))
-                stream.synchronize()  # its end is that of the all-gather, which has a deadline
+                stream.synchronize()  # it waits only for the all-gather, which has a deadline
                 device_module.copy(got.ctypes.data, staged.pointer + values.nbytes, got.nbytes, stream)
                 stream.synchronize()
-        comm.wait_ready()  # raises if that was aborted
+        comm.wait_ready()  # raises if the communicator was aborted
         return got
 
     def close(self) -> None:
-        """Close the windows and let the framework's pool go; twice does nothing. Arrays keep their memory.
+        """Close the windows and drop the framework's pool; a second call does nothing. Arrays keep their memory.
 
-        All ranks call it, when what uses the windows is over. Windows of a communicator that is closed, or aborted,
-        are gone already. If one cannot be closed the others are all the same, and then this raises; a commit in
-        another thread is waited for, one beneath this signal handler closes them at its end.
+        All ranks call it, when nothing uses the windows any more. Windows of a communicator that is closed or aborted
+        are gone already. If one cannot be closed the others still are, and then this raises. A commit in another
+        thread is waited for; a commit that this signal handler interrupts closes the windows at its end.
         """
         with self._alone:
             self._closed = True
             self._source = None
-            if self._busy:  # this is a signal handler, beneath a commit or a close that sees to the windows at its end
+            if self._busy:  # in a signal handler: the interrupted commit or close closes the windows
                 return
             try:
                 self._busy = True
@@ -342,14 +342,14 @@ class Pool:
             raise attach(failures[0], failures)
 
     def _close_windows(self) -> list[Exception]:
-        """Close all windows, whatever becomes of one of them, and return the errors."""
+        """Close all windows, even if closing one fails, and return the errors."""
         failures: list[Exception] = []
         for number, window in list(self._windows.items()):
             try:
                 window.close()
             except Exception as error:
                 failures.append(error)
-            if window.closed:  # else the next close of the pool finds it
+            if window.closed:  # else the pool's next close tries again
                 self._windows.pop(number, None)
         return failures
 
@@ -363,7 +363,7 @@ class Pool:
 
 
 def difference(ranks: list[tuple[int, list[int]]]) -> str:
-    """Say in what ranks differ that each have so many windows and then a list of sizes."""
+    """Describe how ranks differ; each has a number of windows and a list of sizes."""
     windows, sizes = ranks[0]
     for rank, (others, other_sizes) in enumerate(ranks):
         if others != windows:

@@ -1,7 +1,7 @@
 from libc.stdint cimport uintptr_t
 
 
-# What `take_in` and `take_out` say.
+# Results of `take_in`.
 cdef enum:
     TAKEN_IN
     KNOWN
@@ -12,11 +12,11 @@ cdef enum:
     ENDED = 1
     STILL_USED = -1
 
-# For an allocator's hooks: under the allocator's lock, with or without the GIL, in whichever thread.
+# For an allocator's hooks: under the allocator's lock, with or without the GIL, in any thread.
 cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil
 
 
-# Memory of NCCL's allocator that stands in the registry, of the pool that this thread is in. With the GIL; `dismiss` in
-# `residency` gives it back.
+# Memory of NCCL's allocator, entered into the registry, in the pool that this thread has entered. With the GIL;
+# `dismiss` in `residency` frees it.
 cdef uintptr_t new_segment(size_t nbytes, int device) except 0

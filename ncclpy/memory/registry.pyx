@@ -1,13 +1,14 @@
 """The registry of segments: the hooks of allocators that fill it, and allocations of NCCL's own.
 
-A thread that frees a segment holds its allocator's lock, and perhaps the GIL, which it cannot release: to take it again under
-that lock could block for ever. So a thread that waits here does itself what a segment's end takes, and runs no Python; the
-reaper thread, which needs the GIL, is told afterwards. It has no references either: the communicators' weak handles keep what it comes to see
-(`core/handles/precall_hook.h`).
+A thread that frees a segment holds its allocator's lock, and perhaps the GIL, which it must not release: taking the
+GIL again under that lock could deadlock. So a thread that waits here does itself what the segment's end requires, and
+runs no Python; the reaper thread, which takes the GIL, is told afterwards. The waiting thread has no references
+either: the communicators' weak handles keep the objects that it visits (`core/handles/precall_hook.h`).
 
-A framework's allocator asks for segments under a lock of its own, perhaps without the GIL, and gives them back in the same
-way. So no Python runs in `ncclpy_segment_alloc` and `ncclpy_segment_free`, and they wait for no communicator: what comes is
-registered by each communicator's next call, what goes is seen to by the reaper.
+A framework's allocator asks for segments under a lock of its own, perhaps without the GIL, and gives them back in the
+same way. So no Python runs in `ncclpy_segment_alloc` and `ncclpy_segment_free`, and they wait for no communicator: a
+new segment is registered by each communicator's next call, and the reaper deregisters and frees one that is given
+back.
 """
 
 import importlib
@@ -53,11 +54,12 @@ cdef object _MOST = 2**64 - 1
 
 
 class SegmentRegistry:
-    """Memory that is registered on every communicator of its device, those of today and those made later.
+    """Memory that is registered on every communicator of its device, present and future.
 
-    There is one a process, `SegmentRegistry.default`; `memory.alloc` and pools put their segments there, and `add` those
-    of somebody else's. A communicator registers what has come with its next call (`ncclCommRegister`), so nothing here
-    waits for one; its close deregisters, and an abort drops what was known of it.
+    There is one registry for each process, `SegmentRegistry.default`; `memory.alloc` and pools put their segments
+    there, and `add` adds memory that others allocate. A communicator registers new segments in its next call
+    (`ncclCommRegister`), so nothing here waits for a communicator; closing it deregisters them, and an abort drops
+    them.
     """
 
     def __init__(self):
@@ -65,7 +67,7 @@ class SegmentRegistry:
 
     @staticmethod
     def default():
-        """Return this process's registry; the first call has communicators take part from then on.
+        """Return this process's registry; from the first call on communicators take part in it.
 
         Raises
         ------
@@ -76,7 +78,7 @@ class SegmentRegistry:
         return _default
 
     def add(self, pointer, nbytes, device=None):
-        """Have a segment registered, by each communicator of its device with that one's next call.
+        """Have a segment registered by each communicator of its device, in the communicator's next call.
 
         Parameters
         ----------
@@ -99,22 +101,22 @@ class SegmentRegistry:
     def remove(self, pointer, *, timeout=10.0):
         """Take a segment away. When this returns no communicator has it registered, and none of them uses it.
 
-        It waits for what each communicator was asked for until now, and for nothing else on the device.
+        It waits for the calls that each communicator has made until now, and for nothing else on the device.
 
         Parameters
         ----------
         pointer : int
             Where the segment begins.
         timeout : float, optional
-            Seconds to wait for communicators. The segment is on its way out all the same when they have passed.
+            Seconds to wait for communicators. After that the segment still leaves in the background.
 
         Raises
         ------
         ValueError
-            If no segment begins there that was added.
+            If no segment that was added begins there.
         NcclTimeout
-            If a communicator may still use it; then its memory must not be freed yet. Its communicators are named; abort
-            them, or call `drain` later.
+            If a communicator may still use it; then its memory must not be freed yet. The communicators are named;
+            abort them, or call `drain` later.
         """
         cdef uintptr_t base = _address(pointer)
         cdef uint64_t number = 0
@@ -139,16 +141,16 @@ class SegmentRegistry:
                 with nogil:
                     pause(now() - started)
         except BaseException:
-            wake_reaper()  # the reaper goes on
+            wake_reaper()  # the reaper continues
             raise
 
     def drain(self, timeout=10.0):
-        """Wait until all that was taken away, or is memory of `alloc` that nobody has any more, is gone.
+        """Wait until all segments are gone that were taken away, or are unreferenced memory of `alloc`.
 
         Returns
         -------
         bool
-            False if something is still on its way out after `timeout` seconds.
+            False if a segment is still leaving after `timeout` seconds.
         """
         cdef double started = now(), deadline = deadline_after(as_timeout(timeout))
         while True:
@@ -162,30 +164,30 @@ class SegmentRegistry:
                 pause(now() - started)
 
     def segments(self, device=None):
-        """Return (pointer, nbytes, device) of all segments, of one device if that is given, by their addresses."""
+        """Return (pointer, nbytes, device) of all segments, sorted by address; of one device if it is given."""
         return _seen(NULL, None if device is None else as_device(device))
 
     def communicators(self, device=None):
-        """Return the communicators that take part, of one device if that is given, in an order that ranks share."""
+        """Return the communicators that take part, of one device if it is given, in an order that ranks share."""
         number = None if device is None else as_device(device)
         return [comm for comm in taking_part(False) if number is None or comm.device == number]
 
     def registered(self, comm):
-        """Return (pointer, nbytes, device) of the segments that a communicator has registered at this moment."""
+        """Return (pointer, nbytes, device) of the segments that a communicator has registered at present."""
         cdef Handle handle = comm
         cdef HookKeeper hook_keeper = handle.hook_keeper
         return [] if hook_keeper is None or hook_keeper.left else _seen(hook_keeper.resident, None)
 
     def counters(self):
-        """Return what there is, and what there was.
+        """Return numbers of the present state and of the whole past.
 
         Returns
         -------
         dict
-            ``segments`` and ``bytes`` that are in use, ``leaving`` and ``leaving_bytes`` that were taken away and may
-            still be used, ``registrations`` at this moment; since the beginning, how often something was
-            ``registered`` and ``deregistered``, ``not_freed`` because NCCL refused to, and ``refused``, a dict of how often
-            NCCL has refused to register one, by its result.
+            ``segments`` and ``bytes`` in use, ``leaving`` and ``leaving_bytes`` that were taken away and may still be
+            used, ``registrations`` at present; and since the process began, how often a segment was ``registered`` and
+            ``deregistered``, ``not_freed`` because NCCL refused to free it, and ``refused``, a dict of how often NCCL
+            has refused to register one, by its result.
         """
         cdef Counters counters = segments.counters()
         cdef int i
@@ -245,12 +247,12 @@ cdef extern from *:
       bool guard_aborted;
     };
 
-    /* Those that one thread aborts together, for the sake of one segment. */
+    /* Communicators that one thread aborts together, because of one segment. */
     struct ncclpy_endings {
       std::vector<ncclpy::Resident*> residents;
-      std::vector<ncclComm_t> raws;  // of each its guard first, and then its handle
+      std::vector<ncclComm_t> raws;  // for each its guard at first, then its handle
       bool grouped;
-      std::vector<ncclpy_taken> taken;  // of each what it has registered
+      std::vector<ncclpy_taken> taken;  // for each what it has registered
     };
 
     static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::Resident** residents, size_t count, bool grouped) {
@@ -286,18 +288,18 @@ cdef extern from *:
     bint claims "ncclpy_claims"(Resident* resident) nogil
     void forget "ncclpy_forget"(Endings* endings) nogil
 
-# How long an abort may take that nobody else has begun, and within it, how long it waits for a call that holds a
-# communicator's lock: one that may be stuck, and one that its guard's abort or NCCL itself will bring back.
+# How long an abort begun here may take, and within that how long it waits for a call that holds a communicator's lock:
+# a call that may be stuck, and a call that the guard's abort, or NCCL itself, makes return.
 cdef double _ABORT = 10.0
 cdef double _PATIENCE = 5.0
 cdef double _PREEMPT_PATIENCE = 0.02
 
-# Whether NCCL aborts several communicators in one group.
+# Whether NCCL can abort several communicators in one group.
 cdef bint _in_groups = False
 
 
 cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
-    """Have a segment registered by each communicator of its device with that one's next call."""
+    """Have a segment registered by each communicator of its device, in the communicator's next call."""
     cdef uintptr_t other = 0
     cdef size_t other_bytes = 0
     cdef int added
@@ -310,9 +312,10 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
 
 
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
-    """Return when no communicator uses a segment; those that do after `timeout` seconds are aborted.
+    """Return when no communicator uses a segment; abort those that still do after `timeout` seconds.
 
-    STILL_USED says that one could not be: a thread is inside NCCL with it, or NCCL's own abort does not return.
+    STILL_USED means that one could not be aborted: a thread is inside NCCL with it, or NCCL's own abort does not
+    return.
     """
     cdef double started = now(), deadline = started + timeout
     cdef uint64_t number
@@ -336,14 +339,14 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
             result = ENDED
             deadline = now() + _ABORT
         if result == ENDED and not begun:
-            begun = _end(number, base)  # again, where there were no more threads
+            begun = _end(number, base)  # retried if threads could not be started
         pause(now() - started)
     restore(mode)
     return result
 
 
 cdef void _visit(uint64_t number) noexcept nogil:
-    """Go to the communicators that hold a segment, and have it let out where nobody is inside."""
+    """Deregister a segment at the communicators that hold it, except where a thread is inside the communicator."""
     cdef vector[Resident*] holders
     cdef Resident* resident
     cdef size_t i
@@ -379,7 +382,7 @@ cdef void _let_out(Resident* resident) noexcept nogil:
 cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
     """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind.
 
-    False if that could not be begun for all of them; those stay as they are, and can be asked for again.
+    False if that could not be begun for all of them; the others stay unclaimed, for another try.
     """
     cdef vector[Resident*] holders
     cdef size_t i, each, ours = 0, given_up = 0
@@ -388,7 +391,7 @@ cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
     for i in range(holders.size()):
         if claims(holders[i]):
             holders[i].ended_for.store(base)
-            holders[ours] = holders[i]  # in place: there may be no memory for another list. This keeps what was kept
+            holders[ours] = holders[i]  # in place: memory for another list may be out; `kept` stays counted
             ours += 1
         else:
             free_resident(holders[i])
@@ -410,7 +413,7 @@ cdef void _give_up(Resident** some, size_t count) noexcept nogil:
 
 
 cdef void _abort(Endings* endings) noexcept nogil:
-    """Abort communicators as `core/handles/abort` does: their guards first, which gets threads out, and then themselves."""
+    """Abort communicators as `core/handles/abort` does: first the guards, to free stuck threads, then the handles."""
     cdef vector[ncclComm_t]* raws = &endings.raws
     cdef Resident* resident
     cdef size_t i
@@ -419,7 +422,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     name_this_thread(b"ncclpy-abort")
     relax()
     for i in range(endings.residents.size()):
-        ends(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread would abort them
+        ends(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread aborts them
     has_been_ended()
     lent = lend_device(endings.residents[0].device)
     for i in range(endings.residents.size()):
@@ -453,10 +456,10 @@ cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
 
 
 cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept nogil:
-    """Take the handle away; NULL if somebody else has, who ends it then, or a thread is inside that cannot be got out.
+    """Take the handle away; NULL if another thread has, which aborts it then, or if a stuck thread cannot be freed.
 
-    What NCCL is to deregister before it is aborted goes to `taken`; nothing where the abort does not free it, or is
-    the host engine's (see `core/handles/abort`).
+    What NCCL must deregister before the abort goes to `taken`; nothing if the abort does not free the communicator, or
+    on the host engine (see `core/handles/abort`).
     """
     cdef ncclComm_t raw = NULL
     cdef double started = now()
@@ -498,15 +501,15 @@ cdef void _abort_raws(const vector[ncclComm_t]& raws, bint grouped) noexcept nog
 
 
 def functions():
-    """Return the addresses of what hooks call, and open the registry.
+    """Return the addresses of the functions for allocators' hooks, and open the registry.
 
     Returns
     -------
     tuple of int
-        ``int take_in(uintptr_t base, size_t nbytes, int device)``, which returns 0, 1 if just this segment is there, or 2 if
-        it overlaps another or memory has run out; and ``int take_out(uintptr_t base, int device, double timeout)``, which
-        waits (`ncclCommDeregister`) and returns 0, 1 if communicators were aborted for that, or -1 if one could not be:
-        then the memory must not be freed.
+        ``int take_in(uintptr_t base, size_t nbytes, int device)``, which returns 0, 1 if exactly this segment is there
+        already, or 2 if it overlaps another or memory is out; and ``int take_out(uintptr_t base, int device, double
+        timeout)``, which waits (`ncclCommDeregister`) and returns 0, 1 if communicators were aborted for that, or -1
+        if one could not be: then the memory must not be freed.
 
     Raises
     ------
@@ -523,7 +526,7 @@ cdef tuple _FRAMEWORKS = ("torch", "cupy", "numpy")
 
 
 cdef class _Block:
-    """Memory that is freed with its last reference: first it is taken out of each communicator that may use it."""
+    """Memory that is freed with its last reference: first each communicator that may use it deregisters it."""
 
     cdef uintptr_t pointer
 
@@ -539,16 +542,17 @@ cdef class Allocation(Buffer):
 
 Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of its device.
 
-    `memory.alloc` makes it. Arrays over it keep it alive: it is freed when neither this object nor an array or buffer has
-    it any more, and when what communicators were asked for until then is over. So it can be let go of at any time; what
-    other kernels do with it has to be over, as with any memory.
+    `memory.alloc` makes it. Arrays over it keep it alive: it is freed when neither this object nor an array or buffer
+    refers to it any more, and when the communicators' calls until then are done. So it can be dropped at any time; but
+    other kernels that use it must be done, as with any memory.
 
-    It is a `Buffer` of bytes, which communicators take as it is; `numpy.asarray` (host engine), ``torch.from_dlpack``,
-    ``cupy.from_dlpack`` and ``__cuda_array_interface__`` read it without a copy, and `buffer` gives it another data type.
+    It is a `Buffer` of bytes, which communicators accept as it is; `numpy.asarray` (host engine),
+    ``torch.from_dlpack``, ``cupy.from_dlpack`` and ``__cuda_array_interface__`` read it without a copy, and `buffer`
+    gives it another data type.
     """
 
-    cdef bint lent  # its address was read from this object
-    cdef bint closing  # closed, or to be closed when what has read its address has let it go
+    cdef bint lent  # a reader of its address keeps this object
+    cdef bint closing  # closed, or to be closed once such a reader has dropped it
     cdef object __weakref__
 
     def __init__(self):
@@ -561,7 +565,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
 
     @property
     def closed(self):
-        """Whether it was given back by `close`."""
+        """Whether `close` was called."""
         return self.closing
 
     def buffer(self, dtype="uint8", count=None, offset=0):
@@ -599,9 +603,9 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         return <_Block>self.owner
 
     def close(self):
-        """Give this object's share back; twice does nothing. The memory goes with the last array that has it.
+        """Drop this object's reference; a second call does nothing. The memory is freed with the last array over it.
 
-        A plan or an open group that has it recorded, and not launched yet, has this object alone: close it behind them.
+        A plan, or an open group that has not launched yet, refers to this object alone: close it after them.
         """
         self.closing = True
         self.view.pointer = NULL
@@ -613,9 +617,9 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
 
     @property
     def __cuda_array_interface__(self):
-        """What CuPy, numba and others read of memory of a GPU; CPU memory has none."""
+        """What CuPy, numba and others read for GPU memory; CPU memory has none."""
         described = self.buffer().__cuda_array_interface__
-        self.lent = True  # the reader keeps the object that it was read from
+        self.lent = True  # the reader keeps the object that it has read
         return described
 
     def __dlpack__(self, **options):
@@ -641,7 +645,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
 
 
 def alloc(nbytes, device=None):
-    """Allocate memory that NCCL can register, of which each communicator of the device is told (`ncclMemAlloc`).
+    """Allocate memory that each communicator of the device registers (`ncclMemAlloc`).
 
     Parameters
     ----------
@@ -657,7 +661,7 @@ def alloc(nbytes, device=None):
     Raises
     ------
     NcclError
-        If there is not so much memory.
+        If memory is out.
     NcclUnsupported
         Before NCCL 2.19.
     """
@@ -671,7 +675,7 @@ def alloc(nbytes, device=None):
 
 
 def empty(shape, dtype="float32", *, device=None, framework=None):
-    """Return an array over memory that NCCL can register; the memory goes with the last array that has it.
+    """Return an array over memory that NCCL can register; the memory is freed with the last array over it.
 
     Parameters
     ----------
@@ -682,7 +686,7 @@ def empty(shape, dtype="float32", *, device=None, framework=None):
     device : int, optional
         The ordinal; the current device by default.
     framework : {"torch", "cupy", "numpy"}, optional
-        Whose array it is: numpy's by default on the host engine, torch's on GPUs.
+        The framework of the array: by default numpy on the host engine, torch on GPUs.
 
     Returns
     -------
@@ -705,7 +709,7 @@ def empty(shape, dtype="float32", *, device=None, framework=None):
 
 cdef extern from *:
     """
-    /* What frameworks find by name in this library, and the pool that a thread is in. */
+    /* The functions that frameworks look up by name in this library, and the pool that a thread has entered. */
     static void *(*ncclpy_take)(size_t nbytes, int device);
     static void (*ncclpy_give)(void *pointer, int device, void *stream);
     static thread_local uint64_t ncclpy_pool = 0;
@@ -724,8 +728,8 @@ cdef extern from *:
     void* ncclpy_segment_alloc(size_t, int, void*) nogil
     void ncclpy_segment_free(void*, size_t, int, void*) nogil
 
-#: The names under which this library has the two functions: ``void *alloc(size_t nbytes, int device, void *stream)``, which
-#: returns NULL if there is not so much memory, and ``void free(void *pointer, size_t nbytes, int device, void *stream)``.
+#: The names of the two functions in this library: ``void *alloc(size_t nbytes, int device, void *stream)``, which
+#: returns NULL if memory is out, and ``void free(void *pointer, size_t nbytes, int device, void *stream)``.
 ALLOC, FREE = "ncclpy_segment_alloc", "ncclpy_segment_free"
 _numbers = itertools.count(1)
 
@@ -733,7 +737,7 @@ _numbers = itertools.count(1)
 cdef int _bring(
     size_t nbytes, int device, uintptr_t* pointer, int* added, uintptr_t* other, size_t* other_bytes
 ) noexcept nogil:
-    """Allocate, and enter it into the registry. Returns a result of NCCL's, and in `added` whether it is there."""
+    """Allocate memory and add it to the registry. Return NCCL's result, and in `added` whether it was added."""
     cdef void* made = NULL
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
@@ -743,7 +747,7 @@ cdef int _bring(
         return ncclInvalidUsage
     mode = relax()
     result = nccl.ncclMemAlloc(&made, nbytes)
-    if result != ncclSuccess and segments.has_leaving():  # the reaper may not have come to it
+    if result != ncclSuccess and segments.has_leaving():  # there may be memory that the reaper has not freed yet
         free_some()
         result = nccl.ncclMemAlloc(&made, nbytes)
     if result == ncclSuccess:
@@ -779,8 +783,8 @@ cdef void* _take(size_t nbytes, int device) noexcept nogil:
 
 
 cdef void _give(void* pointer, int device, void* stream) noexcept nogil:
-    """Hand a segment over to the reaper, behind what its allocator's stream has queued: the program trusts that
-    freeing waits for the device, as cudaFree does, and ncclMemFree need not."""
+    """Give a segment to the reaper, to be freed behind the work queued on its allocator's stream: programs rely on a
+    free that waits for the device, as cudaFree does; ncclMemFree need not wait."""
     cdef CUcontext saved = NULL
     cdef CUevent event = NULL
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
@@ -807,7 +811,7 @@ ncclpy_give = _give
 
 
 def open_allocator():
-    """Make ready what `ALLOC` needs, and return the path of the library that has it."""
+    """Prepare what `ALLOC` needs, and return the path of the library that has it."""
     require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
     open_registry()
     context_of(as_device(None))
@@ -821,23 +825,23 @@ def addresses():
 
 
 def take(nbytes, device):
-    """Return the address of a new segment; `ncclpy_segment_alloc` for allocators that are written in Python."""
+    """Return the address of a new segment; `ncclpy_segment_alloc` for allocators written in Python."""
     return new_segment(max(1, nbytes), as_device(device))
 
 
 def give(uintptr_t pointer, int device, uintptr_t stream=0):
-    """Give back what `take` returned: it is freed behind what the stream has queued; `ncclpy_segment_free`."""
+    """Give back what `take` returned, to be freed behind the stream's work; `ncclpy_segment_free` for Python."""
     with nogil:
         _give(<void*>pointer, device, <void*>stream)
 
 
 def adopt(uintptr_t pointer, size_t nbytes, device):
-    """Enter memory of others into the registry."""
+    """Add memory that others allocate to the registry."""
     enlist(pointer, nbytes, as_device(device))
 
 
 def disown(uintptr_t pointer, then):
-    """Take it away again; `then` is called when no communicator uses it any more, perhaps in another thread."""
+    """Take adopted memory away; `then` is called when no communicator uses it any more, perhaps in another thread."""
     part(pointer, then)
 
 
@@ -847,7 +851,7 @@ def new_pool():
 
 
 def enter_pool(uint64_t pool):
-    """Have what this thread allocates from now on belong to a pool, 0 for none; return to which it belonged."""
+    """Let this thread's allocations belong to a pool from now on, 0 for none; return the pool that it was in."""
     global this_pool
     before = this_pool
     this_pool = pool
@@ -855,7 +859,7 @@ def enter_pool(uint64_t pool):
 
 
 def segments_of(uint64_t pool):
-    """Return (number, pointer, nbytes, device) of the live segments of a pool, in the order in which they came."""
+    """Return (number, pointer, nbytes, device) of the live segments of a pool, in order of allocation."""
     cdef vector[Segment] seen
     cdef size_t i
     if segments == NULL:
@@ -865,12 +869,12 @@ def segments_of(uint64_t pool):
 
 
 def check_endable(Handle comm not None, what):
-    """Raise if what waits for other ranks could not be ended when time is up."""
+    """Raise if a wait for other ranks on this communicator could not be ended at a deadline."""
     comm.check_endable(what)
 
 
 cdef class Hold:
-    """Have a segment stay, although its allocator frees it: a window is over it."""
+    """Keeps a segment although its allocator frees it, for a window over it."""
 
     cdef uintptr_t base
     cdef uint64_t number

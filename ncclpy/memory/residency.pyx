@@ -1,7 +1,7 @@
-"""The communicators' part in the registry of segments: how they come and go, and how what was taken away leaves them.
+"""The communicators' part in the registry of segments: how they join and leave, and how segments leave them.
 
-`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`HookOwner`) and go, and what was taken
-away leaves them: by the thread that waits for that, or by the reaper, a thread that is idle most of the time.
+`segments.hpp` has the lists, and takes no GIL. Here communicators join (`HookOwner`) and leave, and segments that were
+taken away are deregistered: by a thread that waits for that, or by the reaper, a thread that is idle most of the time.
 """
 
 import atexit
@@ -59,24 +59,24 @@ cdef extern from *:
 
 log = logging.getLogger("ncclpy")
 
-# How long the reaper rests between looks, in seconds: while something is about to leave, and while all that is on its
-# way out waits for something else, as the end of a communicator.
+# Seconds between two rounds of the reaper: at first, while something is about to leave; and while all that leaves
+# waits for something else, such as the end of a communicator.
 cdef double _BRISK = 0.001
 cdef double _SLOW = 0.05
 cdef double _IDLE = 0.5
 
-segments = NULL  # made at the first use; it lives as long as the process
+segments = NULL  # made at the first use; never freed
 cdef bint _is_open = False
-cdef object _opening = threading.RLock()  # again, by a finaliser that runs meanwhile
-cdef sem_t _bell  # rings when something is on its way out
+cdef object _opening = threading.RLock()  # reentrant: a finaliser may run while it is held
+cdef sem_t _bell  # posted when something is to leave
 cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted without the GIL
 
 
 cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
-    """Register a segment among the communicator's other ranges, whose numbers are positive."""
+    """Register a segment among the communicator's other ranges; the numbers of those are positive."""
     cdef void* raw = NULL
     if nccl.ncclCommRegister == NULL:
-        return ncclInvalidUsage  # a forked child has none
+        return ncclInvalidUsage  # in a forked child
     return (<Ranges>ranges).register(
         <ncclComm_t>comm, <void*>segment.base, segment.bytes, -<long long>segment.number, &raw, range
     )
@@ -98,16 +98,16 @@ cdef void _forget(void* event) noexcept nogil:
 
 
 cdef class HookKeeper:
-    """A communicator's part in the registry: what of it is registered there, until its end."""
+    """A communicator's part in the registry, until the communicator's end."""
 
     def __dealloc__(self):
-        # One that was never closed may be used by the device for ever; so may what it has.
+        # The device may use a communicator that was never closed for ever, and so its segments: they are leaked.
         if self.left and self.resident != NULL:
             Py_DECREF(<object>self.ranges)
             free_resident(self.resident)
 
     cdef int visit(self, Handle handle, double until) except -1:
-        """Let out what can leave, unless somebody has the communicator until a moment; note that it has ended."""
+        """Deregister what can leave, unless a thread holds the communicator until a moment; note if it has ended."""
         cdef bint lent, ended = False
         with nogil:
             if lock_within(&handle.mutex, until):
@@ -118,7 +118,7 @@ cdef class HookKeeper:
                     if lent:
                         take_device_back()
                 handle.unlock()
-        # An abort takes the handle away first, and ends what runs after that.
+        # An abort without the GIL detaches the handle first, and ends the operations after that.
         if self.resident.ending.load() == IS_ENDING:
             ended = False
         if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
@@ -132,11 +132,11 @@ cdef class HookKeeper:
             self.left = True
             segments.leave(self.resident)
 
-    # The communicator says who it is: a finaliser may close it when references that do not keep it are void.
+    # The communicator passes itself: `ref` is void already if a finaliser closes it.
     def wait(self, Handle handle, double until):
-        """Wait for what was issued; the communicator calls this before it is closed. It says nothing of how that ended.
+        """Wait for issued operations; the communicator calls this before its close. How they ended is not reported.
 
-        Who is aborted meanwhile, or has failed, is waited for no longer: what runs there may never end.
+        It stops waiting for a communicator that is aborted meanwhile, or has failed: its operations may never end.
         """
         cdef CUevent event
         cdef ncclResult_t result = ncclSuccess
@@ -153,7 +153,7 @@ cdef class HookKeeper:
         """Deregister everything, if it is out of use; the communicator calls this right before its end."""
         cdef bint over, lent
         with nogil:
-            if lock_within(&handle.mutex, now()):  # whoever is inside may wait for other ranks
+            if lock_within(&handle.mutex, now()):  # a thread inside may wait for other ranks
                 over = _over((<PreCallHook*>self.resident).events[0]) and _over((<PreCallHook*>self.resident).events[1])
                 if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.resident).unknown:
                     lent = lend_device(handle.device)
@@ -165,22 +165,22 @@ cdef class HookKeeper:
         if self.left and self in _keepers:
             _keepers.remove(self)
         if not self.left:
-            self.let_go(handle)  # it goes with the communicator, which is about to be destroyed or aborted
+            self.let_go(handle)  # left to the communicator's own end, which follows
 
     def let_go(self, Handle handle):
-        """Have what it has go when the communicator has ended; it is kept until then, also if nobody else does."""
+        """Release the segments when the communicator has ended; it is kept until then, even if unreferenced."""
         if not self.left and handle not in _ending:
             _ending.append(handle)
             sem_post(&_bell)
 
 
 cdef list _keepers = []  # of communicators that have not ended
-cdef list _ending = []  # communicators that were aborted, or closed while they were busy: looked at until they have ended
+cdef list _ending = []  # aborted communicators, or closed while they were busy: checked until they have ended
 cdef object _joined = itertools.count()
 
 
 cdef class _Registrar(HookOwner):
-    """Give each communicator that is ready a place in the registry."""
+    """Give each communicator that becomes ready a place in the registry."""
 
     cdef int is_ready(self, object comm) except -1:
         cdef Handle handle = comm
@@ -193,13 +193,13 @@ cdef class _Registrar(HookOwner):
         hook_keeper.resident = new_resident(segments, hook_keeper.ranges, handle.device)
         if hook_keeper.resident == NULL:
             raise MemoryError
-        Py_INCREF(handle.ranges)  # until nobody comes without the GIL any more: the collector may take the handle apart first
+        Py_INCREF(handle.ranges)  # for threads without the GIL: the garbage collector may clear the handle earlier
         saved = <uintptr_t>enter_device(handle.device)
         try:
             settled = settle(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
-        if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook as well
+        if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook meanwhile
             return 0
         if not settled:
             raise MemoryError
@@ -208,10 +208,10 @@ cdef class _Registrar(HookOwner):
         if hook_keeper.resident.weak == NULL:
             raise MemoryError
         if not segments.join(hook_keeper.resident):
-            free_weak_handle(hook_keeper.resident.weak)  # the handle's part of it
+            free_weak_handle(hook_keeper.resident.weak)  # releases the handle's share of it
             raise MemoryError
         handle.weak = hook_keeper.resident.weak
-        handle.frees_alone = is_freed(handle, [handle])  # all its ranks have come by now
+        handle.frees_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
         hook_keeper.left = False
         hook_keeper.ref = weakref.ref(handle)
         hook_keeper.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -231,11 +231,11 @@ def _place(HookKeeper hook_keeper):
 
 
 cdef int open_registry() except -1:
-    """Make the registry, for the communicators of today and of later."""
+    """Open the registry, for present and future communicators."""
     if _is_open:
         return 0
     require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
-    with _opening:  # nobody is to use memory on a communicator that is still to be asked in
+    with _opening:  # no thread may use memory on a communicator that has not joined yet
         return 0 if segments != NULL else _open_once()
 
 
@@ -243,12 +243,12 @@ cdef int _open_once() except -1:
     global segments, _is_open
     cdef HookOwner registrar
     sem_init(&_bell, 0, 0)
-    begin_thread(_reap)  # before there is anything: it may fail, and then the next call tries again
+    begin_thread(_reap)  # first: if it fails, the next call tries again
     atexit.register(_end)
     os.register_at_fork(after_in_child=_forked)
     segments = _none_yet()
     registrar = _Registrar()
-    set_hook_owner(registrar)  # before those of today are asked for: one may come meanwhile
+    set_hook_owner(registrar)  # before listing present communicators: one may become ready meanwhile
     for comm in ready_handles():
         if (<Handle>comm).raw != NULL:
             registrar.is_ready(comm)
@@ -263,12 +263,12 @@ cdef Segments* _none_yet() except NULL:
 
 
 def _forked():
-    """Begin again: another thread may have had the mutex, and the child has no communicators."""
+    """Start afresh in a forked child: another thread may have held the mutex, and no communicator works there."""
     global segments, _endings_noted
     segments = _none_yet()
-    _endings_noted = _endings  # the parent's, which tells its communicators itself
+    _endings_noted = _endings  # aborts in the parent, which reports them itself
     _keepers.clear()
-    _ending.clear()  # another thread may have their locks for ever, and nobody would find that they have ended
+    _ending.clear()  # other threads may hold their locks for ever, so their end would not be seen
     _parting.clear()
 
 
@@ -304,7 +304,7 @@ cdef void dismiss(uintptr_t base) noexcept nogil:
 
 
 cdef void free_some() noexcept nogil:
-    """Free what nobody holds."""
+    """Free segments without holders."""
     cdef uintptr_t base = 0
     cdef int device = 0
     cdef bint lent
@@ -312,7 +312,7 @@ cdef void free_some() noexcept nogil:
     segments.ask_awaited()
     while segments.next_to_free(&base, &device):
         lent = lend_device(device)
-        segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
+        segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # on failure it stays allocated, with no owner
         if lent:
             take_device_back()
     restore(mode)
@@ -325,11 +325,11 @@ cdef void has_been_ended() noexcept nogil:
 
 
 cdef int _note_endings() except -1:
-    """Tell communicators that were aborted without the GIL, and whoever calls them next, that they were."""
+    """Mark communicators as aborted that a thread without the GIL has aborted, so that their next calls raise."""
     global _endings_noted
     cdef HookKeeper hook_keeper
     cdef Handle handle
-    _endings_noted = _endings  # before the look: what comes behind it is looked for again
+    _endings_noted = _endings  # first: a later one needs another round
     for hook_keeper in list(_keepers):
         handle = hook_keeper.ref()
         if handle is not None:
@@ -340,7 +340,7 @@ cdef int _note_endings() except -1:
 cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
     if hook_keeper.resident.ending.load() == NOT_ENDED:
         return 0
-    if not has_ended(<PreCallHook*>hook_keeper.resident):  # there may be no thread for it
+    if not has_ended(<PreCallHook*>hook_keeper.resident):  # no thread for the abort could be started
         return 0
     if not handle.become(ABORTED):
         return 0
@@ -355,7 +355,7 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
 
 
 cdef int visit_all(double patience) except -1:
-    """Go to all communicators that something can leave, in their order, and free what nobody holds."""
+    """Deregister at each communicator, in their order, what can leave it, and free segments without holders."""
     cdef HookKeeper hook_keeper
     cdef Handle handle
     if _endings_noted != _endings:
@@ -363,7 +363,7 @@ cdef int visit_all(double patience) except -1:
     for hook_keeper in list(_keepers):
         handle = hook_keeper.ref()
         if handle is None:
-            if hook_keeper in _keepers:  # its last user has let it go, unclosed: what it has stays
+            if hook_keeper in _keepers:  # dropped without close: its segments stay
                 _keepers.remove(hook_keeper)
             continue
         if handle.raw == NULL or segments.can_leave(hook_keeper.resident):
@@ -380,11 +380,11 @@ cdef int visit_all(double patience) except -1:
     return _see_off()
 
 
-cdef list _parting = []  # (base, number, what is called when the segment is gone) of segments of others
+cdef list _parting = []  # (base, number, called when the segment is gone) of segments that others own
 
 
 cdef int part(uintptr_t base, object then) except -1:
-    """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
+    """Take away a segment that others own; the thread that finds it out of use calls `then`."""
     cdef uint64_t number = 0
     cdef int state
     with nogil:
@@ -404,7 +404,7 @@ cdef int _see_off() except -1:
         if segments.state(base, number) == GONE:
             try:
                 _parting.remove(one)
-            except ValueError:  # another thread has
+            except ValueError:  # another thread has removed it
                 continue
             try:
                 then()
@@ -423,7 +423,7 @@ def _end():
 
 
 def _reap():
-    """Sleep until something is on its way out; see to it as long as there is."""
+    """Sleep until something is to leave; then make rounds until all has left."""
     cdef double rest
     name_this_thread(b"ncclpy-reaper")
     relax()

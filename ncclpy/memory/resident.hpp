@@ -1,4 +1,4 @@
-// A segment, and a communicator's part in those of its device; `segments.hpp` moves one through the other.
+// A segment, and a communicator's list of the segments of its device; `segments.hpp` changes both.
 #pragma once
 
 #include <atomic>
@@ -16,19 +16,19 @@ struct Segment {
   uintptr_t base;
   size_t bytes;
   int device;
-  bool owned;            // ours to free
-  uint64_t pool = 0;     // whose it is; 0 if it is no pool's
+  bool owned;            // whether ncclpy frees it
+  uint64_t pool = 0;     // the number of its pool, 0 for none
   bool leaving = false;
   bool given_back = false;  // by its allocator: no graph that may use it is launched again
-  uint64_t number = 0;   // segments are counted as they come
-  size_t holders = 0;    // communicators whose operations may use it, windows, and what its device has yet to come past
+  uint64_t number = 0;   // in the order of addition, from 1
+  size_t holders = 0;    // communicators that may use it, windows, and events that the device has yet to pass
 };
 
 struct SegmentCalls {
-  // Have a segment registered, a result code of NCCL's; `range` is what `drop` gives back. Under the communicator's lock.
+  // Has a segment registered and returns NCCL's result code; `range` is for `drop`. Under the communicator's lock.
   int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
   void (*drop)(void* ranges, void* comm, long long range);
-  bool (*over)(void* event);  // whether the device has come past it
+  bool (*over)(void* event);  // whether the device has passed it
   void (*forget)(void* event);
 };
 
@@ -40,14 +40,14 @@ constexpr int segment_refusals = 16;
 struct SegmentCounters {
   size_t segments, bytes;                // live ones
   size_t leaving, leaving_bytes;         // quarantined
-  size_t registrations;                  // at this moment
-  uint64_t added, dropped, lost;         // registrations since the beginning; memory that could not be freed
-  uint64_t refused[segment_refusals];    // those that NCCL has refused, by its result
+  size_t registrations;                  // at present
+  uint64_t added, dropped, lost;         // registrations ever made and dropped; memory that could not be freed
+  uint64_t refused[segment_refusals];    // registrations that NCCL has refused, by its result
 };
 
 class Segments;
 
-// A communicator's part.
+// A communicator's part in the registry.
 struct Resident : ncclpy_precall_hook {
   enum State { pending, registering, held, refused };
   struct Entry {
@@ -57,20 +57,21 @@ struct Resident : ncclpy_precall_hook {
   };
 
   Segments* home;
-  void* ranges;  // what its communicator has registered
+  void* ranges;  // the `Ranges` that its communicator has registered
   int device;
-  uint64_t captured_to = 0;                // those up to it may be used by graphs
+  uint64_t captured_to = 0;                // graphs may use segments with numbers up to this one
   std::map<uint64_t, Entry> entries;
   std::set<uint64_t> to_register;
   std::vector<uint64_t> to_leave, fenced;
-  int fence = -1;                          // the event behind which `fenced` can go
+  int fence = -1;                          // the event that must be passed before `fenced` can leave, or -1
 
-  // For threads of an allocator, without the GIL: the way to its handle; what needs this besides its keeper; and how
-  // far its abort has come, if memory that it uses was to be freed, with that memory.
+  // For threads of an allocator, without the GIL: a weak reference to its handle; the number of references to this
+  // object, its keeper's among them; and the state of an abort for memory that was to be freed, with the memory's
+  // address.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_weak_handle* weak = nullptr;
-  void* comm = nullptr;                        // once that is revoked, and its communicator dropped
-  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // in place of its lock then
+  void* comm = nullptr;                        // used after the communicator was dropped, which voids `weak`
+  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // taken instead of its lock then
   std::atomic<int> kept{1};
   std::atomic<int> ending{not_ended};
   std::atomic<uintptr_t> ended_for{0};

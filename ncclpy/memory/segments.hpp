@@ -1,9 +1,10 @@
 // Segments: memory that is registered on each communicator of its device, and how it leaves them again.
 //
-// Segments come and go in allocators, perhaps without the GIL and under a lock that somebody waits for who is inside a
-// communicator. So nothing here waits for a communicator. What has come stands in the communicator's list, and is
-// registered by its next call; what is to leave is deregistered by whoever has the time to take the communicator's lock,
-// behind what was issued until then. The mutex here is held for a few words at a time, over no call of NCCL.
+// Allocators add and remove segments, perhaps without the GIL and under a lock for which a thread inside a
+// communicator waits. So nothing here waits for a communicator. A new segment is put into the communicator's list, and
+// registered by the communicator's next call. A segment that is to leave is deregistered by any thread that can take
+// the communicator's lock, after the operations issued until then. The mutex here is held only briefly, and never over
+// a call of NCCL.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@ class Segments {
  public:
   explicit Segments(const SegmentCalls& calls) : calls_(calls) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_SEGMENTS); }
 
-  // The overlapping one's address and size go to `other`.
+  // Adds a segment. On an overlap the other segment's address and size go to `other`.
   SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes,
                    uint64_t pool = 0) noexcept {
     const Hold hold(mutex_);
@@ -59,8 +60,8 @@ class Segments {
     }
   }
 
-  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it; later
-  // its number says whether it is, as another one may begin there then.
+  // Begins to take a segment away; `owned` says whether ncclpy frees it. It is gone at once if no operation can have
+  // used it. Later its number tells whether it is gone, as another segment may begin at its address by then.
   SegmentState remove(uintptr_t base, bool owned, uint64_t* number = nullptr) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -71,8 +72,8 @@ class Segments {
     return begin_leaving(found);
   }
 
-  // The same for an allocator that is about to free a segment of its own: what may use it is running now, or never. Returns
-  // its number, also if it is on its way out already; 0 if it is gone, or is none of others.
+  // The same for an allocator that is about to free a segment of its own: only operations running now may use it.
+  // Returns its number, even if it is leaving already; 0 if it is gone, or unknown, or ncclpy's own.
   uint64_t give_back(uintptr_t base) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -83,7 +84,7 @@ class Segments {
     return begin_leaving(found) == segment_gone ? 0 : number;
   }
 
-  // Whether a segment that is not on its way out stands there exactly so; or memory of ours that reaches as far.
+  // Whether a segment that is not leaving begins and ends exactly there, or one of ncclpy's own contains the range.
   bool has(uintptr_t base, size_t bytes, int device) noexcept {
     const Hold hold(mutex_);
     auto next = by_base_.upper_bound(base);
@@ -111,8 +112,8 @@ class Segments {
     return true;
   }
 
-  // A communicator was dropped: nobody calls it any more, nor has its lock, and it lives on. What it was asked for being
-  // over, it uses nothing.
+  // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
+  // more, but it is not destroyed. Once its operations are done it uses nothing.
   void let_out_dropped(Resident& resident, uint64_t number) noexcept {
     if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
     if (resident.visited.test_and_set()) return;
@@ -126,7 +127,7 @@ class Segments {
     resident.visited.clear();
   }
 
-  // Has a segment of ours stay for one that is no communicator, as a window, until `let_go`; false if it is leaving.
+  // Keeps an owned segment until `let_go`, for a window, which is no communicator; false if it is leaving.
   bool hold(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -140,8 +141,8 @@ class Segments {
     if (found != by_base_.end() && found->second->number == number) let_holder_go(*found->second);
   }
 
-  // Has a segment of ours, which is to be taken away next, stay until the device has come past an event, and then forget
-  // the event. False if that cannot be noted.
+  // Keeps an owned segment, which is to be taken away next, until the device has passed an event, and then forgets
+  // the event. False if memory is out, or it is no such segment.
   bool hold_until(uintptr_t base, void* event) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -155,7 +156,7 @@ class Segments {
     return true;
   }
 
-  // Looks at those events. The driver is not asked under the mutex: it may be held up.
+  // Checks those events; without the mutex, since a call of the driver may block.
   void ask_awaited() noexcept {
     std::list<Awaited> asked, over;
     {
@@ -175,7 +176,7 @@ class Segments {
     for (const Awaited& one : over) calls_.forget(one.event);
   }
 
-  // Not before: who came without the GIL may still ask whether they are over.
+  // Only when `kept` is 0: until then a thread without the GIL may query them.
   void forget_events(Resident& resident) noexcept {
     for (void*& event : resident.events) {
       if (event != nullptr) calls_.forget(event);
@@ -190,7 +191,7 @@ class Segments {
     return found->second->leaving ? segment_leaving : segment_unknown;
   }
 
-  // A communicator comes: it is there for segments of later, and has those of before to register.
+  // A communicator joins: present segments are put into its list, later ones will be.
   bool join(Resident* resident) noexcept {
     const Hold hold(mutex_);
     try {
@@ -207,7 +208,7 @@ class Segments {
     }
   }
 
-  // A communicator has gone, by a close or an abort, and with it all of its operations and registrations.
+  // A communicator has ended, by a close or an abort, and with it all its operations and registrations.
   void leave(Resident* resident) noexcept {
     const Hold hold(mutex_);
     const auto found = std::find(residents_.begin(), residents_.end(), resident);
@@ -217,7 +218,7 @@ class Segments {
       if (entry.state == Resident::held) --registrations_;
       if (entry.state != Resident::pending) let_holder_go(*entry.segment);
     }
-    // Somebody may be inside still, whom an abort has not brought back yet: he finds nothing more to do.
+    // A thread may still be inside, which the abort has not made return yet: it finds nothing more to do.
     resident->entries.clear();
     resident->to_register.clear();
     resident->to_leave.clear();
@@ -225,20 +226,20 @@ class Segments {
     ncclpy_hook_set_wanted(resident, 0);
   }
 
-  // The next four under the communicator's lock. Before its next call: registers what has come.
+  // Registers new segments before the communicator's next call. This function and the next three: under its lock.
   void let_in(Resident& resident, void* comm) noexcept {
     ncclpy_hook_set_wanted(&resident, 0);
     while (register_one(resident, comm)) {
     }
   }
 
-  // A call was captured, which may use all segments that there are.
+  // Notes that a call was captured; its graph may use all present segments.
   void catch_all(Resident& resident) noexcept {
     const Hold hold(mutex_);
     resident.captured_to = numbers_;
   }
 
-  // Deregisters what is to leave and not used any more.
+  // Deregisters segments that are to leave and are not used any more.
   void let_out(Resident& resident, void* comm) noexcept {
     // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
     while (!resident.unknown && begin_fence(resident)) {
@@ -249,7 +250,7 @@ class Segments {
     }
   }
 
-  // The communicator is about to be destroyed, and nothing of it is under way any more.
+  // Deregisters everything: the communicator is about to be destroyed, and none of its operations is running.
   void deregister_all(Resident& resident, void* comm) noexcept {
     while (true) {
       uint64_t number;
@@ -265,7 +266,7 @@ class Segments {
     }
   }
 
-  // A segment of ours that nobody holds any more, to be freed by who asks.
+  // Takes out an owned segment without holders, for the caller to free.
   bool next_to_free(uintptr_t* base, int* device) noexcept {
     const Hold hold(mutex_);
     if (to_free_.empty()) return false;
@@ -277,19 +278,19 @@ class Segments {
     return true;
   }
 
-  // Whether there is something that can leave this communicator, should what was issued be over.
+  // Whether a segment could leave this communicator if its issued operations are done.
   bool can_leave(const Resident* resident) noexcept {
     const Hold hold(mutex_);
     return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
                                                     [=](uint64_t number) { return !is_kept(*resident, number); });
   }
-  // Whether anything is on its way out.
+  // Whether any segment is leaving.
   bool has_leaving() noexcept {
     const Hold hold(mutex_);
     return leaving_ != 0;
   }
 
-  // What next_to_free() has given out counts as leaving until then.
+  // Ends the leaving of a segment from next_to_free(); `well` says whether it was freed.
   void freed(bool well) noexcept {
     const Hold hold(mutex_);
     --leaving_;
@@ -307,7 +308,7 @@ class Segments {
     return all;
   }
 
-  // Live segments of a pool, as they came.
+  // Live segments of a pool, in order of addition.
   std::vector<Segment> of_pool(uint64_t pool) {
     const Hold hold(mutex_);
     std::vector<Segment> found;
@@ -351,7 +352,7 @@ class Segments {
   };
 
   void expect(Resident& resident, const std::shared_ptr<Segment>& segment) {
-    // Room for all that may ever be put there, so that nothing that leaves needs memory.
+    // Reserves room for all segments that may ever be put there, so that leaving needs no memory.
     const size_t room = resident.entries.size() + 1;
     resident.to_leave.reserve(grown(resident.to_leave, room));
     resident.fenced.reserve(grown(resident.fenced, room));
@@ -365,13 +366,13 @@ class Segments {
     return room <= list.capacity() ? list.capacity() : std::max(room, 2 * list.capacity());
   }
 
-  // Takes a pending entry back.
+  // Removes a pending entry.
   void forget(Resident& resident, uint64_t number) noexcept {
     resident.to_register.erase(number);
     resident.entries.erase(number);
   }
 
-  // Whether a graph may use it that may be launched again.
+  // Whether a graph that may be launched again may use it.
   static bool is_kept(const Resident& resident, uint64_t number) noexcept {
     if (number > resident.captured_to) return false;
     const auto found = resident.entries.find(number);
@@ -387,7 +388,7 @@ class Segments {
       if (entry == resident->entries.end()) continue;
       if (entry->second.state == Resident::pending) {
         forget(*resident, segment->number);
-      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
+      } else if (entry->second.state != Resident::registering) {  // else register_one() adds it
         resident->to_leave.push_back(segment->number);  // there is room: see expect()
       }
     }
@@ -404,11 +405,11 @@ class Segments {
       --leaving_;
       return segment_gone;
     }
-    to_free_.push_back(found->second);  // its address is taken until it is freed; there is room: see add()
+    to_free_.push_back(found->second);  // its address stays in use until it is freed; there is room: see add()
     return segment_gone;
   }
 
-  // False if there was nothing to register.
+  // Registers one segment. False if there was nothing to register.
   bool register_one(Resident& resident, void* comm) noexcept {
     std::shared_ptr<Segment> segment;
     uint64_t number;
@@ -429,7 +430,7 @@ class Segments {
     if (found == resident.entries.end()) return false;  // aborted meanwhile
     Resident::Entry& entry = found->second;
     entry.range = range;
-    // What was refused is used all the same, so who has it holds it.
+    // A call uses a segment that NCCL has refused all the same, so the communicator is a holder of it.
     entry.state = result == 0 ? Resident::held : Resident::refused;
     if (result == 0) {
       ++added_, ++registrations_;
@@ -442,11 +443,11 @@ class Segments {
     return true;
   }
 
-  // Takes those that can leave behind a fence; false if there are none behind one.
+  // Puts segments that can leave behind a fence; false if there are none.
   bool begin_fence(Resident& resident) noexcept {
     const Hold hold(mutex_);
     if (!resident.fenced.empty()) return true;
-    // What graphs may use stays as long as the communicator.
+    // Segments that graphs may use stay as long as the communicator.
     auto& list = resident.to_leave;
     const auto first =
         std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(resident, number); });
@@ -460,7 +461,7 @@ class Segments {
     return !resident.fenced.empty();
   }
 
-  // One by one, as the list may move meanwhile: what comes makes room in it.
+  // Takes one at a time: the list may be reallocated meanwhile, when a new segment makes room in it.
   bool take_fenced(Resident& resident, uint64_t* number) noexcept {
     const Hold hold(mutex_);
     if (resident.fenced.empty()) return false;
@@ -502,7 +503,7 @@ class Segments {
   uint64_t refused_[segment_refusals] = {};
 };
 
-// A communicator's part, which is to join; NULL without memory.
+// Makes a communicator's part, which has yet to join; NULL if memory is out.
 inline Resident* new_resident(Segments* home, void* ranges, int device) {
   auto* resident = new (std::nothrow) Resident{};
   if (resident == nullptr) return nullptr;
@@ -524,7 +525,7 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
   return resident;
 }
 
-// When the last one who keeps it says so.
+// Drops one reference; the last one frees it.
 inline void free_resident(Resident* resident) {
   if (--resident->kept != 0) return;
   resident->home->forget_events(*resident);

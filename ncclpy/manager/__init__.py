@@ -1,1 +1,1 @@
-"""Gather the participants of a collective by key and launch it when all have come."""
+"""The Manager gathers the participants of a collective by key, and launches it when all have arrived."""

@@ -10,10 +10,10 @@ cdef class Key:
     cdef object value
     cdef Py_hash_t hashed
     cdef bint plain
-    cdef bint sought  # it is being looked for; keys that only its class or theirs can tell from it go to `doubts`
-    cdef list doubts  # None while there are none, as most keys never have any
+    cdef bint sought  # a look-up with it is in progress: keys that need a user's ``__eq__`` are put into `doubts`
+    cdef list doubts  # None while there are none, which is the usual case
     cdef list others  # keys that it was compared with and does not equal, or None
-    cdef Key same  # the key that it was compared with and equals
+    cdef Key same  # the key that it was compared with and equals, or None
 
     cdef int compare(self) except -1
     cdef int found(self) except -1
@@ -27,16 +27,16 @@ cdef class Participant:
     cdef Fingerprint call
     cdef const void* send
     cdef void* recv
-    cdef size_t count  # of the collective, as NCCL counts it
+    cdef size_t count  # of the collective, as NCCL counts
     cdef int device
     cdef int global_rank
-    cdef int root  # what it says: -1 for nothing
+    cdef int root  # the root's rank that it names, -1 for none
     cdef bint is_root
-    # What it says of all: how many there are, where they meet, how long it waits for them.
+    # What it says about the whole collective: numbers of participants, communicator key, timeout.
     cdef int num_local
     cdef int num_global
     cdef bytes communicator_key  # empty for none
-    cdef double limit  # in seconds; -1 is what the Manager has
+    cdef double limit  # seconds; -1 means the Manager's timeout
 
     cdef int bring(self, const Operation* operation, const View* view) except -1
 
@@ -52,11 +52,11 @@ cdef class Gathering(Awaited):
     cdef bint signalled
     cdef bint warned
     cdef list participants
-    cdef list ended  # participants whose works have failed, to be let go of; or None
-    cdef bint listed  # in its Manager's dict: whoever completes it need not be
+    cdef list ended  # participants with failed works, for `let_go` to release; or None
+    cdef bint listed  # whether it is in its Manager's dict: one that is complete at once need not be
     cdef object error
     cdef double since
-    cdef double timeout  # seconds; the shortest that a participant has asked for
+    cdef double timeout  # seconds; the shortest timeout of a participant
     cdef int arrived
 
     cdef int check(self, Participant participant) except -1
@@ -76,23 +76,23 @@ cdef class Gathering(Awaited):
 cdef Gathering new_gathering(Key key, Participant first, bint signalled)
 
 
-# Logs keys that have been waiting for long: loggers and keys are the users'.
+# Logs keys that have been waiting for long, in a task: loggers and keys may run users' code.
 cdef class Stalled:
     cdef list gatherings
     cdef double moment
 
 
 cdef class Ensemble(CommunicatorSet):
-    cdef list waiting  # gatherings that are ready before the communicators are
-    cdef object meets  # waits for the processes that these are of and returns their `CommunicatorStatus`; None without a store
-    cdef object peer_status  # that, once they have met and until these leave; else None
-    cdef object left  # what these told when they left, None before
-    cdef dict ledgers  # of what each rank here begins, by rank; None without a store
-    cdef bint meeting  # they have yet to meet there
-    cdef bint making  # they have yet to be made, of ranks that are on several processes
+    cdef list waiting  # gatherings that are complete before the communicators are made
+    cdef object meets  # meets the other processes in the store, returns `CommunicatorStatus`; None without a store
+    cdef object peer_status  # the `CommunicatorStatus`, after the meeting and until these ranks leave; else None
+    cdef object left  # what these ranks told when they left, None before
+    cdef dict ledgers  # by rank, a `Ledger` of what each rank here begins; None without a store
+    cdef bint meeting  # whether the meeting is not over yet
+    cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
-    cdef bint over  # their end has begun, and is told to the other processes
-    cdef readonly object ending  # the thread that aborts the communicators once all have heard, if it does
+    cdef bint over  # whether their end has begun, of which the other processes are told
+    cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or None
     cdef object __weakref__
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1

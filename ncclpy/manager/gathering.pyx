@@ -1,4 +1,4 @@
-"""A collective while its participants come together, and the set of devices on which it is launched."""
+"""A collective while its participants arrive, and the set of devices on which it is launched."""
 
 import _thread
 import functools
@@ -42,19 +42,19 @@ from ncclpy.types import ReduceOp
 
 _log = logging.getLogger("ncclpy.manager")
 
-# Kept here: an enum's member is looked up by Python.
+# Kept here: looking up an enum's member runs Python.
 cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 
 
 @cython.freelist(64)
 @cython.final
 cdef class Key:
-    """What a collective is called; whatever its class says later, it is found and taken away again.
+    """The key of a collective; it stays findable in dicts whatever its class does later.
 
     It is hashed once, outside all locks, and compared there too, unless both keys are of plain types: a look-up in a
-    dict under a lock notes whom the key would have to be compared with, and takes it to be different. If nothing was
-    found and there are such doubts, `compare` asks outside the lock, and the look-up is made again, until it finds the
-    key or has no doubts: so two that bring equal keys at the same time meet.
+    dict under a lock notes the keys that it would have to be compared with (`doubts`), and takes them to be different.
+    If nothing was found and there are doubts, `compare` compares outside the lock, and the look-up is repeated, until
+    it finds the key or has no doubts. So two threads that use equal keys at the same time find each other.
     """
 
     def __hash__(self):
@@ -85,7 +85,7 @@ cdef class Key:
         return False
 
     cdef int compare(self) except -1:
-        """Ask the classes of the keys in doubt; outside all locks."""
+        """Compare with the keys in `doubts` by the users' classes; outside all locks."""
         cdef Key met
         doubts, self.doubts = self.doubts, None
         if self.others is None:
@@ -98,7 +98,7 @@ cdef class Key:
         return 0
 
     cdef int found(self) except -1:
-        """Forget what it was compared with; outside all locks."""
+        """Forget the results of comparisons; outside all locks."""
         self.sought = False
         self.same = None
         self.doubts = self.others = None
@@ -106,7 +106,7 @@ cdef class Key:
 
 
 cdef Key new_key(object value):
-    """Return the key of a value; raise what its class does if it cannot be hashed."""
+    """Return the key of a value; raise the class's error, as a TypeError, if it cannot be hashed."""
     cdef Key key = Key.__new__(Key)
     try:
         key.hashed = hash(value)
@@ -123,19 +123,19 @@ cdef class Participant:
     """What one device brings to a collective."""
 
     cdef int bring(self, const Operation* operation, const View* view) except -1:
-        """Take over what its buffers have been found to be."""
+        """Take over its checked buffers."""
         take_fingerprint(&self.call, operation, view)
-        self.call.root = -1  # who it is need not be known to all yet
+        self.call.root = -1  # the root's rank may not be known yet
         self.send, self.recv = operation.send, operation.recv
         self.count = operation.count
         return 0
 
 
 cdef class Gathering(Awaited):
-    """The participants of one key. The first one sets what all others must agree with; the first error stays."""
+    """The participants of one key. All must agree with the first one; the first error is kept."""
 
     cdef int check(self, Participant participant) except -1:
-        """Compare a participant with the first one and all that came before; the first difference is the error."""
+        """Compare a participant with the earlier ones; the first difference becomes the error."""
         cdef Participant other
         if self.error is not None:
             return 0
@@ -158,7 +158,7 @@ cdef class Gathering(Awaited):
         elif participant.call.kind != self.call.kind:
             kinds = method_name(self.call.kind), method_name(participant.call.kind)
             what = self._differ("operation", kinds[0], kinds[1], participant)
-        elif participant.num_local != self.num_local:  # first: by default num_global is num_local
+        elif participant.num_local != self.num_local:  # before num_global, which is num_local by default
             what = self._differ(
                 "number of local participants (num_local)", self.num_local, participant.num_local, participant
             )
@@ -227,7 +227,7 @@ cdef class Gathering(Awaited):
         return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
 
     cdef int join(self, Participant participant) except -1:
-        """Count a participant in, whether or not it fits: all are waited for."""
+        """Count a participant in, even one that does not fit: the error waits for all."""
         if not self.participants:
             self.call, self.count = participant.call, participant.count
         self.participants.append(participant)
@@ -235,13 +235,13 @@ cdef class Gathering(Awaited):
         return 0
 
     cdef bint is_ready(self) noexcept:
-        """Return whether all local participants have come and, with several nodes, may start."""
+        """Return whether all local participants have arrived and, with several nodes, the signal too (or an error)."""
         return self.arrived >= self.num_local and (
             self.signalled or self.num_local == self.num_global or self.error is not None
         )
 
     cdef int settle_roots(self) except -1:
-        """Sort the participants by rank and find the root's; an error if there is none or two disagree."""
+        """Sort the participants by rank and find the root; set an error if there is none or two disagree."""
         cdef Participant participant
         cdef int rank
         if len(self.participants) > 1:
@@ -285,7 +285,7 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        cdef uint64_t number = ~digest_begun(self.num_global)  # not that of a group, whose operations know their ranks
+        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: unlike a group's, without ranks
         if self.error is not None:
             return 0
         memset(&o, 0, sizeof(o))
@@ -304,7 +304,7 @@ cdef class Gathering(Awaited):
         cdef Extents extents = Extents()
         for index, participant in enumerate(self.participants):
             o.send, o.recv = participant.send, participant.recv
-            if participant.global_rank < 0:  # else it was compared when it came
+            if participant.global_rank < 0:  # else it was checked on arrival
                 try:
                     check_layout(o, self.num_global, index)
                 except ValueError as error:
@@ -318,11 +318,11 @@ cdef class Gathering(Awaited):
         return 0
 
     cdef str _called(self, size_t place):
-        """Return what a participant's operation is called."""
+        """Return the name of a participant's operation, with its device."""
         return f"{method_name(self.call.kind)} of device {(<Participant>self.participants[place]).device}"
 
     cdef int end(self, object error) except -1:
-        """Fail every participant with the same error; `let_go` is to follow where code of users may run."""
+        """Fail every participant with the same error; `let_go` must follow where users' code may run."""
         cdef Participant participant
         participants, self.participants = self.participants, []
         self.ended = participants if self.ended is None else self.ended + participants
@@ -331,7 +331,7 @@ cdef class Gathering(Awaited):
         return 0
 
     cdef int let_go(self) except -1:
-        """Let go of what participants that have failed have brought."""
+        """Release what failed participants have brought."""
         cdef Participant participant
         if not self.ended:
             return 0
@@ -345,11 +345,11 @@ cdef class Gathering(Awaited):
         return message("key ", self.key.value, f": {what}")
 
     cdef str missing(self):
-        """Say in words what it waits for, in a thread that may ask the key for its text."""
+        """Return in words what it waits for; in a thread that may show the key."""
         return self._waits_for(True)
 
     cdef object overdue(self):
-        """Return the error of a key whose participants have not come; it does not ask the key for its text."""
+        """Return the error of a key with missing participants; it runs no ``__repr__`` of a user's key."""
         what = self._waits_for(self.key.plain)
         return NcclTimeout(self.say(f"not all participants came within {self.timeout:g} s; it waits for {what}"))
 
@@ -364,7 +364,7 @@ cdef class Gathering(Awaited):
         return f"{more} more local participant{'' if more == 1 else 's'}; devices {here} have come"
 
     def as_dict(self):
-        """Return what `Manager.pending` and a dump of the recorder tell of it."""
+        """Return the entry for `Manager.pending` and for dumps of the recorder."""
         cdef Participant participant
         return {
             "key": self.key.value,
@@ -393,7 +393,7 @@ cdef Gathering new_gathering(Key key, Participant first, bint signalled):
 
 
 cdef class Stalled:
-    """The warning of keys that have been waiting for long."""
+    """The warning about keys that have been waiting for long."""
 
     def __init__(self, list gatherings not None):
         self.gatherings, self.moment = gatherings, now()
@@ -423,24 +423,25 @@ def _rank_and_device(Participant participant not None):
     return participant.global_rank, participant.device
 
 
-# Seconds in which a process that waits in a store tells which ranks are absent, before the deadline's own error says less.
+# How many seconds later gatherings are overdue while their processes still meet in a store: the meeting's own error,
+# which names the missing ranks, should come first.
 cdef double _TELLS = 2.0
 
-# Seconds for the others to hear that communicators were closed; a store that is stuck holds up close() no longer than that.
+# Seconds that close() waits for the other processes to be told; a stuck store delays it no longer.
 cdef double _LEAVES = 1.0
 
-# How often a process that has stood still asks a store that does not answer.
+# After how many seconds a process that was stopped asks again a store that did not answer.
 cdef double _ASKS_AGAIN = 1.0
 
 
 cdef class Ensemble(CommunicatorSet):
-    """Communicators for gatherings."""
+    """Communicators that launch gatherings."""
 
     def __cinit__(self, *args):
         self.waiting = []
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1:
-        """Have the processes of these communicators meet in a store, if there is one, before they are made."""
+        """Have the processes of these communicators meet in the store, if there is one, before they are made."""
         if store is None or len(self.devices) == self.nranks:
             return 0
         from ncclpy.manager.nodes import meet  # most Managers need no store
@@ -463,12 +464,12 @@ cdef class Ensemble(CommunicatorSet):
             relax()
             try:
                 self.peer_status = peer_status = self.meets()
-            except BaseException as error:  # raised in all waits for it
+            except BaseException as error:  # set_made() raises it in all waits
                 self.owner.set_made(self, [], error)
                 return
             finally:
                 self.meeting, self.meets = False, None
-            if self.left is not None:  # meanwhile
+            if self.left is not None:  # left during the meeting
                 peer_status.leave(*self.left)
         CommunicatorSet._make(self, unique_id, config)
         if peer_status is not None:
@@ -480,7 +481,7 @@ cdef class Ensemble(CommunicatorSet):
                 peer_status.leave()
 
     def standing(self, int rank):
-        """Return what one of the local ranks does, as JSON knows it; also if it waits for others of this process."""
+        """Return what a local rank does, with JSON's types; also if it waits for others of this process."""
         cdef Gathering gathering
         cdef Participant one
         told = self.ledgers[rank].standing()
@@ -489,14 +490,14 @@ cdef class Ensemble(CommunicatorSet):
                 if gathering.communicator_key == self.key:
                     for one in gathering.participants:
                         if one.global_rank == rank:
-                            # No launch of it has given it a number yet.
+                            # It has no sequence number before its launch.
                             told["current"] = began_of(one.work.entry) | {"seq": self.sequence}
                             told["since"] = time.time() - (now() - one.work.entry.created)
                             return told
         return told
 
     cdef int inquire(self, object error) except -1:
-        """Have an error say what the ranks do, where they have a store; nothing is lost to what goes wrong here."""
+        """Add to an error what the ranks do, if they have a store; a failure here does not replace the error."""
         peer_status = self.peer_status
         if peer_status is None or self.state != MADE:
             return 0
@@ -504,19 +505,19 @@ cdef class Ensemble(CommunicatorSet):
             said, states = peer_status.ask()
             if said is not None:
                 add_answer(error, said, states)
-        except KeyboardInterrupt:  # it finds nothing half done later
+        except KeyboardInterrupt:  # repeated later, where it interrupts nothing
             _thread.interrupt_main()
         except BaseException:
             _log.warning("communicator %s could not ask what its ranks do", self.name, exc_info=True)
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
-        """Ask what the ranks do first: the end of this one's operation would be the end of theirs.
+        """Ask first what the ranks do, since an abort here ends the operations of the other ranks too.
 
-        It may be done before they have answered: then nothing has failed but the clock.
+        The operation may be done before they answer; then only its deadline has passed, and nothing fails.
         """
         self.inquire(error)
-        if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile: what ends the communicators fails its works
+        if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile; whatever ends the communicators fails its works
             return 1
         if self.aborts:
             self.fence()
@@ -524,8 +525,8 @@ cdef class Ensemble(CommunicatorSet):
         self.note_readers(readers)
         self.failures.append(error)
         self.owner.set_lost(self)
-        if self.aborts:  # before its works fail: a close() that waits for these joins the thread that this starts
-            # The error's text may name a key, which only its readers have shown.
+        if self.aborts:  # before its works fail: close(), which waits for these, joins the thread started here
+            # Not the error's text: it may name a key, which only its readers may show.
             kind = type(error).__name__
             self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
         CommunicatorSet.launch_failed(self, launch, error)
@@ -535,14 +536,14 @@ cdef class Ensemble(CommunicatorSet):
         return 0
 
     def ended(self, text, kind):
-        """Take the news that another process has ended the communicators: what runs on them fails here as well."""
+        """Fail what runs on these communicators, since another process has ended them."""
         if self.state == GONE:
             return
         error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
         self.inquire(error)
         if self.state == GONE or self.over:  # meanwhile
             return
-        if self.making:  # nothing has run that an abort could end with wrong data
+        if self.making:  # no operation has run that an abort could end with wrong data
             self.owner.set_lost(self)
             abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
             return
@@ -556,7 +557,7 @@ cdef class Ensemble(CommunicatorSet):
             CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
-        """Find out whether the communicators were ended while this process stood still; believe them again if not."""
+        """Find out whether the communicators were ended while this process was stopped; if not, believe ends again."""
         cdef int seen = load(&stops)
         peer_status = self.peer_status
         if peer_status is None or self.state != MADE:
@@ -567,10 +568,10 @@ cdef class Ensemble(CommunicatorSet):
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
             return
-        except LeaseEnded as failure:  # they have gone on without it
+        except LeaseEnded as failure:  # the others have continued without this process
             self.ended(f": the other processes take this one for lost: {failure}", NcclRemoteError.__name__)
             return
-        except (NcclError, ValueError):  # there is nothing to ask any more: the program is to go on
+        except (NcclError, ValueError):  # the store cannot answer any more, but the program can continue
             _log.warning(
                 "the ranks of communicator %s have stood still, and cannot ask whether it was ended meanwhile: they take "
                 "what they see for success", self.name, exc_info=True,
@@ -579,7 +580,7 @@ cdef class Ensemble(CommunicatorSet):
             self.believe(seen)
 
     def _end(self, comms, text, error, readers):
-        """Abort communicators once all processes have heard that they end, in a thread of its own.
+        """Abort communicators in a thread of its own, once all processes have been told that they end.
 
         The threads that read by a stream raise the error before. Once: a second end, of another launch or another
         process, would find `peer_status` taken, and abort before the other processes have heard. Return whether this
@@ -599,7 +600,7 @@ cdef class Ensemble(CommunicatorSet):
         )
         try:
             thread.start()
-        except RuntimeError:  # there is none to be had; an abort would need one, too
+        except RuntimeError:  # no thread is available; an abort would need one too
             _log.warning("the communicators of %s could not be aborted", self.name, exc_info=True)
             self.peer_status = peer_status
             self.tell_readers(readers, error)
@@ -611,26 +612,26 @@ cdef class Ensemble(CommunicatorSet):
     def _leave(self, failure=None):
         """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None.
 
-        `failure` is why they could not be made: then they have them on no process.
+        `failure` is why they could not be made: then no process has them.
         """
         told = ()
         if failure is not None:
             kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
             told = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
-        self.left = told  # before this looks whether they have met
+        self.left = told  # before `peer_status` is read: the meeting may end now
         peer_status, self.peer_status = self.peer_status, None
         if peer_status is None:
             return None
         try:
             return peer_status.leave(*told)
-        except Exception:  # what it is called for is to go on in any case
+        except Exception:  # the caller must continue in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
             return None
 
     def abort(self, error):
-        """Do as every set of communicators, and tell the other processes, which hear of it before anything is aborted.
+        """Abort as every `CommunicatorSet`, but tell the other processes before anything is aborted.
 
-        Where there are some, this does that itself, in the thread ``ending``, and returns nothing to be aborted.
+        If there are other processes, the thread `ending` does the aborts, and this returns an empty list.
         """
         readers = set()
         self.note_readers(readers)
@@ -653,11 +654,11 @@ cdef class Ensemble(CommunicatorSet):
             leaving.join(_LEAVES)
 
     cdef list ready(self, list comms, list streams):
-        """Take the communicators over and launch what has waited for them; return that, to be let go of."""
+        """Take the communicators over and launch the gatherings that waited; return those, to be released."""
         CommunicatorSet.ready(self, comms, streams)
         self.making = False
         if self.aborts:
-            self.believe(load(&stops))  # all have met just now
+            self.believe(load(&stops))  # all processes have just met
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             self.launch(gathering, False)
@@ -667,7 +668,7 @@ cdef class Ensemble(CommunicatorSet):
         """Fail what waits for communicators that cannot be made; outside the Manager's lock."""
         cdef Gathering gathering
         self.state = GONE
-        if self.making:  # the other processes may be within NCCL, and wait for these ranks
+        if self.making:  # the other processes may be inside NCCL, waiting for these ranks
             self.making = False
             self._leave(error)
         waiting, self.waiting = self.waiting, []
@@ -677,13 +678,13 @@ cdef class Ensemble(CommunicatorSet):
         return 0
 
     cdef int wait(self, Gathering gathering) except -1:
-        """Launch a collective as soon as the communicators are there, which they are not yet."""
+        """Have a collective wait for the communicators, which are still being made."""
         gathering.since = now()
         self.waiting.append(gathering)
         return 0
 
     def overdue(self):
-        """Return the gatherings whose timeout has passed while the communicators were being made."""
+        """Return the gatherings that have waited past their timeout for the communicators."""
         cdef Gathering gathering
         cdef double moment = now()
         if self.meeting:
@@ -691,14 +692,14 @@ cdef class Ensemble(CommunicatorSet):
         return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
 
     def patience(self):
-        """Return the shortest timeout of what waits for the communicators."""
+        """Return the shortest timeout of the gatherings that wait for the communicators."""
         cdef Gathering gathering
         return min([gathering.timeout for gathering in self.waiting], default=FOREVER)
 
     cdef Launch launch(self, Gathering gathering, bint here):
-        """Put a collective on the devices; what goes wrong is its participants', not the caller's.
+        """Launch a collective; an error fails its participants and is not raised.
 
-        Return the launch if `here` allows it to be made by the caller, see `Launch.start`.
+        Return the launch if `here` allows it and the caller must make the calls, see `Launch.start`.
         """
         cdef Launch launch = self.begin()
         cdef Operation operation
@@ -712,7 +713,7 @@ cdef class Ensemble(CommunicatorSet):
         return None
 
     cdef int _fill(self, Launch launch, Gathering gathering) except -1:
-        """Add the participants, which stand in the order of the ranks."""
+        """Add the participants, which are sorted by rank."""
         cdef Participant participant
         cdef Communicator comm
         cdef Operation operation
@@ -750,7 +751,7 @@ def _abort_when_heard(peer_status, comms, text, error, readers):
 
 
 def _again(reference):
-    """Return what asks once more, without keeping the communicators."""
+    """Return a function that asks once more, without keeping the communicators alive."""
 
     def ask():
         ensemble = reference()
@@ -761,17 +762,17 @@ def _again(reference):
 
 
 def _sayer_of(Gathering gathering not None):
-    """Return what makes a text about a collective, with its key."""
+    """Return a function that makes a text about a collective, with its key."""
     return lambda what: gathering.say(what)
 
 
 def _asker_of(Ensemble ensemble not None):
-    """Return what says whether communicators are still to be made."""
+    """Return a function that tells whether the communicators are still to be made."""
     return lambda: ensemble.state != GONE
 
 
 cdef tuple ranks_of(Gathering gathering):
-    """Return the ranks of the participants, which stand in their order."""
+    """Return the ranks of the participants, in the order of these."""
     cdef Participant one
     if gathering.communicator_key:
         return tuple([(<Participant>one).global_rank for one in gathering.participants])
@@ -779,7 +780,7 @@ cdef tuple ranks_of(Gathering gathering):
 
 
 cdef int check_members(Ensemble ensemble, Gathering gathering, tuple devices) except -1:
-    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
+    """Raise if a communicator key is used with other devices or ranks than when its communicators were made."""
     ranks = ranks_of(gathering)
     if devices != ensemble.devices or ranks != ensemble.ranks or gathering.num_global != ensemble.nranks:
         raise ValueError(gathering.say(
@@ -804,7 +805,7 @@ cdef int _describe(Operation* o, Gathering gathering, Participant participant, C
 
 
 cdef int _add(Launch launch, Communicator comm, const Operation* operation, Work work) except -1:
-    """Add an operation to a launch; what an older NCCL lacks, as what stands for it."""
+    """Add an operation to a launch; one that an older NCCL lacks as the operations that replace it."""
     cdef Lowered lowered
     cdef size_t i
     if not lacks(operation.kind):

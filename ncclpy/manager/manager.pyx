@@ -30,7 +30,7 @@ from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import StreamPool, abort_in_background
 from ncclpy.engine.recorder import show, text_of
 
-# How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
+# How often gatherings are checked for deadlines: this part of the shortest timeout, within these bounds in seconds.
 cdef double _SWEEP_PART = 0.1
 cdef double _SWEEP_LEAST = 0.01
 cdef double _SWEEP_MOST = 1.0
@@ -41,7 +41,7 @@ cdef double _CLOSES = 60.0
 cdef object _default = None
 cdef object _default_lock = _library.PythonLock(threading.Lock(), LOCK_DEFAULT_MANAGER)
 
-# Kept here: when the interpreter ends, the names of modules are emptied while objects are still finalised.
+# Kept here: at interpreter exit modules lose their names while objects are still finalised.
 cdef object _is_finalizing = sys.is_finalizing
 
 
@@ -53,45 +53,45 @@ timing=False, config=None, store=None)
 Gather the participants of collectives by key and launch each collective when all of its own have come.
 
     Every participant is one device with its buffers. Participants of a key may be added from different threads and in
-    any order; nothing blocks. The last one has the collective launched on all devices; each participant's `Work` is
-    done when its own device is. Keys name one execution: a key may be used again once its participants have come.
+    any order; nothing blocks. The last one launches the collective on all devices; each participant's `Work` is
+    done when its own device is. A key names one execution and may be used again once its participants have come.
 
     All devices of one process are gathered with ``num_local``. If ``num_global`` is larger, other processes bring the
-    rest: all give the same ``communicator_key`` (of `generate_communicator_key`), each participant says its
+    rest: all give the same ``communicator_key`` (of `generate_communicator_key`), each participant gives its
     ``global_rank``, and the collective starts when `signal_multi_node_ready` was called for the key.
 
     Communicators are made at the first use of a set of devices and kept. Participants must agree on everything; if
-    they do not, each of them gets the same error, when all have come.
+    they do not, each of them gets the same error, once all have come.
 
     Parameters
     ----------
     timeout : float, optional
-        Seconds in which the participants of a key must come, and then the collective must be done. Past them every
+        Seconds in which the participants of a key must come, and then the collective must be done. After that every
         participant fails with `NcclTimeout`. By default there is no limit.
     warn_after : float, optional
         Seconds after which a key that still waits is logged, once, as a warning of the logger ``ncclpy.manager``.
     fail_fast : bool, optional
         Fail participants at the first disagreement instead of when all have come.
     max_communicators : int, optional
-        How many sets of communicators are kept; past it the one idle for longest is closed.
+        How many sets of communicators are kept; above that the set idle for longest is closed.
     high_priority : bool, optional
-        Whether communication streams go before others.
+        Whether communication streams have a higher priority than others.
     timing : bool, optional
-        Whether works know their `duration`.
+        Whether works measure their `duration`.
     config : Config, optional
         NCCL's configuration for the communicators.
     store : Store, optional
-        A store that the processes of a ``communicator_key`` have in common, or what `ncclpy.bootstrap.as_store` makes
-        one of. They meet there before NCCL, under the collective's deadline, whose error names the ranks that have
-        not come and has them in ``missing``; later errors say what each rank does, and have it in ``ranks``. All of
-        them give one, or none does.
+        A store that the processes of a ``communicator_key`` share, or an object that `ncclpy.bootstrap.as_store`
+        accepts. The processes meet there before NCCL, under the collective's deadline; its error names the missing
+        ranks and has them in ``missing``. Later errors say what each rank does, and have it in ``ranks``. All
+        processes must give a store, or none.
     """
 
-    cdef Lock lock  # of all below
-    cdef dict gatherings  # by key
-    cdef list failures  # of communicators that are gone: for each set, what its works have failed with
-    cdef dict comm_sets  # by communicator key, or devices on one node; if any may be closed, the least recently used first
-    cdef dict signalled  # keys, by themselves, whose signal came before the first participant
+    cdef Lock lock  # guards all below
+    cdef dict gatherings  # the gatherings, by key
+    cdef list failures  # of lost communicators: for each set, the errors of its works
+    cdef dict comm_sets  # by communicator key or devices; with max_communicators the least recently used first
+    cdef dict signalled  # keys that were signalled before their first participant, each by itself
     cdef double timeout
     cdef double warn_after
     cdef bint fail_fast
@@ -100,13 +100,13 @@ Gather the participants of collectives by key and launch each collective when al
     cdef object config
     cdef object store  # where processes meet, or None
     cdef object pool
-    cdef str reason  # why it is aborted
+    cdef str reason  # why it is aborted, or None
     cdef bint closed
-    cdef double sweep_at  # when the monitor looks through the gatherings next
+    cdef double sweep_at  # when the monitor next checks the gatherings
     cdef object abort_thread
-    cdef int aborting  # threads in the middle of abort()
+    cdef int aborting  # threads inside abort()
     cdef object gatherer
-    cdef str site  # where it was made
+    cdef str site  # the source line that made it
     cdef long long launched
     cdef long long made
     cdef long long evicted
@@ -206,7 +206,7 @@ Gather the participants of collectives by key and launch each collective when al
         return bytes(get_unique_id())
 
     cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done):
-        """Add a participant, and launch if it is the last one."""
+        """Add a participant, and launch the collective if it is the last one."""
         cdef Key named = new_key(key)
         cdef Gathering gathering
         cdef Ensemble comm_set
@@ -217,7 +217,7 @@ Gather the participants of collectives by key and launch each collective when al
         if one.limit < 0:
             one.limit = self.timeout
         self._check_usable()
-        ensure_running()  # nothing may fail for want of a thread once the participant is counted in
+        ensure_running()  # starting a thread must not fail once the participant is counted in
         work = one.work = new_work(one.call.kind, one.device)
         work.timed = self.timing
         work.held = held
@@ -234,7 +234,7 @@ Gather the participants of collectives by key and launch each collective when al
         try:
             record_producer(work, view, producer)
             while True:
-                self._check_usable()  # again and again: an abort may have come meanwhile
+                self._check_usable()  # in each round: an abort may have come meanwhile
                 self.lock.enter()
                 try:
                     gathering, signal, comm_set = self._take_in(one, named)
@@ -246,10 +246,10 @@ Gather the participants of collectives by key and launch each collective when al
                 if gathering is not None:
                     break
                 named.compare()
-        except BaseException as error:  # the recorder is not to show it as pending
+        except BaseException as error:  # the recorder must not show it as pending
             work.withdraw(error)
             raise
-        # Whatever of the user's goes with these does so here.
+        # References to users' objects are dropped here, outside the lock.
         gathering.let_go()
         named.found()
         if comm_set is not None:
@@ -257,10 +257,10 @@ Gather the participants of collectives by key and launch each collective when al
         return work
 
     cdef tuple _take_in(self, Participant one, Key key):
-        """Count a participant in, with the lock held.
+        """Count a participant in; with the lock held.
 
         Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
-        that had come before; and the communicators as `_start` returns them, or None.
+        that came before it; and the communicators as `_start` returns them, or None.
         """
         cdef Gathering gathering
         cdef Key signal = None
@@ -303,7 +303,7 @@ Gather the participants of collectives by key and launch each collective when al
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
     cdef Ensemble _start(self, Gathering gathering):
-        """All participants are here: to the communicators, or to the error.
+        """Give a complete gathering to its communicators, or fail it.
 
         Return the communicators if they are MADE, so that the caller launches the collective, or if the caller has to
         make them without the lock; None if there is nothing to do.
@@ -344,7 +344,7 @@ Gather the participants of collectives by key and launch each collective when al
         return making
 
     cdef int _make(self, Ensemble comm_set, Gathering gathering) except -1:
-        """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
+        """Begin to make communicators; outside the lock, since starting a thread runs Python and waits."""
         try:
             comm_set.meet_in(self.store, self.gatherings, gathering)
             comm_set.make(gathering.communicator_key, self.config)
@@ -353,12 +353,12 @@ Gather the participants of collectives by key and launch each collective when al
                 self._made(comm_set, [], error)
                 return 0
             why = f"its communicators were not made: {type(error).__name__} in the last call"
-            self._made(comm_set, [], NcclAborted(why))  # Ctrl-C itself is the caller's
+            self._made(comm_set, [], NcclAborted(why))  # the caller gets Ctrl-C itself
             raise
         return 0
 
     def _made(self, comm_set, comms, error):
-        """Take the outcome of making communicators, from the thread that has made them."""
+        """Take the result of making communicators, from the thread that has made them."""
         cdef Ensemble made = comm_set
         cdef Gathering gathering
         idle, launched, streams = [], [], []
@@ -385,7 +385,7 @@ Gather the participants of collectives by key and launch each collective when al
             other.close()
 
     def _surplus(self):
-        """Take what is idle and too much out of the cache, the least recently used first."""
+        """Remove idle communicators above `max_communicators` from the cache, least recently used first."""
         if self.max_communicators is None:
             return []
         surplus = len(self.comm_sets) - self.max_communicators
@@ -396,7 +396,7 @@ Gather the participants of collectives by key and launch each collective when al
         return found
 
     def _lost(self, Ensemble comm_set not None):
-        """Take a set of communicators that is no good any more out of the cache."""
+        """Remove an unusable set of communicators from the cache."""
         with self.lock:
             comm_set.state = GONE
             self.failures = [each for each in self.failures if undelivered(each) is not None]
@@ -407,7 +407,7 @@ Gather the participants of collectives by key and launch each collective when al
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
 
-        It may come before the first participant of the key, and counts for one execution: each needs its own.
+        It may come before the first participant of the key, and counts for one execution: each needs its own signal.
         """
         cdef Gathering gathering
         cdef Ensemble comm_set = None
@@ -427,7 +427,7 @@ Gather the participants of collectives by key and launch each collective when al
                     if comm_set is not None and comm_set.state == MADE:
                         lent, comm_set = comm_set.launch(gathering, True), None
                     break
-                known = not named.doubts and named in self.signalled  # which may raise doubts too
+                known = not named.doubts and named in self.signalled  # the look-up may add doubts
                 if known or not named.doubts:
                     if not known:
                         self.signalled[named] = named
@@ -446,7 +446,7 @@ Gather the participants of collectives by key and launch each collective when al
     # Deadlines of gathering.
 
     cdef int _sweep_later(self, double shortest) except -1:
-        """Have the monitor look through the gatherings, as long as there are any."""
+        """Have the monitor check the gatherings, repeatedly as long as there are any."""
         cdef double when = now() + min(max(shortest * _SWEEP_PART, _SWEEP_LEAST), _SWEEP_MOST)
         if when < self.sweep_at:
             self.sweep_at = when
@@ -454,14 +454,14 @@ Gather the participants of collectives by key and launch each collective when al
         return 0
 
     def _sweep(self):
-        """Fail what is overdue, tell of what stalls, and come again if anything is left."""
+        """Fail overdue gatherings, warn of those that wait for long, and schedule the next check if any is left."""
         cdef Gathering gathering, first
         cdef Ensemble comm_set
         cdef double moment = now(), shortest = FOREVER
         late, stalled, unmade = [], [], []
         with self.lock:
             if moment < self.sweep_at:
-                return  # one that was to come sooner has been here
+                return  # an earlier check has run
             self.sweep_at = FOREVER
             for comm_set in self.comm_sets.values():
                 overdue = comm_set.overdue()
@@ -486,7 +486,7 @@ Gather the participants of collectives by key and launch each collective when al
                 del self.gatherings[gathering.key]
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        # Nobody else finds these any more.
+        # No other thread finds these any more.
         for comm_set, first in unmade:
             failure = NcclTimeout(first.say(
                 f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "
@@ -504,7 +504,7 @@ Gather the participants of collectives by key and launch each collective when al
         if stalled:
             user_executor.submit(Stalled(stalled))
 
-    # What goes on, and its end.
+    # State, and end.
 
     def pending(self):
         """Return what is being gathered: a list of dicts with key, operation, since, arrived, missing, waits_for."""
@@ -513,7 +513,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     def _pending(self):
         cdef Gathering gathering
-        # Without the lock: nothing is to hold up a dump, nor the repr of a key anybody else.
+        # Without the lock: neither a dump nor a key's __repr__ may block, or block other threads.
         return [gathering.as_dict() for gathering in list(self.gatherings.values())]
 
     def stats(self):
@@ -557,7 +557,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             if self.reason is not None or (self.closed and not self.comm_sets):
                 return
-            self.reason, self.failures = text, []  # the caller wants no results
+            self.reason, self.failures = text, []  # the program wants no results, so close() raises no failures
             self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
             comm_sets, self.comm_sets = self.comm_sets, {}
@@ -574,7 +574,7 @@ Gather the participants of collectives by key and launch each collective when al
             self.aborting -= 1
 
     def reset(self, timeout=None):
-        """Make the Manager usable again after an abort; waits until that has come to its end.
+        """Make the Manager usable again after an abort; wait until the abort has ended.
 
         Parameters
         ----------
@@ -589,7 +589,7 @@ Gather the participants of collectives by key and launch each collective when al
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
         check_process()
         cdef double deadline = now() + limit
-        while self.aborting and now() < deadline:  # another thread is in the middle of abort()
+        while self.aborting and now() < deadline:  # another thread is inside abort()
             time.sleep(0.0002)
         thread = self.abort_thread
         if thread is not None:
@@ -612,9 +612,9 @@ Gather the participants of collectives by key and launch each collective when al
         Raises
         ------
         NcclTimeout
-            If something was left then.
+            If something was not done by then.
         NcclError
-            If something has failed, and the program has not been given that error.
+            If an operation has failed and the program has not been given its error.
         """
         cdef Gathering gathering
         cdef double limit = _CLOSES if timeout is None else as_timeout(timeout)
@@ -651,7 +651,7 @@ Gather the participants of collectives by key and launch each collective when al
                 raise
             finally:
                 self._end(comm_sets, why)
-        if failed is not None:  # what this has waited for has no result
+        if failed is not None:  # an operation that this has waited for has no result
             raise failed.failure().with_traceback(None)
         for errors in self.failures:
             error = undelivered(errors)
@@ -672,7 +672,7 @@ Gather the participants of collectives by key and launch each collective when al
             self.comm_sets = {}
         for comm_set in busy:
             comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
-        endings = _endings_of(comm_sets)  # also those that other processes have ended: they tell the threads that read
+        endings = _endings_of(comm_sets)  # communicators ended by other processes too: these threads tell readers
         thread = abort_in_background(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
         for comm_set in idle:
             comm_set.close()
@@ -681,7 +681,7 @@ Gather the participants of collectives by key and launch each collective when al
         self.pool.close()
 
     def __del__(self):
-        # Communicators warn for themselves. What is still gathered would wait for ever.
+        # Open communicators warn by themselves. What is still gathered would wait for ever.
         cdef Gathering gathering
         if self.gatherer is None or self.closed or _is_finalizing():
             return
@@ -711,7 +711,7 @@ Gather the participants of collectives by key and launch each collective when al
 
 
 cdef class _Owner(SetOwner):
-    """A Manager, as its sets of communicators know it: they live no longer than it does."""
+    """The Manager as the owner of its sets of communicators, which live no longer than the Manager."""
 
     cdef Manager manager
 
@@ -728,7 +728,7 @@ cdef class _Owner(SetOwner):
 
 
 def _gatherer_of(reference):
-    """Return what the recorder asks for the gatherings of a Manager, without keeping it."""
+    """Return a function that returns a Manager's gatherings to the recorder, without keeping the Manager alive."""
 
     def gathering():
         manager = reference()
@@ -738,7 +738,7 @@ def _gatherer_of(reference):
 
 
 def _sweeper_of(reference):
-    """Return what the monitor calls to look through the gatherings of a Manager, without keeping it."""
+    """Return a function by which the monitor checks a Manager's gatherings, without keeping the Manager alive."""
 
     def sweep():
         manager = reference()
@@ -749,5 +749,5 @@ def _sweeper_of(reference):
 
 
 cdef list _endings_of(comm_sets):
-    """Return the threads that abort communicators once all processes have heard."""
+    """Return the threads that abort communicators once all processes have been told."""
     return [comm_set.ending for comm_set in comm_sets if comm_set.ending is not None]

@@ -1,7 +1,7 @@
 """The processes of one communicator key in their store.
 
-They meet there before NCCL, which could not say who is absent, and are asked there what they do when one is in
-trouble.
+They meet there before NCCL, which could not name missing ranks. When one is in trouble, it asks there what the others
+do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ncclpy.peers.communicator_status import CommunicatorStatus
 
 __all__ = ["forget", "meet"]
 
-#: The one meeting of a communicator key, which serves one set of communicators.
+#: The only meeting of a communicator key, which serves one set of communicators.
 _PLACE = "communicator"
 
 
@@ -37,35 +37,35 @@ def meet(
     ledgers: Mapping[int, Ledger],
     ended: Callable[[Any, str, str], object],
 ) -> CommunicatorStatus[Any]:
-    """Wait for all ranks of a communicator key; return their status service, by which they can be asked from then on.
+    """Wait for all ranks of a communicator key; return their status service, by which they can be asked afterwards.
 
     Parameters
     ----------
     store
-        The store that their processes have in common.
+        The store that their processes share.
     key
         The communicator key.
     name
-        What the communicators are called.
+        The name of the communicators.
     own
         The ranks of this process, with their devices.
     nranks
-        How many ranks there are on all of them.
+        The number of ranks on all processes.
     timeout
-        Seconds for all to come.
+        Seconds for all to arrive.
     say
-        Returns a text about the collective that is waited for, with its key.
+        Returns a text about the waiting collective, with its key.
     wanted
-        Asked every now and then whether the communicators are still to be made.
+        Asked at intervals whether the communicators are still to be made.
     owner, look, ledgers, ended
         See `CommunicatorStatus`.
 
     Raises
     ------
     NcclTimeout
-        On all processes, once the first of them has given up; it names the ranks that have not come.
+        On all processes, once the first of them has given up; it names the missing ranks.
     StoreError
-        If the store is gone.
+        If the store is lost.
     """
     part, everyone = PrefixStore(f"ncclpy/manager/{key.hex()}", store), range(nranks)
     first, *more = own
@@ -84,6 +84,6 @@ def meet(
 
 
 def forget(peer_status: CommunicatorStatus[Any]) -> None:
-    """Clear the meeting away: the communicators stand, so that all have come back from it."""
+    """Remove the meeting from the store: the communicators are made, so all ranks have returned from it."""
     if 0 in peer_status.own:
         peer_status.arrivals.forget(_PLACE, range(peer_status.size))

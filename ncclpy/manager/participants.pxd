@@ -4,6 +4,5 @@ from ncclpy.manager.gathering cimport Participant
 
 
 cdef class Participants:
-    # Add a participant. Of `view` is the producer's stream; `held` and `output` are the work's: what it keeps alive,
-    # and what it results in.
+    # Add a participant. `view` has the producer's stream; the work keeps `held` alive, and its result is `output`.
     cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done)

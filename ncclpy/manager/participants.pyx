@@ -1,6 +1,7 @@
-"""The ways to take part in a collective of the Manager.
+"""The methods by which participants join a collective of the Manager.
 
-Each reads and checks the buffers, which raises at once and leaves the key as it was, and adds a participant.
+Each reads and checks the buffers, where an error is raised at once and leaves the key as it was, and adds a
+participant.
 """
 
 from ncclpy.core.arguments.buffers cimport View, read_view
@@ -41,7 +42,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The input, contiguous, on `device`; it receives the result if `recv` is None.
         recv : buffer, optional
@@ -55,7 +56,7 @@ cdef class Participants:
         num_global : int, optional
             The number of participants in all processes; `num_local` by default.
         communicator_key : bytes, optional
-            128 bytes that several processes have in common; only if there are several.
+            128 bytes that the processes share; only with several processes.
         global_rank : int, optional
             This participant's rank; by default participants are numbered by device. Needed with several processes.
         stream : optional
@@ -64,7 +65,7 @@ cdef class Participants:
         on_done : callable, optional
             Called with the `Work` when it is done.
         timeout : float, optional
-            Seconds, as the Manager's own, which it replaces.
+            Seconds, in place of the Manager's own timeout.
 
         Returns
         -------
@@ -74,7 +75,7 @@ cdef class Participants:
         Raises
         ------
         TypeError, ValueError
-            If a buffer does not fit; then the participant has not been added.
+            If a buffer does not fit; then the participant was not added.
         NcclAborted
             If the Manager is aborted.
         """
@@ -97,7 +98,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The input.
         recv : buffer
@@ -128,7 +129,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The input, ``num_global`` times as many elements as `recv`.
         recv : buffer
@@ -162,7 +163,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             Part i goes to rank i; a multiple of ``num_global`` elements.
         recv : buffer
@@ -193,11 +194,11 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
-            What is sent.
+            The data to send.
         recv : buffer, optional
-            A copy of it here; none by default.
+            A copy of them here; none by default.
         root : int, optional
             The rank of the root, which all may say; where the root is on another node they must.
         device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
@@ -222,12 +223,12 @@ cdef class Participants:
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, stream=None, on_done=None, timeout=None,
     ):
-        """Take part in a broadcast as one that receives.
+        """Take part in a broadcast as a receiver.
 
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         recv : buffer
             Where the data arrive.
         root : int, optional
@@ -254,12 +255,12 @@ cdef class Participants:
         self, key, send, op=ReduceOp.SUM, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, root=None, stream=None, on_done=None, timeout=None,
     ):
-        """Take part in a reduce as one that only contributes.
+        """Take part in a reduce as a rank that only contributes.
 
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The input.
         op : ReduceOp or str
@@ -294,7 +295,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The root's own input; it receives the result if `recv` is None.
         recv : buffer, optional
@@ -326,12 +327,12 @@ cdef class Participants:
         self, key, send, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, stream=None, on_done=None, timeout=None,
     ):
-        """Take part in a gather as one that only sends.
+        """Take part in a gather as a rank that only sends.
 
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             This rank's part.
         root : int, optional
@@ -363,7 +364,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             The root's own part.
         recv : buffer
@@ -397,7 +398,7 @@ cdef class Participants:
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         send : buffer
             Part i goes to rank i; ``num_global`` times as many elements as `recv`.
         recv : buffer
@@ -426,12 +427,12 @@ cdef class Participants:
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, stream=None, on_done=None, timeout=None,
     ):
-        """Take part in a scatter as one that receives.
+        """Take part in a scatter as a receiver.
 
         Parameters
         ----------
         key : hashable
-            Names this execution of the collective.
+            A name for this execution of the collective.
         recv : buffer
             Where this rank's part arrives.
         root : int, optional
@@ -458,7 +459,7 @@ cdef class Participants:
 cdef Participant _come(
     array, str argument, device, num_local, num_global, communicator_key, global_rank, timeout
 ):
-    """Return a participant that has said all but what it brings; `array` is on its device."""
+    """Return a participant without its buffers; `array` is on its device."""
     cdef Participant one = Participant.__new__(Participant)
     one.device = _device(device, array, argument)
     one.num_global = _nranks(num_local, num_global)
@@ -477,7 +478,7 @@ cdef Participant _come(
 
 
 cdef int _device(device, array, str argument) except -2:
-    """Return the participant's device: as given, or that of the array."""
+    """Return the participant's device: the given one, or the array's."""
     cdef View view
     if device is not None:
         return as_device(device)
@@ -486,7 +487,7 @@ cdef int _device(device, array, str argument) except -2:
 
 
 cdef int as_rank(rank, str argument) except -2:
-    """Return a rank that may be left out: then it is -1."""
+    """Return a rank, -1 for None."""
     cdef int number
     if rank is None:
         return -1
@@ -512,7 +513,7 @@ cdef int _nranks(num_local, num_global) except -1:
 
 
 cdef int _number(value, str argument) except? -1:
-    """Return an int, but not of a float, which would be cut."""
+    """Return an int; a float is refused, since it would be truncated."""
     try:
         return value if type(value) is int else as_integer(value, argument)
     except OverflowError:

@@ -12,7 +12,7 @@ import typing as _typing
 try:
     import ncclpy.core.runtime.library  # noqa: F401 - the first compiled module tells whether the package is built
 except ImportError as _error:
-    if "interpreter" in str(_error):  # Cython's words and Python's differ; both have this one
+    if "interpreter" in str(_error):  # Cython's text and Python's differ; both have this word
         raise ImportError(
             "ncclpy does not support subinterpreters: NCCL and the table of its functions exist once a process. Use "
             "it in one interpreter, with threads, or in processes of their own"
@@ -54,7 +54,7 @@ from ncclpy.manager.manager import Manager
 from ncclpy.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.types import Need as _Need
 
-#: The functions of higher layers that lower layers call: by the name of a `Need` the function's module and its name. A
+#: Functions of higher layers that lower layers call: for each name of a `Need`, the function's module and its name. A
 #: module is imported at the first call, so that `import ncclpy` imports none of them.
 _NEEDED = {
     "start_by_launcher": ("peers.starting", "Start"),
@@ -84,7 +84,7 @@ def _find_needed(need: str) -> _typing.Callable[..., _typing.Any]:
 
 _Need.find = _find_needed
 
-if _os.environ.get("NCCLPY_DUMP_DIR"):  # a process without it does not pay for the import
+if _os.environ.get("NCCLPY_DUMP_DIR"):  # without it the process does not pay for the import
     from ncclpy.engine import dumps as _dumps
 
     _dumps.begin(_os.environ["NCCLPY_DUMP_DIR"])
@@ -161,7 +161,7 @@ def __getattr__(name: str):
         "RankState",
         "Recovery",
         "init_process_group",
-    ):  # which few programs need
+    ):  # few programs need these
         from ncclpy import process_group
 
         return getattr(process_group, name)

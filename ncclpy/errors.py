@@ -1,6 +1,6 @@
-"""The one family of errors.
+"""The exception classes.
 
-What NCCL reports is an `NcclError` or one of its kinds. What the caller got wrong in Python is a plain `TypeError` or
+What NCCL reports is an `NcclError` or a subclass. A mistake of the caller in Python is a plain `TypeError` or
 `ValueError`, raised before NCCL is called.
 """
 
@@ -20,12 +20,12 @@ __all__ = [
 ]
 
 
-#: What an error says of other ranks where nobody can ask them.
+#: What an error says about other ranks if these cannot be asked.
 ADVICE = "A rank is missing or stuck: see which of the other ranks did not make the same call"
 
 
 def not_copied(thing: object, instead: str) -> TypeError:
-    """Return the error of pickling or copying what belongs to this process; `instead` says what to do."""
+    """Return the error for pickling or copying an object of this process; `instead` says what to do."""
     name = type(thing).__name__
     return TypeError(
         f"ncclpy.{'group' if name == 'Group' else name} cannot be pickled or copied: it stands for something that "
@@ -34,7 +34,7 @@ def not_copied(thing: object, instead: str) -> TypeError:
 
 
 def seconds(duration: float) -> str:
-    """Return a duration as text for people."""
+    """Return a duration as text for readers."""
     if duration <= 0:
         return "0 s"
     if duration < 1e-3:
@@ -45,7 +45,7 @@ def seconds(duration: float) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[range]:
-    """Return numbers, sorted and each once, as ranges of those that follow one another."""
+    """Return numbers, sorted and without duplicates, as ranges of consecutive ones."""
     found: list[range] = []
     for number in sorted(set(numbers)):
         if found and number == found[-1].stop:
@@ -56,7 +56,7 @@ def spans(numbers: Iterable[int]) -> list[range]:
 
 
 def listed(parts: Sequence[range], limit: int | None = None, between: str = ", ") -> str:
-    """Return ranges as text for people, at most so many of them: "0-3, 7 and 12 more"."""
+    """Return ranges as text for readers, at most `limit` of them: "0-3, 7 and 12 more"."""
     words = [f"{each.start}-{each.stop - 1}" if _size(each) > 1 else str(each.start) for each in parts[:limit]]
     shown = between.join(words)
     more = 0 if limit is None else sum(map(_size, parts[limit:]))
@@ -64,12 +64,12 @@ def listed(parts: Sequence[range], limit: int | None = None, between: str = ", "
 
 
 def ranks(parts: Sequence[range], limit: int | None = None) -> str:
-    """Return ranks as text for people: "rank 3" or "ranks 0-3, 7 and 12 more"."""
+    """Return ranks as text for readers: "rank 3" or "ranks 0-3, 7 and 12 more"."""
     return ("rank " if sum(map(_size, parts)) == 1 else "ranks ") + listed(parts, limit)
 
 
 def _size(part: range) -> int:
-    return part.stop - part.start  # len() has no more than 63 bits
+    return part.stop - part.start  # len() is limited to 63 bits
 
 
 def attach(first: BaseException, others: Iterable[BaseException]) -> BaseException:
@@ -78,9 +78,9 @@ def attach(first: BaseException, others: Iterable[BaseException]) -> BaseExcepti
     Parameters
     ----------
     first
-        The one that is going to be raised.
+        The error that will be raised.
     others
-        What went wrong besides; equal words are told once.
+        Further errors; equal texts are noted once.
     """
     for words in dict.fromkeys(f"also {type(other).__name__}: {other}" for other in others if other is not first):
         note(first, words)
@@ -101,9 +101,9 @@ class NcclError(RuntimeError):
     Parameters
     ----------
     message
-        What went wrong, for people.
+        What went wrong, for readers.
     result
-        The `ncclResult_t` as an int; a code from a newer NCCL stays its number. ``None`` if NCCL was not reached.
+        The `ncclResult_t` as an int; an unknown code of a newer NCCL stays a number. ``None`` if NCCL was not called.
     function
         The C function that reported it.
     detail
@@ -115,7 +115,7 @@ class NcclError(RuntimeError):
     ----------
     ranks : tuple of RankState, or None
         What each rank of a process group, of a Manager that has a store, or of a Communicator that a launcher's
-        processes have made (`Communicator.from_env`) did when this came to be, where that was asked for.
+        processes have made (`Communicator.from_env`) did when the error was made, if the ranks were asked.
     """
 
     ranks: tuple[Any, ...] | None = None
@@ -136,7 +136,7 @@ class NcclError(RuntimeError):
         self.version = version
 
     def __reduce__(self):
-        # The default would pass nothing but args, and so lose the keyword-only fields.
+        # The default would pass args alone, and so lose the keyword-only fields.
         return type(self), (str(self),), self.__dict__
 
 
@@ -146,7 +146,7 @@ class NcclTimeout(NcclError, TimeoutError):
     Attributes
     ----------
     missing : list of str or of int, or None
-        Where a store has raised it: the keys that nobody has set, or the ranks that have not come.
+        If a store has raised it: the keys that were not set, or the missing ranks.
     """
 
     missing: list[str] | list[int] | None = None
@@ -161,15 +161,15 @@ class NcclRemoteError(NcclError):
 
 
 def same_class_as(kind: str) -> type[NcclError]:
-    """Return the class of the exception that all ranks raise, by the name of the one that the first has raised."""
+    """Return the class of the exception that all ranks raise, by the class's name of the exception that came first."""
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
 def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
-    """Return the first of errors that operations failed with together; None if the program was given one of them.
+    """Return the first of the errors of several operations; None if the program was given one of them.
 
-    What gives one to the program sets `_delivered` on it. `close()` of a group or a Manager raises what nothing has
-    given: else the program would take what its arrays hold for results.
+    Code that gives an error to the program sets `_delivered` on it. `close()` of a group or a Manager raises an
+    undelivered error: otherwise the program would take its arrays' contents for results.
     """
     return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
 

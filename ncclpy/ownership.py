@@ -1,4 +1,4 @@
-"""Folders and files that no other user of the machine has a hand in: of stores, of what is loaded, of secrets."""
+"""Checks of folders and files that no other user may change: of stores, of loaded libraries, of secrets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import stat
 
 __all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign", "why_of_another"]
 
-#: Links on the way to a folder, at most: as many as the system follows.
+#: The most links followed on the way to a folder: the system's own limit.
 _MAX_LINKS = 40
 
 
 class ForeignFile(OSError):
-    """Report a file that is no ordinary one of this user's."""
+    """Report a file that is not an ordinary file of this user."""
 
 
 def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
@@ -22,14 +22,14 @@ def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
     Parameters
     ----------
     path
-        The folder, which is not looked for behind a link.
+        The folder; a link is not followed.
     secret
-        Whether others may not even read it.
+        Whether other users must not even read it.
 
     Raises
     ------
     OSError
-        If it is not there.
+        If it does not exist.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -44,10 +44,10 @@ def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
 
 
 def why_exposed(path: str | os.PathLike[str]) -> str:
-    """Return how another user could change a folder or put another in its place, as a sentence; "" if none could.
+    """Return how another user could change or replace a folder, as a sentence; "" if none could.
 
-    Each folder on the way has to belong to root or to this user, and no other may write to it, unless it is sticky as
-    /tmp is. So has each link, which is followed. The folder itself has to be this user's, and no link.
+    Each folder on the way must belong to root or to this user, and no other user may write to it, unless it is sticky
+    as /tmp is. So must each link, which is followed. The folder itself must be this user's, and no link.
     """
     at, left, links = "/", _parts(os.path.abspath(path)), 0
     while left:
@@ -71,9 +71,9 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
 
 
 def why_of_another(path: str | os.PathLike[str]) -> str:
-    """Return whose a folder is, as the end of a sentence that begins with its path; "" if that user may be trusted.
+    """Return the end of a sentence that begins with a folder's path and names its owner; "" if the owner is trusted.
 
-    This user and root may, and root trusts every user.
+    This user and root are; a process of root trusts every user.
     """
     status = os.stat(path)
     return "" if os.geteuid() == 0 or status.st_uid in (0, os.geteuid()) else _of_another(status)
@@ -90,7 +90,7 @@ def _of_another(status: os.stat_result) -> str:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    """Make a folder, and missing ones above it, for this user alone; leave one that exists as it is."""
     try:
         os.mkdir(path, 0o700)
     except FileNotFoundError:
@@ -105,14 +105,14 @@ def make_folder(path: str) -> None:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor of an ordinary file of this user's; one that is made is for this user alone.
+    """Return a descriptor of an ordinary file of this user; a new one is for this user alone.
 
-    It never waits, as the opening of a pipe would, and follows no link.
+    It never blocks, as opening a pipe would, and follows no link.
 
     Raises
     ------
     ForeignFile
-        If something else is there.
+        If something else is at the path.
     OSError
         As `os.open` does.
     """

@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of this process, always on, for when something is stuck."""
+"""The flight recorder: the last operations of this process, always recorded, to diagnose hangs."""
 
 from ncclpy.engine.recorder import dump, record_all, resize, snapshot
 

@@ -1,6 +1,6 @@
 """Helpers for tests of programs that communicate: ranks as threads or processes, under one deadline.
 
-Import `ncclpy.testing` by its name; nothing else of ncclpy needs it.
+Import `ncclpy.testing` by its name; `import ncclpy` does not import it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ncclpy.errors import note, seconds
 
 __all__ = ["run_ranks"]
 
-#: What a rank raises because another one has failed: rarely what the reader looks for.
+#: Errors that usually follow from another rank's failure, so that they are reported last.
 _CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
-#: So long the other ranks have to end once one has failed, in seconds.
+#: Seconds for the other ranks to end once one has failed.
 _GRACE = 5.0
-#: The part of the deadline that a rank's communicator has for one wait: it can name who is missing.
+#: The part of the deadline that a rank's communicator has for one wait, so that its error comes first and names ranks.
 _SHARE = 0.75
-#: Seconds of one wait for a rank's report, after which Python looks for signals.
+#: Seconds of one wait for a rank's report, after which Python handles signals.
 _SLICE = 0.5
 
 
 class _Report(NamedTuple):
-    """What one rank has come to."""
+    """The result or the error of one rank."""
 
     rank: int
     value: Any = None
@@ -55,9 +55,9 @@ class _Job(NamedTuple):
     args: tuple[Any, ...]
 
     def run(self, rank: int, keep: Callable[[ncclpy.Communicator], None]) -> Any:
-        """Call the body of one rank with a communicator, which `keep` gets to see."""
+        """Call the body of one rank with a communicator, which is also passed to `keep`."""
         unique_id = ncclpy.UniqueId.from_bytes(self.unique_id)
-        # Of one clock for all processes; a rank that is late with its start has a little time nevertheless.
+        # All processes count from `begin`; a rank that starts late still has a tenth of its share.
         share = self.timeout * _SHARE
         share = max(self.begin + share - time.monotonic(), share / 10)
         with ncclpy.Communicator.init(
@@ -68,7 +68,7 @@ class _Job(NamedTuple):
             try:
                 comm.close()
             except (ncclpy.NcclRemoteError, ncclpy.NcclAborted):
-                comm.abort()  # the body has got over a failure, and its communicator has not
+                comm.abort()  # the body has handled a failure of which the communicator cannot recover
             return value
 
 
@@ -84,28 +84,28 @@ def run_ranks(
 ) -> list[Any]:
     """Call a function once for each rank, all at the same time, and return what each has returned.
 
-    Each rank gets a communicator of its own, on the device of its number. When one rank fails, the communicators of
-    the others are aborted, so that none of them goes on waiting, and what the others raise is collected too.
+    Each rank gets a communicator of its own, on the device with its number. When one rank fails, the communicators of
+    the others are aborted, so that none waits any longer; the errors of the others are collected too.
 
     Parameters
     ----------
     nranks : int
         The number of ranks; as many devices are needed.
     body : callable
-        Called as ``body(comm, *args)``; ``comm.rank`` tells who it is. For processes a function of a module, since
-        each process imports it.
+        Called as ``body(comm, *args)``; ``comm.rank`` is the rank. For processes it must be a function of a module,
+        since each process imports it.
     *args
-        Passed on to `body`, the same for all ranks. For processes they are pickled, as are the results.
+        Passed to `body`, the same for all ranks. For processes they are pickled, as are the results.
     processes : bool, optional
         Whether each rank is a process of its own (started with spawn) instead of a thread.
     timeout : float, optional
-        Seconds until all ranks have to be done. A single wait of a communicator may take up to three quarters of it.
+        Seconds until all ranks must be done. A single wait of a communicator may take up to three quarters of it.
     config : Config, optional
         The configuration of the communicators.
     env : mapping, optional
         Environment variables of the processes, such as ``{"NCCLPY_FAULTS": "rank=1 call=AllReduce do=kill"}``.
     killed : collection of int, optional
-        Ranks whose processes are to die before they return: the result of such a rank is None.
+        Ranks that must die before they return, as processes: the result of such a rank is None.
 
     Returns
     -------
@@ -116,12 +116,12 @@ def run_ranks(
     ------
     BaseException
         The first error of a rank that is neither a timeout, nor about another rank's death, nor an abort; if all are
-        such, the first. The errors of the other ranks are its notes.
+        of these kinds, the first. The errors of the other ranks are its notes.
     TimeoutError
         If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left
         behind; processes are killed.
     RuntimeError
-        If the process of a rank dies that is not in `killed`, or one that is in it returns.
+        If the process of a rank outside `killed` dies, or a rank in it returns.
     """
     if (env or killed) and not processes:
         raise ValueError("env and killed are for processes of their own: pass processes=True")
@@ -138,14 +138,14 @@ def run_ranks(
         ranks.start()
         return _watch(ranks, nranks, timeout)
     except BaseException:
-        ranks.stop()  # Ctrl-C too
+        ranks.stop()  # after Ctrl-C too
         raise
     finally:
         ranks.end()
 
 
 def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[Any]:
-    """Collect what all ranks have come to; return the results or raise."""
+    """Collect the reports of all ranks; return the results or raise."""
     deadline = time.monotonic() + timeout
     reports: dict[int, _Report] = {}
     stuck: list[int] = []
@@ -158,7 +158,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
             if when:
                 late.add(report.rank)
         if not when and (report is None or report.error is not None):
-            # The first failure, or the deadline: the others get a little time to end.
+            # The first failure, or the deadline: the other ranks get a little time to end.
             if report is None:
                 stuck, when = [rank for rank in range(nranks) if rank not in reports], f"in {seconds(timeout)}"
             else:
@@ -170,9 +170,9 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
             break
     if not when:
         return [reports[rank].value for rank in range(nranks)]
-    # In the order in which they came, but for those that only follow from others.
+    # In order of arrival, but errors that follow from others last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    # Once the others have been stopped, whatever NCCL says follows from that: a rank may have come too late to join.
+    # After the others were stopped, any error of NCCL follows from that: a rank may have been too late to join.
     follows = {
         rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
     }
@@ -192,7 +192,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
 
 
 def _place(thread: int | None) -> str:
-    """Return the stack of a thread, without the frames that are ours."""
+    """Return the stack of a thread, without the frames of this module."""
     frame = sys._current_frames().get(thread or 0)
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     ours = [number for number, entry in enumerate(stack) if entry.filename == __file__]
@@ -214,7 +214,7 @@ class _Threads:
         ]
 
     def start(self) -> None:
-        """Let the ranks begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -230,9 +230,9 @@ class _Threads:
             self._reports.put(_Report(rank, error=error))
 
     def next(self, timeout: float) -> _Report | None:
-        """Return the next report; None if there is none in time."""
+        """Return the next report; None if none comes in time."""
         deadline = time.monotonic() + timeout
-        while True:  # in slices: a signal that the system gives to another thread wakes no wait of this one
+        while True:  # in slices: a signal that the system delivers to another thread does not end this thread's wait
             left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 return self._reports.get(timeout=max(0.0, min(_SLICE, left)))
@@ -240,7 +240,7 @@ class _Threads:
                 return None
 
     def stop(self) -> None:
-        """Abort what communicators there are; one that is still being made is aborted by its rank."""
+        """Abort the communicators; one that is still being made is aborted by its rank."""
         self._stopping = True
         with ncclpy.group():
             for comm in list(self._comms.values()):
@@ -251,7 +251,7 @@ class _Threads:
         return _place(self._threads[rank].ident)
 
     def end(self) -> None:
-        """Leave behind what still runs: nothing can end a thread that does not end by itself."""
+        """Leave behind what still runs: a thread cannot be ended from outside."""
 
 
 class _Processes:
@@ -264,7 +264,7 @@ class _Processes:
         self._processes: list[Any] = []
         self._nranks = job.nranks
         library = ncclpy.library()
-        # The library of this process, however it was chosen; before anything of the caller's is imported there.
+        # The library of this process, set before the child imports a module of the caller.
         self._env = {"NCCLPY_LIBRARY": "host" if library.engine == "host" else library.path, **env}
         try:
             self._payload = bytes(multiprocessing.reduction.ForkingPickler.dumps(job))
@@ -274,7 +274,7 @@ class _Processes:
             ) from error
 
     def start(self) -> None:
-        """Let the ranks begin."""
+        """Start the processes."""
         context = multiprocessing.get_context("spawn")
         for rank in range(self._nranks):
             ours, theirs = context.Pipe()
@@ -286,7 +286,7 @@ class _Processes:
             theirs.close()
 
     def next(self, timeout: float) -> _Report | None:
-        """Return the next report; None if there is none in time."""
+        """Return the next report; None if none comes in time."""
         deadline = time.monotonic() + timeout
         while True:
             ready: list[Any] = multiprocessing.connection.wait(
@@ -316,7 +316,7 @@ class _Processes:
         pipe.close()
 
     def _ended(self, rank: int) -> _Report:
-        """Return the report of a rank whose process ended without one."""
+        """Return the report for a process that ended without sending one."""
         process = self._processes[rank]
         process.join()
         if rank in self._killed:
@@ -333,7 +333,7 @@ class _Processes:
                 pipe.send("stop")
 
     def where(self, rank: int) -> str:
-        """Return the stack of a rank's process, as it was when it was asked to stop."""
+        """Return the stack of a rank's process at the time when it was asked to stop."""
         return self._places.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
 
     def end(self) -> None:
@@ -342,7 +342,7 @@ class _Processes:
         for process in self._processes:
             if process.pid is None:
                 continue  # it was never started
-            if not self._pipes:  # all have told what they came to, and only have to end
+            if not self._pipes:  # all have reported, and only have to exit
                 process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
@@ -352,14 +352,14 @@ class _Processes:
 
 
 def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
-    """Be a rank: the whole life of its process."""
+    """Run a rank in its own process, from start to exit."""
     os.environ.update(env)
     main = threading.get_ident()
     lock, stopping = threading.Lock(), threading.Event()
     comms: list[ncclpy.Communicator] = []
 
     def tell(kind: str, word: Any, text: str = "") -> None:
-        message = multiprocessing.reduction.ForkingPickler.dumps((kind, word, text))  # first: it may fail
+        message = multiprocessing.reduction.ForkingPickler.dumps((kind, word, text))  # before the lock: it may fail
         with lock:
             pipe.send_bytes(message)
 
@@ -375,8 +375,8 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
             stopping.set()
             for comm in comms:
                 comm.abort()
-            pipe.recv()  # nothing comes any more
-        os._exit(1)  # whoever has started this process has ended
+            pipe.recv()  # returns only when the parent is gone
+        os._exit(1)  # the parent has ended
 
     threading.Thread(target=listen, daemon=True).start()
     try:
@@ -386,12 +386,12 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
         try:
             pickle.loads(pickle.dumps(error))
             tell("error", error, text)
-        except Exception:  # it cannot be pickled, or not be made again
+        except Exception:  # it cannot be pickled or unpickled
             tell("error", None, text)
 
 
 def _rebuilt(rank: int, error: BaseException | None, text: str) -> BaseException:
-    """Return the error of a process as one of this process, with the traceback it had there."""
+    """Return the error of a process as one of this process, with the traceback that it had there."""
     if error is None:
         last = text.strip().rpartition("\n")[2]
         error = RuntimeError(f"rank {rank} raised what cannot be pickled: {last}")
@@ -400,4 +400,4 @@ def _rebuilt(rank: int, error: BaseException | None, text: str) -> BaseException
 
 
 class _Traceback(Exception):
-    """What another process has shown."""
+    """The traceback of another process, as text."""

@@ -1,6 +1,6 @@
-"""NCCL's enums and the unique id, and what may stand for them; and the type of a function of a higher layer.
+"""NCCL's enums and the unique id, with conversions; and `Need`, a typed reference to a higher layer's function.
 
-Where a data type or an operator is taken, an enum member, its name or a numpy dtype does.
+A data type or an operator may be given as an enum member, its name or, for types, a numpy dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ["AVG", "MAX", "MIN", "PROD", "SUM", "DataType", "ReduceOp", "Result", "UniqueId"]
 
-# What arguments take, for type checkers; the docstring of `Communicator` says it in words. The objects belong to
+# What arguments accept, for type checkers; the docstring of `Communicator` has it in words. The objects belong to
 # frameworks that ncclpy does not import, so no narrower type can be written.
 BufferLike: TypeAlias = Any
 StreamLike: TypeAlias = Any
@@ -100,7 +100,7 @@ AVG = ReduceOp.AVG
 
 _ITEMSIZE = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 
-# Every name under which a type is known: NCCL's, numpy's, and those of ml_dtypes and torch.
+# Every name of a type: NCCL's, numpy's, and those of ml_dtypes and torch.
 _DTYPE_NAMES = {member.name.lower(): member for member in DataType} | {
     "float8_e4m3fn": DataType.FLOAT8E4M3,
     "float8_e5m2": DataType.FLOAT8E5M2,
@@ -123,7 +123,7 @@ def as_datatype(value) -> DataType:
     """
     if isinstance(value, DataType):
         return value
-    if value is None:  # numpy would take it for float64
+    if value is None:  # numpy would return float64
         raise TypeError("None is no data type")
     if isinstance(value, str):
         name = value.lower().removeprefix("torch.")
@@ -136,7 +136,7 @@ def as_datatype(value) -> DataType:
         try:
             name = np.dtype(value).name
         except TypeError:
-            name = str(value).removeprefix("torch.")  # torch.float32 and the like
+            name = str(value).removeprefix("torch.")  # torch.float32, for example
     found = _DTYPE_NAMES.get(name)
     if found is None:
         raise TypeError(f"NCCL has no data type {value!r}; it has {', '.join(m.name.lower() for m in DataType)}")
@@ -160,7 +160,7 @@ MAX_ADDRESS = 2**64 - 1
 
 
 def as_integer(value, argument: str, lowest: int = MIN_INT, highest: int = MAX_INT) -> int:
-    """Return an int of C's range, or one of numpy; text from the environment and floats are refused.
+    """Return an int within bounds, also for a numpy integer; strings and floats are refused.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def as_integer(value, argument: str, lowest: int = MIN_INT, highest: int = MAX_I
 class UniqueId:
     """Hold an `ncclUniqueId`: 128 opaque bytes by which the ranks of a new communicator find each other.
 
-    One rank makes it with `ncclpy.get_unique_id()` and hands ``bytes(uid)`` to the others by any means.
+    One rank makes it with `ncclpy.get_unique_id()` and sends ``bytes(uid)`` to the others by any means.
     """
 
     SIZE = 128
@@ -218,7 +218,7 @@ class UniqueId:
 
 
 def as_unique_id(value) -> UniqueId:
-    """Return the `UniqueId` that `value` is, or whose 128 bytes it holds."""
+    """Return `value` if it is a `UniqueId`, else the `UniqueId` of its 128 bytes."""
     if isinstance(value, UniqueId):
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):

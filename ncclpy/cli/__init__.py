@@ -1,1 +1,1 @@
-"""The command line: ``ncclpy info``, ``ncclpy perf`` and ``ncclpy trace``."""
+"""The command line: ``ncclpy info``, ``perf``, ``trace`` and ``run``."""

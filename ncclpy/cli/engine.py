@@ -1,4 +1,4 @@
-"""Which engine the command line works with, and the line that says so."""
+"""Which engine the command line uses, and the output line that names it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ncclpy.errors import LibraryNotFound
 
 
 def choose() -> tuple[Library, str]:
-    """Load a library and return it with why it is this one.
+    """Load a library and return it with the reason for this choice.
 
-    Without a GPU and without a choice, the host engine stands in; the reason then says what was not found. No other
-    failure leads to the host engine: with a GPU, a missing NCCL is an error.
+    Without a GPU and without a choice by the user, the host engine is used; the reason then says what was not found.
+    No other failure leads to the host engine: with a GPU, a missing NCCL is an error.
 
     Raises
     ------
@@ -33,7 +33,7 @@ def choose() -> tuple[Library, str]:
 
 
 def first_line(command: str, library: Library, reason: str) -> str:
-    """Return the first line of a command's output: what runs here, its version and why."""
+    """Return the first line of a command's output: the library that runs, its version and the reason."""
     version = ".".join(map(str, library.version))
     if library.engine == "host":
         return f"# ncclpy {command}: host engine {version} on CPU memory ({reason})"

@@ -1,4 +1,4 @@
-"""What the commands have in common about the files that they write."""
+"""Checks that several commands share: of output files and of matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def writable(text: str) -> Path:
-    """Open the file now: nobody wants to hear after an hour that it cannot be written."""
+    """Return the path, and open the file now: a file that cannot be written should be reported before the run."""
     path = Path(text)
     try:
         path.open("a").close()
@@ -18,6 +18,6 @@ def writable(text: str) -> Path:
 
 
 def require_matplotlib(parser: argparse.ArgumentParser, flag: str) -> None:
-    """End in ``parser.error`` if there is no matplotlib for what `flag` asks for; do not import it yet."""
+    """End in ``parser.error`` if matplotlib, which `flag` needs, is not installed; do not import it yet."""
     if importlib.util.find_spec("matplotlib") is None:
         parser.error(f"{flag} needs matplotlib, which is not installed: pip install 'ncclpy[perf]'")

@@ -1,4 +1,4 @@
-"""``ncclpy info``: what is loaded, from where, on which devices, and what may be wrong with it."""
+"""``ncclpy info``: what is loaded, from where, on which devices, and possible problems."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PACKAGES = (
     "mpi4py",
 )
 
-# Shared memory below this is too little for a few processes on one machine.
+# With less shared memory than this, a few processes on one machine may run out of it.
 _SMALL_SHM = 1 << 30
 
 
 def collect() -> dict[str, Any]:
-    """Return all facts as plain values; what cannot be found out is an ``"error"`` in its place."""
+    """Return all facts as plain values; where a fact cannot be determined there is an ``"error"`` instead."""
     facts: dict[str, Any] = {
         "system": {"platform": platform.platform(), "python": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
@@ -67,7 +67,7 @@ def collect() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Return the versions of the installed packages that matter; none of them is imported."""
+    """Return the versions of the installed packages in `PACKAGES`, without importing them."""
     found = {}
     for name in PACKAGES:
         try:
@@ -85,7 +85,7 @@ def _library(loaded: Library, reason: str) -> dict[str, Any]:
         "engine": loaded.engine,
         "version": _dotted(loaded.version),
         "path": loaded.path,
-        # The command line took the host engine itself, by the call that a program would make.
+        # The command line has chosen the host engine itself, by the same call as a program.
         "found": loaded.found.replace("chosen by ncclpy.use()", "this command's stand-in for a GPU"),
         "reason": reason,
         "written_against": _dotted(abi_version()),
@@ -137,7 +137,7 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def hints(facts: dict[str, Any]) -> list[str]:
-    """Return what people should know about these facts, most pressing first."""
+    """Return hints for the user about these facts, the most urgent first."""
     found = []
     library = facts["library"]
     if "error" in library:
@@ -197,7 +197,7 @@ def _wheel_hints(library: dict[str, Any], installed: dict[str, str]) -> list[str
 
 
 def text(facts: dict[str, Any]) -> str:
-    """Return the facts as lines for people."""
+    """Return the facts as lines of text."""
     lines = [facts["first_line"], ""]
     library = facts["library"]
     if "error" in library:
@@ -264,7 +264,7 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _link_lines(peers: list[list[bool]]) -> list[str]:
-    """Return a line if all devices are connected alike, else who reaches whom."""
+    """Return one line if all devices are connected alike, else a table of which device reaches which."""
     count = len(peers)
     links = {peers[a][b] for a in range(count) for b in range(count) if a != b}
     if not links:

@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 all right, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted; of
-        ``run`` that of the program.
+        0 success, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted; for
+        ``run`` the program's exit code.
     """
     parser, perf, trace, run = _parsers()
     argv = sys.argv[1:] if argv is None else argv
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nncclpy: interrupted; the communicators were aborted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone, as in `ncclpy perf … | head`. Python would complain once more at exit.
+        # The reader has closed the pipe, as in `ncclpy perf … | head`. Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -76,7 +76,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, ...]:
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for: that reads a file of the installation."""
+    """Looks the version up only when it is asked for, since that reads a file of the installation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)

@@ -1,4 +1,4 @@
-"""``ncclpy perf``: time a collective over a sweep of sizes and check what it computed.
+"""``ncclpy perf``: time a collective over a sweep of sizes and check its results.
 
-Flags, sizes, bandwidth formulas and columns are those of NVIDIA's nccl-tests, so that figures can be compared.
+Flags, sizes, bandwidth formulas and columns are the same as in NVIDIA's nccl-tests, so that figures can be compared.
 """

@@ -1,4 +1,4 @@
-"""What one run of ``ncclpy perf`` was asked for."""
+"""The arguments of one run of ``ncclpy perf``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Exit status: 0 all right, 1 wrong values or a failure, 2 bad arguments, 130 inte
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the checked arguments; the fields carry nccl-tests' names.
+    """The checked arguments; the fields have nccl-tests' names.
 
     Attributes
     ----------
     datatypes, ops, roots
-        The names to go through; a root of -1 stands for every rank.
+        The names to run through; a root of -1 means every rank.
     """
 
     collective: str
@@ -72,7 +72,7 @@ class Arguments:
         return COLLECTIVES[self.collective]
 
     def cases(self) -> list[tuple[str, str | None, int]]:
-        """Return every ``(data type, operator, root)`` to go through, operator ``None`` and root -1 where none is."""
+        """Return every ``(data type, operator, root)`` to measure; operator None and root -1 where there is none."""
         kind = self.kind
         if kind.name == "barrier":
             return [("uint8", None, -1)]
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
-    """Return the `Arguments` of a parsed command line; what does not fit together ends in ``parser.error``."""
+    """Return the `Arguments` of a parsed command line; arguments that contradict end in ``parser.error``."""
     usual = parse_size("32M")
     minbytes = min(usual, given.maxbytes or usual) if given.minbytes is None else given.minbytes
     maxbytes = max(usual, minbytes) if given.maxbytes is None else given.maxbytes

@@ -1,4 +1,4 @@
-"""Compare what came back from a device with what should have."""
+"""Compare the output on a device with the expected data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from ncclpy.cli.perf.data import Block
 from ncclpy.cli.perf.datatypes import Type
 
-# What outputs are filled with before a run. As a float of any kind it is a NaN.
+# The byte that outputs are filled with before a run. A float of these bytes, of any type, is a NaN.
 POISON = 0xFF
 
-# Bytes that are copied from the device at a time.
+# How many bytes are copied from the device at a time.
 CHUNK = 4 << 20
 
 # Reads ``nbytes`` of device memory, ``offset`` bytes from the start of the output, into an array of bytes.
@@ -31,7 +31,7 @@ def count_wrong(kind: Type, read: Read, start: int, length: int, block: Block, p
     start, length
         The elements of the output to check.
     block, phase
-        What they must be: the periodic data `block` from its element `phase` on.
+        The expected data: the periodic data `block` from its element `phase` on.
     """
     staging = np.empty(min(CHUNK // kind.itemsize, length), kind.bits)
     period = len(block.bits)
@@ -50,7 +50,7 @@ def count_wrong(kind: Type, read: Read, start: int, length: int, block: Block, p
 
 
 def count_touched(kind: Type, read: Read, start: int, length: int) -> int:
-    """Return how many elements are not the poison any more, from `start` on."""
+    """Return how many elements from `start` on are no longer the poison."""
     poison = np.full(max(1, min(length, CHUNK // kind.itemsize)) * kind.itemsize, POISON, np.uint8)
     return count_wrong(kind, read, start, length, Block(poison.view(kind.bits)), 0)
 
@@ -61,7 +61,7 @@ def _differences(kind: Type, got: np.ndarray, block: Block, part: slice) -> int:
         return 0
     if block.low is None or block.high is None:
         return int(np.count_nonzero(differs))
-    # Same value, other bits (a negative zero), or an average within its bound. A NaN is within nothing.
+    # The same value with other bits (a negative zero), or an average within its bound. A NaN is within no bound.
     values = kind.decode(got[differs])
     right = (values >= block.low[part][differs]) & (values <= block.high[part][differs])
     return int(len(values) - np.count_nonzero(right))

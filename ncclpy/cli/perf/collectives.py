@@ -1,7 +1,7 @@
-"""The collectives that perf knows: what a size means for each, how bandwidth is counted, and who expects what.
+"""The collectives that perf knows: what a size means for each, how bandwidth is counted, and what each rank expects.
 
-Counts and bandwidths follow nccl-tests, file by file: a size is the larger of what one rank sends and what it
-receives, and counts that are divided among ranks are rounded down to 16 bytes.
+Counts and bandwidths follow nccl-tests, file by file: a size is the larger of the bytes that one rank sends and that
+it receives, and counts that are divided among ranks are rounded down to 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how many elements one call moves, and where in the receive buffer an in-place call finds its data.
+    """How many elements one call moves, and where in the receive buffer an in-place call finds its data.
 
     Attributes
     ----------
@@ -61,9 +61,9 @@ def _nothing(elements: int, itemsize: int, nranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Say that `length` elements of an output, from `start` on, are `source`'s data from element `phase` on.
+    """A part of an output: `length` elements from `start` on are `source`'s data from element `phase` on.
 
-    `source` is the rank whose input arrives there, or ``None`` for the reduction over all ranks.
+    `source` is the rank that sent this data, or ``None`` for the reduction over all ranks.
     """
 
     start: int
@@ -74,12 +74,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Collective:
-    """Describe one collective to the sweep.
+    """One collective as the sweep needs it.
 
     Attributes
     ----------
     name
-        The name on the command line, also of the `Communicator` method where there is one.
+        The name on the command line, and of the `Communicator` method where there is one.
     layout
         ``layout(elements, itemsize, nranks)`` returns the `Layout`.
     factor
@@ -87,8 +87,8 @@ class Collective:
     reduces, rooted
         Whether it takes an operator, and a root.
     in_place
-        Whether it can work in place. nccl-tests times all_to_all and sendrecv in place too, with a result that is
-        not defined; `Communicator.all_to_all` refuses that.
+        Whether it can work in place. nccl-tests times all_to_all and sendrecv in place too, with an undefined
+        result; `Communicator.all_to_all` refuses that.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Collective:
         return algorithm, algorithm * self.factor(nranks)
 
     def expected(self, layout: Layout, rank: int, nranks: int, root: int) -> list[Segment] | None:
-        """Return what `rank` must find in its output, or ``None`` where its output must stay as it was."""
+        """Return what `rank` must find in its output, or ``None`` where its output must stay unchanged."""
         share = layout.count
         if self.name in ("reduce", "gather") and rank != root:
             return None

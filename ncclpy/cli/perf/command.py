@@ -20,7 +20,7 @@ from ncclpy.core.runtime import device
 
 
 class ArgumentError(ValueError):
-    """Report arguments that do not fit this machine."""
+    """Report arguments that this machine cannot run."""
 
 
 def run(arguments: Arguments) -> int:
@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> int:
     Raises
     ------
     ArgumentError
-        If the machine lacks what was asked for.
+        If the machine cannot run what was asked for.
     """
     library = ncclpy.library()
     given, notes = fit(arguments)
@@ -63,7 +63,7 @@ def run(arguments: Arguments) -> int:
 
 
 def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
-    """Return the arguments as this machine can run them, and a line for each thing that was changed.
+    """Return the arguments as this machine can run them, and a line for each change.
 
     Raises
     ------
@@ -98,9 +98,9 @@ def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
 
 
 def memory_limit(nranks: int) -> int:
-    """Return how many bytes each of a rank's two buffers may have, as nccl-tests reckons it.
+    """Return how many bytes each of a rank's two buffers may have, by nccl-tests' formula.
 
-    A gibibyte in sixteen is left to others, four at most, and one to NCCL. The host engine's devices share the
+    One GiB in 16 is left to other programs, at most four, and one to NCCL. The host engine's devices share the
     machine's memory.
     """
     gib = 1 << 30
@@ -122,7 +122,7 @@ def _available_memory(otherwise: int) -> int:
 
 
 def _lacking(name: str, nranks: int) -> str:
-    """Return why a data type cannot be used here, or nothing."""
+    """Return why a data type cannot be used here, or an empty string."""
     library, kind = ncclpy.library(), TYPES[name]
     if library.version < kind.since:
         return f"it needs NCCL {'.'.join(map(str, kind.since))}, this is {'.'.join(map(str, library.version))}"

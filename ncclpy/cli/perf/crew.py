@@ -1,8 +1,8 @@
-"""The workers of a run as their master sees them: one loop that serves threads and processes alike.
+"""The workers of a run as their parent sees them: one loop that serves threads and processes alike.
 
 A worker sends ``(what, value)``. ``"exchange"`` is answered, once all have sent it, with the list of all values;
-``"done"`` and ``"error"`` end the worker; everything else goes to whoever shows the run. Every wait has a deadline: if
-nothing comes from any worker for so long, the run is aborted.
+``"done"`` and ``"error"`` end the worker; everything else goes to the function that shows the run. Every wait has a
+deadline: if no worker sends anything for that long, the run is aborted.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from ncclpy.errors import NcclTimeout
 
-# Seconds that aborted workers get to end.
+# Seconds that aborted workers have to end.
 GRACE = 15.0
-#: Seconds of one sleep: the system may give Ctrl-C to another thread, which does not end this one's wait.
+#: Seconds of one sleep: the system may deliver Ctrl-C to another thread, which does not end this thread's wait.
 SLICE = 0.2
 
 
 class WorkerError(RuntimeError):
-    """Report the failure of a worker; the message carries its traceback or how its process ended."""
+    """Report the failure of a worker; the message has its traceback or how its process ended."""
 
 
 class Crew(abc.ABC):
-    """Start workers, let them talk, and end them.
+    """Starts workers, passes their messages on, and ends them.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Crew(abc.ABC):
 
     @abc.abstractmethod
     def join(self, timeout: float) -> None:
-        """Wait for the workers to end; those that do not are left behind (threads) or killed (processes)."""
+        """Wait for the workers to end; late threads are left behind, late processes killed."""
 
     def run(self, show: Callable[[str, Any], None]) -> None:
         """Serve the workers until all are done.
@@ -65,14 +65,14 @@ class Crew(abc.ABC):
         Parameters
         ----------
         show
-            ``show(what, value)`` takes what the workers report.
+            ``show(what, value)`` receives what the workers report.
 
         Raises
         ------
         WorkerError
             If a worker failed.
         NcclTimeout
-            If nothing came from any worker for `timeout` seconds.
+            If no worker sends anything for `timeout` seconds.
         """
         finished = False
         try:
@@ -117,14 +117,14 @@ class Crew(abc.ABC):
                 show(what, value)
 
     def _with_others(self, first: int, text: str) -> str:
-        """Wait a moment for the errors of others, and return all of them: one may say why the first failed."""
+        """Wait a moment for errors of other workers, and return all: one may be the cause of the first."""
         errors = [(first, text)]
         deadline = time.monotonic() + 0.5
         while (left := deadline - time.monotonic()) > 0:
             message = self.receive(left)
             if message is not None and message[1] == "error" and message[0] != first:
                 errors.append((message[0], message[2]))
-        # A rank may hear that another one aborts before that one has told of its error.
+        # A rank may learn that another one aborts before the other has reported its error.
         errors.sort(key=lambda error: any(word in error[1] for word in ("NcclAborted: ", "Result.REMOTE_ERROR")))
         (worker, said), *others = errors
         texts = [f"worker {worker} of {self.size} failed:\n{said}"]

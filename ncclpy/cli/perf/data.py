@@ -1,10 +1,10 @@
-"""The data that ranks send and the result that they must get back.
+"""The data that ranks send and the results that they must get back.
 
-Every rank sends random values: a block of `PERIOD` elements, repeated. The period is a prime, so that data which
-arrive at the wrong offset do not look right, and the result of a reduction needs to be computed for one block only.
+Every rank sends random values: a block of `PERIOD` elements, repeated. The period is a prime, so that data at a wrong
+offset do not look right, and the result of a reduction has to be computed for one block only.
 
-Values for reductions are chosen so that every partial result is exact in the data type, whatever the order of the
-operands and whatever precision the library adds in. Then the result must be right to the last bit. The one exception
+Values for reductions are chosen so that every partial result is exact in the data type, for any order of the
+operands and any precision of the additions. Then the result must be right to the last bit. The one exception
 is the average of floats over a number of ranks that is no power of two, which gets an error bound.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from ncclpy.cli.perf.datatypes import TYPES, Type
 
-# Untyped: releases of numpy disagree about the type of a reduction over a list of arrays.
+# Untyped: releases of numpy differ in the type of a reduction over a list of arrays.
 _add: Any = np.add
 _maximum: Any = np.maximum
 _minimum: Any = np.minimum
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Block:
-    """Hold one period of data as bits; `low` and `high` bound the right values where bits alone do not decide."""
+    """One period of data as bits; `low` and `high` bound the right values where bits alone do not decide."""
 
     bits: np.ndarray
     low: np.ndarray | None = None
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Data:
-    """Hold what every rank sends, and the reduction of it."""
+    """What every rank sends, and the reduction of it."""
 
     inputs: list[Block]
     reduced: Block | None
@@ -56,7 +56,7 @@ class Data:
 
 
 def scalar(rank: int) -> int:
-    """Return the factor that `rank` gives to its mulsum operator, as nccl-tests does."""
+    """Return the factor of `rank`'s mulsum operator, as in nccl-tests."""
     return 1 + rank % 2
 
 
@@ -72,11 +72,11 @@ def make(type_name: str, op: str | None, nranks: int, elements: int, seed: tuple
     nranks
         The number of ranks.
     elements
-        The number of elements that are used; blocks are not made longer than that.
+        The number of elements in use; a block has no more.
     seed
-        Numbers that the run is known by; other numbers, other data.
+        Numbers that identify the run; other numbers give other data.
     """
-    # One process may run several ranks in threads: they share what one of them has made.
+    # One process may run several ranks in threads: they share the data that one of them has made.
     with _lock:
         return _make(type_name, op, nranks, max(1, min(elements, PERIOD)), seed)
 
@@ -106,7 +106,7 @@ def _integers(kind: Type, op: str, own: list[np.random.Generator], length: int) 
     assert kind.native is not None
     nranks = len(own)
     if op == "avg":
-        # The sum must not wrap here, and older NCCLs divide negative integers as if they were unsigned.
+        # The sum must not wrap around, and older NCCLs divide negative integers as if they were unsigned.
         limit = np.iinfo(kind.native).max // nranks
         inputs = [generator.integers(0, limit, length, kind.native, endpoint=True) for generator in own]
         average = _add.reduce(inputs, dtype=kind.native) // nranks
@@ -126,7 +126,7 @@ def _integers(kind: Type, op: str, own: list[np.random.Generator], length: int) 
 
 
 def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.random.Generator], length: int) -> Data:
-    """Use small integers times a power of two that all ranks share for an element."""
+    """Use small integers times a power of two, which all ranks share for an element."""
     nranks = len(own)
     exact = 1 << kind.digits
     # For avg the scale must leave room to divide by the number of ranks.
@@ -135,7 +135,7 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
     weights = [scalar(rank) if op == "mulsum" else 1 for rank in range(nranks)]
     inputs = []
     for rank, generator in enumerate(own):
-        place = (rank + turn) % nranks  # who plays which part changes from element to element
+        place = (rank + turn) % nranks  # the ranks' roles differ from element to element
         if op == "prod":
             inputs.append(_factor(generator, place, nranks, exact, length))
             continue
@@ -145,7 +145,7 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
             amplitude = max(1, exact // sum(weights))
         values = generator.integers(-amplitude, amplitude, length, endpoint=True) * scale
         if op not in ("max", "min") and sum(weights) > exact:
-            values[place >= exact // max(weights)] = 0.0  # so many ranks that not all may contribute
+            values[place >= exact // max(weights)] = 0.0  # with so many ranks only some may contribute
         inputs.append(values)
     blocks = [Block(kind.encode(values)) for values in inputs]
     if op in ("max", "min"):
@@ -158,13 +158,13 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
             result = result / nranks
     error: float | np.ndarray = 0.0
     if op == "avg" and nranks & nranks - 1:
-        # x is multiplied by 1/nranks, rounded twice, and then each of the additions rounds once.
+        # x is multiplied by 1/nranks, which rounds twice, and then each addition rounds once.
         error = (nranks + 2) * 2.0**-kind.digits * _add.reduce(np.abs(inputs)) / nranks
     return Data(blocks, Block(kind.encode(result), result - error, result + error))
 
 
 def _factor(generator: np.random.Generator, place: np.ndarray, nranks: int, exact: int, length: int) -> np.ndarray:
-    """Return factors of an exact product: one rank gives an odd number, one doubles, one halves, all choose a sign."""
+    """Return factors of an exact product: one rank gives an odd number, one doubles, one halves; all choose a sign."""
     values = np.where(generator.integers(0, 2, length), 1.0, -1.0)
     odd = generator.integers(0, exact // 2, length) * 2 + 1
     values[place == 0] *= odd[place == 0]

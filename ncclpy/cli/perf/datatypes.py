@@ -1,6 +1,6 @@
-"""The data types of the sweep: nccl-tests' names for them, and how their values are written as bits.
+"""The data types of the sweep: nccl-tests' names for them, and how their values become bits.
 
-numpy has no bfloat16 and no fp8. The values that perf sends are chosen so that they are exact in their type, so a
+numpy has no bfloat16 and no fp8. The values that perf sends are exact in their type, so a
 table (fp8) or a shift (bfloat16) turns them into bits; no other package is needed.
 """
 
@@ -16,22 +16,22 @@ from ncclpy.types import DataType
 
 @dataclass(frozen=True)
 class Type:
-    """Describe one data type.
+    """One data type.
 
     Attributes
     ----------
     name
         nccl-tests' name, the "type" column.
     datatype
-        The `DataType` that NCCL is told.
+        The `DataType` for NCCL.
     bits
         The unsigned numpy dtype of the same size.
     native
         The numpy dtype, or ``None`` where numpy has none.
     digits
         Binary digits of a float's significand with the leading one; 0 for integers. Integers up to ``2**digits``
+        Binary digits of a float's significand, the leading one included; 0 for integers. Integers up to ``2**digits``
         are exact.
-    since
         The first NCCL version that has it.
     """
 
@@ -48,7 +48,7 @@ class Type:
         return self.bits.itemsize
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Return the bits of `values`, float64 or integers; those that are not exact are rounded."""
+        """Return the bits of `values`, float64 or integers; inexact values are rounded."""
         if self.native is not None:
             return values.astype(self.native, copy=False).view(self.bits)
         single = values.astype(np.float32)
@@ -68,7 +68,7 @@ class Type:
             narrow = np.take(_fp8_values(self.datatype), bits)
         else:
             narrow = (bits.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(invalid="ignore"):  # a signalling NaN is as good as any
+        with np.errstate(invalid="ignore"):  # converting a signalling NaN is fine
             return narrow.astype(np.float64) if self.digits else narrow
 
 
@@ -123,7 +123,7 @@ TYPES = {
     )
 }
 
-# Other names by which people know the types.
+# Other names of the types.
 ALIASES = {
     "char": "int8",
     "int": "int32",

@@ -1,4 +1,4 @@
-"""One rank's end: its communicator, its stream and its two buffers on its device."""
+"""One rank's communicator, stream and two buffers on its device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ncclpy.cli.perf.data import Block, Data, scalar
 from ncclpy.cli.perf.datatypes import Type
 from ncclpy.core.runtime import device
 
-# Bytes behind an output that must stay as they were.
+# Bytes behind an output that must stay unchanged.
 GUARD = 256
 
 Call = Callable[[], object]
 
 
 class Endpoint:
-    """Own what one rank needs for the whole sweep.
+    """What one rank needs for the whole sweep.
 
     Parameters
     ----------
     communicator
-        The rank's communicator, which whoever made it closes.
+        The rank's communicator; its maker closes it.
     nbytes
         The size of the send buffer and of the receive buffer.
     """
@@ -48,7 +48,7 @@ class Endpoint:
             raise
 
     def release(self) -> None:
-        """Give memory and stream back; the communicator stays."""
+        """Free memory and stream; the communicator stays."""
         with device.using(self.device):
             for pointer in (self.send, self.recv):
                 if pointer:
@@ -79,7 +79,7 @@ class Endpoint:
             self.stream.synchronize()
 
     def _tile(self, pointer: int, nbytes: int, block: Block) -> None:
-        """Repeat `block` over `nbytes`, doubling what is there: one copy from the host, the rest on the device."""
+        """Repeat `block` over `nbytes` by doubling: one copy from the host, the others on the device."""
         done = min(nbytes, block.bits.nbytes)
         if done:
             device.copy(pointer, block.bits.ctypes.data, done, self.stream)
@@ -95,7 +95,7 @@ class Endpoint:
             self.stream.synchronize()
 
     def wrong(self, collective: Collective, layout: Layout, kind: Type, root: int, in_place: bool, data: Data) -> int:
-        """Return how many elements of this rank's output are not what they must be."""
+        """Return how many elements of this rank's output are wrong."""
         base = self.recv
         if in_place:
             base += self.rank * layout.recv_offset * kind.itemsize
@@ -119,13 +119,13 @@ class Endpoint:
     # Calls
 
     def operator(self, op: str | None, kind: Type) -> object:
-        """Return what the collective takes for `op`; mulsum is made once a type, by this rank's factor."""
+        """Return the collective's argument for `op`; mulsum is made once for each type, with this rank's factor."""
         if op != "mulsum":
             return ReduceOp[(op or "sum").upper()]
         if kind not in self._operators:
             factor = scalar(self.rank)
             if kind.native is None:
-                # numpy has no such number: its bits go to the device, behind the send buffer.
+                # numpy has no such type: the number's bits go to the device, behind the send buffer.
                 place = self.send + -(-self.nbytes // 16) * 16 + 16 * len(self._operators)
                 bits = kind.encode(np.array([float(factor)]))
                 with device.using(self.device):
@@ -147,7 +147,7 @@ class Endpoint:
         in_place: bool,
         shift: int = 0,
     ) -> list[Call]:
-        """Return the calls of one iteration, ready to be made, with both buffers `shift` bytes further on."""
+        """Return the calls of one iteration, ready to be made, with both buffers shifted by `shift` bytes."""
         comm, itemsize = self.communicator, kind.itemsize
         if collective.name == "barrier":
             return [comm.barrier]

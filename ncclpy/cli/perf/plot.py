@@ -1,4 +1,4 @@
-"""Draw what a run measured. matplotlib is imported here and nowhere else."""
+"""Draw the results of a run. Of perf, only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ncclpy.cli.perf.report import Report
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw bus bandwidth and time over size into `path`; its ending says the format."""
+    """Draw bus bandwidth and time over size into `path`; its suffix chooses the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

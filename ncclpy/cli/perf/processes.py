@@ -30,10 +30,10 @@ class _Link:
 
 
 def _child(arguments: Arguments, index: int, library: str, connection: Connection, control: Connection) -> None:
-    """Run one worker in a thread; this one listens for the word to stop, or for the end of the parent."""
+    """Run one worker in a thread; this thread waits for the word to stop, or for the end of the parent."""
     import ncclpy
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells this process
     ncclpy.use(library)
     worker = Worker(arguments, index, 1, _Link(connection))
 
@@ -46,20 +46,20 @@ def _child(arguments: Arguments, index: int, library: str, connection: Connectio
         try:
             connection.send(message)
         except OSError:
-            pass  # the parent has gone; there is nobody left to tell
+            pass  # the parent has ended
 
     thread = threading.Thread(target=run, name=f"ncclpy-perf-{index}", daemon=True)
     thread.start()
     while thread.is_alive():
-        # The poll is only so often because the end of the thread has to be seen too.
+        # The poll is short, since the end of the thread has to be noticed too.
         if control.poll(0.05):
             threading.Thread(target=worker.abort, daemon=True).start()
             thread.join(GRACE / 2)
-            os._exit(1)  # after an abort nothing of this process is worth an orderly end
+            os._exit(1)  # after an abort an orderly end is not worth waiting for
 
 
 class Processes(Crew):
-    """Start one process a device, with the library that this process has loaded.
+    """One process for each device, with the library that this process has loaded.
 
     They are spawned, not forked: NCCL does not survive a fork.
     """
@@ -92,11 +92,11 @@ class Processes(Crew):
         for process in self._processes:
             process.start()
         for connection in self._theirs:
-            connection.close()  # so that the end of a child is the end of its pipe
+            connection.close()  # so that a child's end closes its pipe
         self._open = {connection: index for index, connection in enumerate(self._connections)}
 
     def receive(self, timeout: float) -> tuple[int, str, Any] | None:
-        """Return the next message, or ``None`` after `timeout` seconds; a process that died is an error message."""
+        """Return the next message, or ``None`` after `timeout` seconds; a process that died gives an error message."""
         deadline = time.monotonic() + timeout
         while self._open:
             left = max(0.0, deadline - time.monotonic())
@@ -125,7 +125,7 @@ class Processes(Crew):
         try:
             self._connections[worker].send(value)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died: receive() tells
+            pass  # it has died: receive() reports that
 
     def abort(self) -> None:
         """Tell all processes to abort and end."""

@@ -1,4 +1,4 @@
-"""The progress bar: on a terminal only, and only where tqdm is installed."""
+"""The progress bar, shown only on a terminal and if tqdm is installed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Count measurements towards `total` on standard error, if that is a terminal.
+    """Counts measurements up to `total` on standard error, if that is a terminal.
 
-    Use as a context manager; `write` prints a line to standard output without tearing the bar.
+    Use it as a context manager; `write` prints a line to standard output without disturbing the bar.
     """
 
     def __init__(self, total: int) -> None:
@@ -26,7 +26,7 @@ class Progress:
 
     @property
     def write(self) -> Callable[[str], None]:
-        """Return what prints one line."""
+        """Return a function that prints one line."""
         return self._print
 
     def _print(self, line: str) -> None:

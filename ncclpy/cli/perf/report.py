@@ -1,4 +1,4 @@
-"""What people read: the head, one line a size, the foot; and the JSON file with the same in full."""
+"""The printed report: the head, one line for each size, the foot; and the JSON file with all of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ncclpy.core.runtime.library import Library
 
 @dataclass(frozen=True)
 class Rank:
-    """Say where one rank runs."""
+    """Where one rank runs."""
 
     rank: int
     pid: int
@@ -38,12 +38,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Side:
-    """Hold what was measured out of place, or in place.
+    """The figures out of place, or in place.
 
     Attributes
     ----------
     time
-        Microseconds a call.
+        Microseconds for each call.
     alg_bw, bus_bw
         GB/s, of 10^9 bytes.
     nwrong
@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one line of the table; sizes in bytes, counts in elements."""
+    """One line of the table; sizes in bytes, counts in elements."""
 
     size: int
     count: int
@@ -80,16 +80,16 @@ class Row:
         return start + self.out_of_place.text() + (self.in_place.text() if self.in_place else _NO_SIDE)
 
     def sides(self) -> list[Side]:
-        """Return what was measured, out of place first."""
+        """Return the measured sides, out of place first."""
         return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
-# What is not defined in place has nothing to show there.
+# Shown for a collective that is not defined in place.
 _NO_SIDE = f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>6s}  {'N/A':>6s}"
 
 
 def _number(value: float, width: int) -> str:
-    """Fit a number into a column, losing decimals first, as nccl-tests does."""
+    """Fit a number into a column by dropping decimals, as nccl-tests does."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -98,16 +98,16 @@ def _number(value: float, width: int) -> str:
 
 
 class Report:
-    """Collect what a run measured and write it out.
+    """Collects the results of a run and writes them.
 
     Parameters
     ----------
     arguments
-        What was asked for.
+        The arguments of the run.
     library
-        What was loaded.
+        The loaded library.
     write
-        Takes one line; by default it is printed.
+        Writes one line; by default it is printed.
     """
 
     def __init__(self, arguments: Arguments, library: Library, write: Callable[[str], None] | None = None) -> None:
@@ -119,7 +119,7 @@ class Report:
         self.started = time.time()
 
     def head(self, ranks: list[Rank]) -> None:
-        """Write the arguments, who takes part and the names of the columns."""
+        """Write the arguments, the ranks and the names of the columns."""
         given = self.arguments
         self.ranks = ranks
         step = f"{given.stepfactor}(factor)" if given.stepfactor > 1 else f"{given.stepbytes}(bytes)"
@@ -164,14 +164,14 @@ class Report:
         return sum(sides) / len(sides) if sides else 0.0
 
     def foot(self) -> None:
-        """Write the verdict."""
+        """Write whether results were right, and the average bandwidth."""
         verdict = "FAILED" if self.failures else "OK" if self.checked else "(nothing was checked)"
         self.write(f"# {'Out of bounds values':<20s} : {self.failures} {verdict}")
         self.write(f"# {'Avg bus bandwidth':<20s} : {self.bus_bandwidth:g}")
         self.write("#")
 
     def document(self, error: str | None = None) -> dict[str, Any]:
-        """Return everything as plain values for JSON; the keys of the results are those of nccl-tests' files."""
+        """Return everything as plain values for JSON; the results have the keys of nccl-tests' files."""
         from importlib.metadata import version
 
         given = asdict(self.arguments)
@@ -203,7 +203,7 @@ class Report:
         }
 
     def save(self, error: str | None = None) -> None:
-        """Write the JSON file, if one was asked for; after an error it holds what there is, and the error."""
+        """Write the JSON file, if one was asked for; after an error it has the results so far, and the error."""
         if self.arguments.json is not None:
             self.arguments.json.write_text(json.dumps(self.document(error), indent=1) + "\n")
 

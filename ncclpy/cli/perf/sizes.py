@@ -1,4 +1,4 @@
-"""Sizes in bytes: how they are written and how a sweep walks through them."""
+"""Sizes in bytes: how they are written, and the sizes of a sweep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `text` says: a number and ``K``, ``M`` or ``G``, which are powers of 1024.
+    """Return the bytes of a size: a number and ``K``, ``M`` or ``G``, which are powers of 1024.
 
     Raises
     ------

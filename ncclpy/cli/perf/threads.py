@@ -32,9 +32,9 @@ class _Link:
 
 
 class Threads(Crew):
-    """Run ``-t`` threads with ``-g`` devices each.
+    """Runs ``-t`` threads with ``-g`` devices each.
 
-    All workers are threads of their own, also a single one: the main thread stays free for deadlines and Ctrl-C.
+    Even a single worker is a thread of its own: the main thread stays free for deadlines and Ctrl-C.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -42,7 +42,7 @@ class Threads(Crew):
         self._messages: queue.SimpleQueue = queue.SimpleQueue()
         self._links = [_Link(index, self._messages) for index in range(self.size)]
         self._workers = [Worker(arguments, index, arguments.ngpus, link) for index, link in enumerate(self._links)]
-        # Daemons: a thread that even an abort does not bring back must not keep the program from ending.
+        # Daemons: a thread that even an abort does not make return must not keep the program from ending.
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"ncclpy-perf-{index}", daemon=True)
             for index in range(self.size)
@@ -75,7 +75,7 @@ class Threads(Crew):
         self._links[worker].incoming.put(value)
 
     def abort(self) -> None:
-        """Abort all communicators from a thread that may be left behind, and wake who waits in an exchange."""
+        """Abort all communicators in a thread that may be left behind, and wake workers that wait in an exchange."""
 
         def abort_all() -> None:
             for worker in self._workers:

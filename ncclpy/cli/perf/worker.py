@@ -1,7 +1,7 @@
 """One worker of a run: a thread, or a process, that drives some of the ranks through the whole sweep.
 
-All workers walk through the same cases, sizes and iterations in step. What they must agree on goes through their
-`Link`; the first of them reports.
+All workers run the same cases, sizes and iterations in step. They exchange what they must agree on over their
+`Link`; the first worker reports.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ncclpy.core.runtime import device
 
 
 class Link(Protocol):
-    """Connect one worker with the others and with who started them."""
+    """The connection of one worker to the others and to the `Crew` that started them."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Wait for all workers and return the value of each."""
 
     def report(self, what: str, value: Any) -> None:
-        """Hand something to show over."""
+        """Send something to the `Crew` to be shown."""
 
 
 _COMBINE: tuple[Callable[[list[float]], float], ...] = (
@@ -44,18 +44,18 @@ _COMBINE: tuple[Callable[[list[float]], float], ...] = (
 
 
 class Worker:
-    """Drive the ranks from ``index * ranks`` on, each on the device of its own number.
+    """Drives the ranks ``index * ranks`` and following, each on the device with its number.
 
     Parameters
     ----------
     arguments
-        What was asked for.
+        The arguments of the run.
     index
-        Which of the workers this is.
+        The number of this worker.
     ranks
         How many ranks each worker drives.
     link
-        The way to the others.
+        The connection to the others.
     """
 
     def __init__(self, arguments: Arguments, index: int, ranks: int, link: Link) -> None:
@@ -70,13 +70,13 @@ class Worker:
         self._pool = ThreadPoolExecutor(max(1, min(ranks, os.cpu_count() or 1)))
 
     def run(self) -> None:
-        """Do everything: connect, sweep, close."""
+        """Connect, run the sweep, close."""
         try:
             with device.using(self.ranks[0]):
                 self._connect()
                 for name, op, root in self.arguments.cases():
                     self._sweep(TYPES[name], op, root)
-                self.link.exchange(None)  # nobody closes while others still work
+                self.link.exchange(None)  # no worker closes while others still work
         except BaseException:
             self.abort()
             raise
@@ -88,7 +88,7 @@ class Worker:
             communicator.close()
 
     def abort(self) -> None:
-        """End whatever the ranks are doing; callable from another thread."""
+        """End what the ranks are doing; may be called in another thread."""
         self.aborted = True
         with ncclpy.group():
             for communicator in self.communicators:
@@ -114,7 +114,7 @@ class Worker:
             self.link.report("head", [rank for some in ranks for rank in some])
 
     def _config(self) -> ncclpy.Config:
-        """Return the configuration that nccl-tests uses, as far as the loaded NCCL knows it."""
+        """Return the configuration that nccl-tests uses, as far as the loaded NCCL supports it."""
         version = ncclpy.library().version
         options: dict[str, Any] = {}
         if version >= (2, 28, 3):
@@ -160,7 +160,7 @@ class Worker:
             self.link.report("row", row)
 
     def _measure(self, layout: Layout, kind: Type, op: str | None, root: int, in_place: bool) -> Side:
-        """Time the iterations and then, in a run of its own, check the result."""
+        """Time the iterations and then check the result in a run of its own."""
         given, collective = self.arguments, self.arguments.kind
         self._runs += 1
         launches = self._launches(layout, kind, op, root, in_place, given.iters * given.agg_iters)
@@ -180,7 +180,7 @@ class Worker:
         return Side(seconds * 1e6, algorithm, bus, wrong)
 
     def _time(self, launches: list[list[Call]]) -> float:
-        """Return the seconds of one iteration, over all of them back to back."""
+        """Return the seconds of one iteration, averaged over all, launched back to back."""
         given = self.arguments
         self._meet()
         collecting = gc.isenabled()
@@ -223,7 +223,7 @@ class Worker:
         data: Data = make(kind.name, op, given.nranks, elements, (elements, *seed))
         task = (given.kind, layout, kind, root, in_place, data)
         self._each(lambda endpoint: endpoint.prepare(*task))
-        self.link.exchange(None)  # all data are in place before the first rank reads them
+        self.link.exchange(None)  # all ranks have written their data before the first rank reads them
         self._launch(calls)
         self._complete()
         return sum(self._each(lambda endpoint: endpoint.wrong(*task)))
@@ -231,9 +231,9 @@ class Worker:
     def _launches(
         self, layout: Layout, kind: Type, op: str | None, root: int, in_place: bool, wanted: int
     ) -> list[list[Call]]:
-        """Return the calls of successive iterations, each further on in the buffers.
+        """Return the calls of successive iterations, each at a later place in the buffers.
 
-        So caches do not help, and those that are aggregated in one group have memory of their own.
+        So caches do not help, and operations aggregated in one group have memory of their own.
         """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
         places = min(self.arguments.room // nbytes, wanted) if nbytes else 1
@@ -255,7 +255,7 @@ class Worker:
                 call()
 
     def _complete(self) -> None:
-        """Wait for all streams; a failure of the network or an abort shows only then."""
+        """Wait for all streams, and raise on an abort or an asynchronous error, which show only then."""
         for endpoint in self.endpoints:
             endpoint.stream.synchronize()
         if self.aborted:
@@ -271,13 +271,13 @@ class Worker:
                 )
 
     def _meet(self) -> None:
-        """Bring all ranks to one point in time: roughly through the link, closely through NCCL."""
+        """Synchronise all ranks: roughly over the link, closely by an NCCL barrier."""
         self.link.exchange(None)
         self._launch([communicator.barrier for communicator in self.communicators])
         self._complete()
 
     def _each(self, task: Callable[[Endpoint], Any]) -> list[Any]:
-        """Do something with every endpoint, several at a time."""
+        """Run a task for every endpoint, several at a time."""
         return list(self._pool.map(task, self.endpoints))
 
 

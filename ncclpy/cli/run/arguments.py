@@ -12,7 +12,7 @@ _EPILOG = """\
 A program that ends in .py is run by this Python. Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on.
 """
-# What no argument of a process can be.
+# A string that no argument of a process can be.
 _SEPARATOR = "\0--"
 
 
@@ -73,12 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def shielded(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with each ``--`` hidden from argparse, which takes away one of the program's own."""
+    """Return the arguments with each ``--`` hidden from argparse, which would remove one of the program's own."""
     return [_SEPARATOR if each == "--" else each for each in argv]
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Bring back each ``--``, and end in ``parser.error`` if the flags do not fit together."""
+    """Restore each ``--``, and end in ``parser.error`` if the flags contradict each other."""
     words = [given.program, *given.args]
     if words[0] == _SEPARATOR:
         del words[0]

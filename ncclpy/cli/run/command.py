@@ -35,12 +35,12 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
 
 
 def _open_streams() -> None:
-    """Open what standard streams are closed, as a daemon's are: pipes and sockets would get their numbers."""
+    """Open closed standard streams, as in a daemon: otherwise pipes and sockets would get their numbers."""
     for number, name, mode in (0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))
 
@@ -69,8 +69,8 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
                 stuck = ranks.end()
             if stuck:
                 say(f"processes {', '.join(map(str, stuck))} cannot be killed")
-        # With Python's own handlers again: Ctrl-C gets out of a wait for who reads the output, or for other launchers.
-        # Who was asked to end waits for no reader without end.
+        # Python's own handlers are back: Ctrl-C ends a wait for a reader of the output, or for other launchers. After
+        # a signal that asked for the end, the wait for a reader is bounded.
         output.finish(given.grace if supervisor.asked else math.inf)
         return meeting.end(code)
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
 def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Output) -> None:
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    common.setdefault("PYTHONUNBUFFERED", "1")  # or what a rank prints comes through its pipe when it ends
+    common.setdefault("PYTHONUNBUFFERED", "1")  # or a rank's output would come only when it ends
     if given.nproc > 1 and "OMP_NUM_THREADS" not in common:
         common["OMP_NUM_THREADS"] = "1"
         say(
@@ -104,7 +104,7 @@ def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Ou
     for local in range(given.nproc):
         rank = str(meeting.first + local)
         env = common | {"RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}
-        # Like a program that is started without a launcher, rank 0 reads what is typed.
+        # As if started without a launcher, rank 0 reads the terminal.
         stdin = None if rank == "0" else subprocess.DEVNULL
         out, err = ranks.start(int(rank), command, env, stdin)
         for pipe, stream in (out, sys.stdout), (err, sys.stderr):

@@ -1,8 +1,8 @@
-"""What is left of a run, and its end: also a program of its own, which outlives a launcher that is killed.
+"""Finds and kills what is left of a run; also a program of its own, which outlives a launcher that is killed.
 
-The launcher starts it with a pipe as its standard input and writes the process id of each rank there. When the pipe
-ends without the word that all is done, the launcher is dead, and the guard kills what it has left. It imports nothing
-of ncclpy, so that it is there at once.
+The launcher starts it with a pipe as its standard input and writes the process id of each rank to it. When the pipe
+ends without the line `DONE`, the launcher is dead, and the guard kills what it has left behind. It imports nothing
+of ncclpy, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 import time
 from collections.abc import Collection
 
-#: The last line that a launcher writes which has left nothing behind.
+#: The last line of a launcher that has left nothing behind.
 DONE = b"done\n"
-#: So long processes are looked for that have been killed, in seconds; one that hangs in the kernel cannot end.
+#: Seconds that killed processes are looked for; one that hangs in the kernel cannot end.
 _PATIENCE = 5.0
 
 
 def left(sessions: Collection[int], mark: str) -> list[int]:
-    """Return the processes that belong to the sessions, or have the mark in the environment they were started with.
+    """Return the processes that belong to the sessions, or have the mark in their initial environment.
 
-    A process that leaves its rank's session, as daemons do, is known by the mark; one that has written its title over
-    its environment by the session.
+    A process that leaves its rank's session, as daemons do, is found by the mark; one that has overwritten its
+    environment with its title, by the session.
     """
     found = []
     wanted = os.fsencode(mark)
@@ -33,7 +33,7 @@ def left(sessions: Collection[int], mark: str) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # Behind the name, which may have any bytes in it: state, parent, group, session.
+                # After the name, which may contain any bytes: state, parent, group, session.
                 state, _, _, session = file.read().rpartition(b") ")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue
@@ -48,7 +48,7 @@ def left(sessions: Collection[int], mark: str) -> list[int]:
 
 
 def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
-    """Kill what is left until nothing was found for so many rounds; return what could not be killed."""
+    """Kill what is left until nothing was found for `rounds` rounds; return what could not be killed."""
     deadline = time.monotonic() + _PATIENCE
     quiet = 0
     while True:
@@ -63,9 +63,9 @@ def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the launcher's end, and kill what it has left if it did not say that it is done."""
+    """Wait for the launcher's end, and kill what it has left unless it has written `DONE`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which may need this process most then
+        signal.signal(number, signal.SIG_IGN)  # sent to the launcher, which may need this process just then
     mark = sys.argv[1]
     sessions = set()
     for line in sys.stdin.buffer:
@@ -73,7 +73,7 @@ def main() -> None:
             return
         if line.endswith(b"\n"):
             sessions.add(int(line))
-    # More rounds than one: a rank may be between fork and exec, with the launcher's environment.
+    # Several rounds: a rank may be between fork and exec, with the launcher's environment.
     kill(sessions, mark, rounds=10)
 
 

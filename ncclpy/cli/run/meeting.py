@@ -1,4 +1,4 @@
-"""The store of a run, which its launcher serves, and what the launchers of several machines tell each other there."""
+"""The store of a run, which its launcher serves, and what the launchers of several machines exchange there."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _TOKEN = "NCCLPY_STORE_TOKEN"
 
 
 class Meeting:
-    """One launcher's part in the meeting of all.
+    """One launcher's part in the rendezvous of all launchers.
 
     Parameters
     ----------
     address
-        Host and port of the store, which machine 0 serves; None on a single machine, where any port will do.
+        Host and port of the store, which machine 0 serves; None on a single machine, where any port is used.
     node, nodes
-        Which of how many launchers this is.
+        The number of this launcher, and how many there are.
     nproc
-        How many processes this one starts.
+        How many processes this launcher starts.
     timeout
         Seconds for the launchers to meet.
 
     Attributes
     ----------
     first, size : int
-        The rank of this launcher's first process, and how many there are in all.
+        The rank of this launcher's first process, and the number of all processes.
     variables : dict
-        What the environment of each process says about the store, and about an address that the program may use.
+        Environment variables for each process: the store, and an address that the program may use.
     """
 
     def __init__(self, address: tuple[str, int] | None, node: int, nodes: int, nproc: int, timeout: float) -> None:
@@ -47,7 +47,7 @@ class Meeting:
         self._node, self._nodes = node, nodes
         token = os.environ.get(_TOKEN) or None
         if token is None and nodes == 1:
-            token = secrets.token_hex(32)  # other users of this machine can reach the port, and do not know this
+            token = secrets.token_hex(32)  # other users can reach the port, but do not know the token
         self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
         self._own = PrefixStore("ncclpy/run", self._store)
         self._port: socket.socket | None = None
@@ -68,7 +68,7 @@ class Meeting:
         self.size = sum(one["nproc"] for one in every)
         self.variables = {
             "NCCLPY_STORE": shown(host, self._store.port),
-            # For what the program has of its own, torch's process group for one: nobody else is given this port.
+            # For the program's own use, such as torch's process group: this port is reserved.
             "MASTER_ADDR": host,
             "MASTER_PORT": str(every[0]["port"]),
         }
@@ -83,16 +83,16 @@ class Meeting:
             self._others.watch(failed)
 
     def failed(self, code: int, text: str) -> None:
-        """Tell the other launchers that a process of this one was the first to fail."""
+        """Tell the other launchers that a process of this launcher was the first to fail."""
         if self._nodes > 1:
             self._others.tell(code, f"{text} on {self._hosts[self._node]} (machine {self._node})")
 
     def end(self, code: int) -> int:
-        """Wait for the other launchers, whose processes may need the store, and return the exit code of all."""
+        """Wait for the other launchers, since their processes may need the store, and return the exit code of all."""
         return code if self._nodes == 1 else self._others.end(code)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._store.close()
         log.removeFilter(_told)
         if self._port is not None:
@@ -106,16 +106,16 @@ class Meeting:
 
 
 def _reserve(host: str, timeout: float) -> socket.socket:
-    """Return a socket that holds a free port, without listening there; `timeout` is for the look-up of the host.
+    """Return a socket that holds a free port without listening; `timeout` is for the look-up of the host.
 
-    Nobody is given that port meanwhile, but for who asks for it by its number with SO_REUSEADDR, as servers do.
+    The port goes only to a process that asks for its number with SO_REUSEADDR, as servers do.
     """
     failed: OSError | None = None
     for family, address in resolve(host, 0, time.monotonic() + timeout):
         try:
             held = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            failed = error  # a name may have addresses of v6 where there is none
+            failed = error  # a name may have IPv6 addresses where there is no IPv6
             continue
         try:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,5 +128,5 @@ def _reserve(host: str, timeout: float) -> socket.socket:
 
 
 def _told(record: logging.LogRecord) -> bool:
-    """Drop what the store says of clients that are gone: how its ranks have ended the launcher says itself."""
+    """Drop the store's messages about lost clients: the launcher itself reports how its ranks ended."""
     return "lost client" not in record.getMessage()

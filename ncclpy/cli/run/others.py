@@ -1,4 +1,4 @@
-"""The launchers of the other machines: whether they live, whether they are done, and who has failed first."""
+"""The launchers of the other machines: which are alive, which are done, and which has failed first."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap import Store, StoreError
 from ncclpy.errors import NcclError
 
-#: The exit code where a launcher has gone without a word.
+#: The exit code if a launcher is gone without a message.
 _LOST = 1
 
 
 class Others:
-    """What one launcher knows of the others.
+    """What one launcher knows about the others.
 
-    In the store each has a key ``here/NODE`` that ends with its connection and a key ``done/NODE`` when its processes
-    have ended; ``failed`` is the first failure of all.
+    In the store each has a key ``here/NODE``, which is removed when its connection ends, and a key ``done/NODE`` once
+    its processes have ended; ``failed`` is the first failure of all.
 
     Parameters
     ----------
     store
         The launchers' part of the store.
     node
-        Which of them this is.
+        The number of this launcher.
     hosts
-        The names of their machines.
+        The names of all machines.
     """
 
     def __init__(self, store: Store, node: int, hosts: Sequence[str]) -> None:
@@ -41,9 +41,9 @@ class Others:
 
     @staticmethod
     def come(store: Store, node: int) -> None:
-        """Tell the others that this launcher lives, before they meet."""
+        """Tell the others, before the rendezvous, that this launcher is alive."""
         if store.check([f"here/{node}"]):
-            # Its end would be taken for that of the one that is there, and end the run.
+            # Its end would be taken for the end of the launcher that is there, and end the run.
             raise StoreError(f"machine {node} is there already: --node-rank {node} was given to two launchers")
         store.set(f"here/{node}", b"", ephemeral=True)
 
@@ -54,15 +54,15 @@ class Others:
 
     def tell(self, code: int, text: str) -> None:
         """Tell the others of a failure here; only the first of all counts."""
-        with contextlib.suppress(NcclError):  # the store is gone: so are they, or they know
+        with contextlib.suppress(NcclError):  # the store is gone: the others are gone too, or know
             self._store.compare_set("failed", None, f"{code} {text}".encode())
 
     def end(self, code: int) -> int:
-        """Wait until the processes of all have ended, and return the exit code of all."""
+        """Wait until the processes of all launchers have ended, and return the exit code of all."""
         with contextlib.suppress(NcclError):
             self._store.set(f"done/{self._node}", b"")
         with self._news:
-            # Machine 0 serves the store, so it is the last to let go. In slices, so that Ctrl-C gets out.
+            # Machine 0 serves the store, so it ends last. In slices, so that Ctrl-C ends the wait.
             while self._here - {0} if self._node == 0 else self._here - self._done:
                 self._news.wait(0.1)
         return code if self._failure is None else self._failure
@@ -72,7 +72,7 @@ class Others:
             with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
                 self._follow()
         finally:
-            # Closed by this launcher, or machine 0 is gone with the store: then nobody can be waited for.
+            # Closed by this launcher, or machine 0 is gone with the store: no launcher can be waited for.
             with self._news:
                 unfinished = 0 in self._here - self._done
                 self._here.clear()
@@ -81,9 +81,9 @@ class Others:
             self._failed(_LOST, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
 
     def _follow(self) -> None:
-        """Note what the store tells, until that ends."""
+        """Note the changes in the store until it is gone."""
         watch = self._store.watch("")
-        # What has happened before the watch began.
+        # Changes from before the watch began.
         present = set(self._store.keys())
         for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
             self._note(key, self._store.get(key))

@@ -1,4 +1,4 @@
-"""What the ranks write, line by line, each with the number of its rank before it."""
+"""The ranks' output, line by line, each line with its rank's number in front."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-#: A line that is longer is shown in pieces, so that a rank which writes no line end does not fill the memory.
+#: Longer lines are split, so that a rank that writes no line end does not fill the memory.
 LONGEST = 1 << 20
 _CHUNK = 1 << 16
 _END = re.compile(rb"\r\n|\n|\r")
-# Those of a terminal's colours that can be read on black and on white.
+# The colours of a terminal that can be read on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def colours(stream: IO[str]) -> bool:
-    """Return whether a stream is to be coloured: on a terminal, unless NO_COLOR or TERM=dumb ask for none."""
+    """Return whether to colour a stream: on a terminal, unless NO_COLOR or TERM=dumb is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def prefix(rank: int, size: int, coloured: bool) -> bytes:
-    """Return what stands before each line of a rank; all have the same width."""
+    """Return the prefix of a rank's lines; all ranks' have the same width."""
     text = f"[{rank:{len(str(size - 1))}d}] "
     if coloured:
         text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
@@ -33,7 +33,7 @@ def prefix(rank: int, size: int, coloured: bool) -> bytes:
 
 
 class Lines:
-    """Cut the bytes of one pipe into whole lines with a prefix.
+    """Cuts the bytes of one pipe into whole lines with a prefix.
 
     A lone carriage return ends a line too: progress bars write nothing else.
     """
@@ -47,14 +47,14 @@ class Lines:
     def feed(self, data: bytes) -> bytes:
         """Return the lines that `data` completes."""
         data = self._held + data
-        # Whether a carriage return at the end is one of a \r\n is known when the next byte is.
+        # Only the next byte shows whether a carriage return at the end belongs to \r\n.
         self._held = data[-1:] if data.endswith(b"\r") else b""
         length = len(data) - len(self._held)
         lines, begin = [], 0
         for match in _END.finditer(data, 0, length):
             line = self._take(data[begin : match.start()])
             begin = match.end()
-            if line or match[0] != b"\r":  # a progress bar begins with its carriage return: no line stands before that
+            if line or match[0] != b"\r":  # a progress bar begins with a carriage return: no line precedes it
                 lines.append(line)
         self._begun.append(data[begin:length])
         self._size += length - begin
@@ -66,12 +66,12 @@ class Lines:
         return b"".join(self._before + line + b"\n" for line in lines)
 
     def end(self) -> bytes:
-        """Return the last line, if it has no end."""
+        """Return the last line, if it has no line end."""
         line = self._take(b"")
         return self._before + line + b"\n" if line else b""
 
     def _take(self, last: bytes) -> bytes:
-        """Return the line that has begun, and what is the last of it."""
+        """Return the line that has begun, with `last` as its end."""
         if not self._size:
             return last
         self._begun.append(last)
@@ -86,7 +86,7 @@ class Output:
     Parameters
     ----------
     broken
-        Called, in that thread, when nobody reads any more what is written.
+        Called in that thread when an output cannot be written any more, since its reader is gone.
     """
 
     def __init__(self, broken: Callable[[], object]) -> None:
@@ -108,15 +108,15 @@ class Output:
         self._thread.start()
 
     def finish(self, patience: float = math.inf) -> None:
-        """Write what is in the pipes, now that those who wrote have ended; somebody else may still hold one open.
+        """Write what is left in the pipes, now that the ranks have ended; another process may still hold a pipe open.
 
-        Who reads what is written may be slow, and is waited for so many seconds.
+        The reader of the output may be slow; the wait for it ends after `patience` seconds.
         """
         self._ending = True
         os.write(self._wake_write, b"x")
         deadline = time.monotonic() + patience
         while self._thread.is_alive():
-            self._thread.join(0.1)  # in slices, so that Ctrl-C gets out
+            self._thread.join(0.1)  # in slices, so that Ctrl-C ends the wait
             if time.monotonic() > deadline:
                 return
         self._selector.close()
@@ -158,11 +158,11 @@ class Output:
             try:
                 view = view[os.write(to, view) :]
             except BlockingIOError:
-                # Somebody else has made it non-blocking, ssh for one.
+                # Another process, such as ssh, has made it non-blocking.
                 with selectors.DefaultSelector() as room:
                     room.register(to, selectors.EVENT_WRITE)
                     room.select()
             except OSError:
-                # The pipes are still read, so that no rank hangs in a write, until the ranks have ended.
+                # The pipes are still read until the ranks have ended, so that no rank hangs in a write.
                 self._dead.add(to)
                 self._broken()

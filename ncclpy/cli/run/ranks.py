@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ncclpy.cli.run import guard
 
-#: Whose rank it is: a rank's environment has it, and by it the last of a run's processes are found.
+#: Identifies the run: in each rank's environment, by which the last processes of a run are found.
 RUN = "NCCLPY_RUN_ID"
 # Exit codes of a shell, for programs that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -38,12 +38,12 @@ class Rank:
 
     Attributes
     ----------
-    rank : int
+    Its rank among all processes.
         Its number among all.
-    pid : int
+    Its process id; the process leads a session of its own.
         Its process, which leads a session of its own.
     code : int or None
-        How it ended, as a shell tells it: its exit code, or 128 and the number of the signal. None while it runs.
+        How it ended, as a shell reports it: its exit code, or 128 plus the signal's number. None while it runs.
     """
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -53,10 +53,10 @@ class Rank:
         self._process = process
 
     def look(self) -> bool:
-        """Note how the process has ended; return whether it has, since the last look."""
+        """Note how the process has ended; return whether it has ended since the last look."""
         if self.code is not None:
             return False
-        # Left unreaped, so that nobody else gets its number before all that is left of its session was ended.
+        # Left unreaped, so that no other process gets its id before all that is left of its session was ended.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
             return False
@@ -64,13 +64,13 @@ class Rank:
         return True
 
     def send(self, number: int, *, group: bool = True) -> None:
-        """Send a signal to the process, or to it and those that it has started in its process group."""
+        """Send a signal to the process, or to its whole process group."""
         if self.code is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # what sudo has started is root's
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # a process started by sudo belongs to root
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def reap(self) -> None:
-        """Let the system forget the process, which has ended."""
+        """Reap the process, which has ended."""
         self._process.wait()
 
     def ending(self) -> str:
@@ -83,10 +83,10 @@ class Rank:
 
 
 class Ranks:
-    """All processes that one launcher has started, and the guard that ends them if it cannot do so itself."""
+    """All processes of one launcher, and the guard that ends them if the launcher cannot."""
 
     def __init__(self) -> None:
-        # Behind those of the runs that this one is part of: their launchers find its processes too.
+        # Appended to the ids of the runs that this one is part of: their launchers find its processes too.
         self.id = secrets.token_hex(8)
         self.mark = "/".join(filter(None, [os.environ.get(RUN), self.id]))
         self.all: list[Rank] = []
@@ -94,11 +94,11 @@ class Ranks:
             [sys.executable, "-I", "-S", guard.__file__, self.id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # out of reach of the terminal, and of who kills the launcher's group
+            start_new_session=True,  # out of reach of the terminal, and of a signal to the launcher's group
         )
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], stdin: int | None) -> tuple[int, int]:
-        """Start the process of a rank; return the pipes that its standard output and standard error come through."""
+        """Start the process of a rank; return the pipes of its standard output and standard error."""
         pipes: list[int] = []
         try:
             pipes += os.pipe()
@@ -126,7 +126,7 @@ class Ranks:
 
     def _tell_guard(self, line: bytes) -> None:
         assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):  # somebody has killed it
+        with contextlib.suppress(OSError):  # the guard was killed
             self._guard.stdin.write(line)
             self._guard.stdin.flush()
 
@@ -145,7 +145,7 @@ class Ranks:
             rank.send(number, group=group)
 
     def end(self) -> list[int]:
-        """Kill all that is left of the run, those too that ranks have started; return what could not be killed."""
+        """Kill all that is left of the run, including what ranks have started; return what could not be killed."""
         stuck = guard.kill({rank.pid for rank in self.all}, self.id)
         for rank in self.all:
             if rank.pid not in stuck:
@@ -154,7 +154,7 @@ class Ranks:
         return stuck
 
     def close(self) -> None:
-        """Let the guard go: nothing is left for it."""
+        """Let the guard end: nothing is left for it."""
         self._tell_guard(guard.DONE)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""From the start of a run's processes to their end: signals, the first failure, and the exit code."""
+"""The supervision of a run's processes: signals, the first failure, and the exit code."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from types import FrameType
 
 from ncclpy.cli.run.ranks import Rank, Ranks
 
-# Of these a process is expected to end; they go to all that a rank has started, as from a terminal.
+# Signals that end a process; they go to all processes that a rank has started, as from a terminal.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# These are for the program that knows of them: its children would die of one that they do not.
+# These go to the program alone: its children would die of a signal that they do not handle.
 _OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
-#: What the launcher ends with if nobody reads its output any more.
+#: The launcher's exit code if its output has no reader any more.
 _BROKEN = 1
 
 
 def say(text: str) -> None:
-    """Tell the user something, in the launcher's own name."""
+    """Write a message of the launcher itself to standard error."""
     with contextlib.suppress(OSError, ValueError):
-        # In one write: lines of ranks, which another thread writes, do not come between.
+        # In one write: lines of ranks, which another thread writes, cannot be mixed in.
         os.write(sys.stderr.fileno(), f"ncclpy run: {text}\n".encode(errors="replace"))
 
 
 class Supervisor:
-    """Watch the processes of one launcher until all have ended.
+    """Watches the processes of one launcher until all have ended.
 
-    Whatever happens is an event in one queue: a signal, the end of a process, a word of another launcher, an output
-    that nobody reads. Only the main thread acts on them.
+    All that happens is an event in one queue: a signal, the end of a process, a message of another launcher, an output
+    without a reader. Only the main thread acts on events.
 
     Parameters
     ----------
     ranks
         The processes.
     grace
-        Seconds that the others have to end by themselves when one has failed, and again after SIGTERM.
+        Seconds that the other processes have to end by themselves after a failure, and again after SIGTERM.
     kill
-        Whether a failure ends the others at all.
+        Whether a failure ends the other processes at all.
     failed
-        Called with the exit code and a text when a process of this launcher is the first to fail.
+        Called with the exit code and a text if a process of this launcher is the first to fail.
     """
 
     def __init__(self, ranks: Ranks, grace: float, kill: bool, failed: Callable[[int, str], object]) -> None:
@@ -52,10 +52,10 @@ class Supervisor:
         self._kill = kill
         self._failed = failed
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        #: The exit code; None as long as nothing has failed.
+        #: The exit code; None while nothing has failed.
         self._code: int | None = None
         self._asked: int | None = None
-        #: What comes next if the ranks do not end, and when.
+        #: The signals that follow if the ranks do not end, and when.
         self._next: list[int] = []
         self._due = 0.0
 
@@ -65,23 +65,23 @@ class Supervisor:
         return self._asked is not None
 
     def broken(self) -> None:
-        """Note, from any thread, that nobody reads the output any more."""
+        """Note, from any thread, that the output has no reader any more."""
         self._events.put(self._on_broken)
 
     def failed_elsewhere(self, code: int, text: str) -> None:
-        """Note, from any thread, that a process of another launcher has failed, or the launcher."""
+        """Note, from any thread, that another launcher or one of its processes has failed."""
         self._events.put(lambda: self._on_failure(code, text))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Receive signals instead of ending by them."""
+        """Turn signals into events, so that they do not end the launcher."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._events.put(lambda: self._on_signal(number))
 
         before = {}
         for number in (*_ENDING, *_OTHERS, signal.SIGTSTP, signal.SIGCHLD):
-            # What is ignored stays so, as under nohup.
+            # An ignored signal stays ignored, as under nohup.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
         try:
@@ -106,7 +106,7 @@ class Supervisor:
         return self._code or 0
 
     def _wait(self) -> float:
-        """Return how long to sleep. SIGCHLD ends it; it is no longer than this should one have been lost."""
+        """Return how long to sleep. SIGCHLD ends the sleep; the bound is for one that was lost."""
         return max(0.0, min(1.0, self._due - time.monotonic())) if self._next else 1.0
 
     def _on_end(self, rank: Rank) -> None:
@@ -114,7 +114,7 @@ class Supervisor:
             return
         text = f"rank {rank.rank} (process {rank.pid}) {rank.ending()}"
         if self._code is None:
-            # Before this launcher acts on it, so that the others hear of the cause and not of what follows.
+            # Before this launcher acts on it, so that the others are told the cause and not what follows from it.
             self._failed(rank.code, text)
             self._on_failure(rank.code, text)
         elif not self._kill:
@@ -138,9 +138,9 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
-            return  # the loop looks by itself
+            return  # the loop itself looks for ended processes
         if number == signal.SIGTSTP:
-            # The ranks are in sessions of their own, in which the terminal's own way of stopping does nothing.
+            # The ranks are in sessions of their own, where the terminal cannot stop them.
             self._ranks.send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._ranks.send(signal.SIGCONT)

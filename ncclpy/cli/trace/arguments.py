@@ -1,4 +1,4 @@
-"""The arguments of ``ncclpy trace``, apart from what reads dumps, which `ncclpy run` is not to import."""
+"""The arguments of ``ncclpy trace``, without the modules that read dumps, which `ncclpy run` must not import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(text: str) -> Path:
-    """Refuse to write over a dump: ``--chrome a.json b.json`` may have been meant to read both."""
+    """Refuse to overwrite a dump: ``--chrome a.json b.json`` may have been meant to read both."""
     from ncclpy.cli.trace.dump import FORMAT
 
     path = writable(text)

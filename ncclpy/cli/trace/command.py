@@ -13,7 +13,7 @@ from ncclpy.cli.trace.reading import files_of, read_all
 
 
 def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """Print what is stuck, write what was asked for, and return the exit status."""
+    """Print what is stuck, write the requested files, and return the exit status."""
     if given.png is not None:
         require_matplotlib(parser, "--png")
     files, errors = files_of(given.dumps)
@@ -48,7 +48,7 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
 
 
 def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:
-    """Divide dumps into the last one of each process and those before; a process is known by host and pid."""
+    """Divide dumps into the last one of each process and earlier ones; host and pid identify a process."""
     last: dict[object, Dump] = {}
     for dump in dumps:
         known = dump.host is not None and dump.pid is not None

@@ -1,4 +1,4 @@
-"""Waits that go round in a circle: ranks that came to communicators, or to each other, in different order."""
+"""Circular waits: ranks that reached communicators, or each other, in different orders."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ncclpy.cli.trace.dump import Entry
 from ncclpy.cli.trace.parting import begun
 from ncclpy.cli.trace.stuck import Last, Standstill
 
-#: An operation in one of these states has not ended well; after its deadline it is in the last one.
+#: An operation in one of these states has not ended well; after its deadline it has failed.
 _WAITING = ("pending", "launched", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rank in a circle: what it is in, and for which rank of the same communicator it waits there."""
+    """One rank in a circle: the operation that it is in, and the rank of its communicator that it waits for."""
 
     entry: Entry
     rank: int
@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Ranks of which each waits for the next one, and the last for the first."""
+    """Ranks in a circle: each waits for the next one, and the last for the first."""
 
     steps: tuple[Step, ...]
 
@@ -35,9 +35,9 @@ class Crossing:
 
 
 def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
-    """Return the circles that standstills are in, the shortest one of each, and of these the shortest first."""
+    """Return the circles in the standstills, the shortest through each, sorted by length."""
     waits = [each for each in standstills if each.missing]
-    inside: dict[int, list[tuple[int, int, Entry]]] = {}  # by process: in which of them it waits, as which rank
+    inside: dict[int, list[tuple[int, int, Entry]]] = {}  # by process: the index of each wait, the rank, its entry
     for index, wait in enumerate(waits):
         for rank, entry in wait.launched.items():
             if entry.state in _WAITING:
@@ -53,9 +53,9 @@ def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
 def _circle(
     waits: Sequence[Standstill], inside: Mapping[int, Sequence[tuple[int, int, Entry]]], first: int
 ) -> list[Step]:
-    """Return the steps of the shortest way from one of them back to it, breadth first; none if there is no way."""
-    came_from: dict[int, tuple[int, int]] = {}  # the one before, and the rank that is missing there
-    who: dict[int, tuple[int, Entry]] = {}  # that rank, as it waits here
+    """Return the steps of the shortest way from a wait back to it, breadth first; none if there is no way."""
+    came_from: dict[int, tuple[int, int]] = {}  # the wait before, and the rank that is missing there
+    who: dict[int, tuple[int, Entry]] = {}  # that rank and its entry in this wait
     queue = [first]
     for here in queue:
         for missing, place in waits[here].missing.items():
@@ -77,12 +77,12 @@ def _circle(
 
 
 def _is_at(entry: Entry, place: Last) -> bool:
-    """Tell whether an entry is of the rank at a place of the same process, as far as that is known."""
+    """Return whether an entry belongs to the rank at a place of the same process, as far as that is known."""
     return None in (place.device, entry.device) or place.device == entry.device
 
 
 def _at_once(steps: Sequence[Step]) -> bool:
-    """Tell whether there was a moment at which all of them waited, by the wall clock."""
+    """Return whether there was a moment at which all of them waited, by the wall clock."""
     ends = [
         each.entry.dump.wall_now if each.entry.completed is None else each.entry.dump.wall_time(each.entry.completed)
         for each in steps

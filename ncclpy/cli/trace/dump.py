@@ -1,4 +1,4 @@
-"""Read the recorder's dumps. They are data from outside: every value is looked at before anything uses it."""
+"""Read the recorder's dumps. They are untrusted data: every value is checked before it is used."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class DumpError(ValueError):
 class Dump:
     """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump.
 
-    `clock` tells which monotonic clock it is, and `shift` what is added to its times to have them on one time line.
-    `within` is how many seconds these may be off, where its clock was compared with others' through a store.
+    `clock` identifies the monotonic clock; `shift` is added to its times to put all dumps on one time line.
+    `within` is how many seconds these may be wrong by, if the clock was compared with others through a store.
     """
 
     path: Path
@@ -60,16 +60,16 @@ class Dump:
 
     @property
     def process(self) -> str:
-        """Name the process for people."""
+        """Name the process for a reader."""
         return f"{self.host or 'unknown host'} pid {'?' if self.pid is None else self.pid}"
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether the ring has forgotten nothing."""
+        """Return whether the ring has kept all entries."""
         return self.recorded <= len(self.table)
 
     def entry(self, index: int) -> Entry:
-        """Return one entry; it is made when it is first asked for, since few of them are."""
+        """Return one entry; it is made when it is first needed, since few are."""
         made = self._made.get(index)
         if made is None:
             made = self._made[index] = Entry(self, *self.table.row(index))
@@ -82,12 +82,12 @@ class Dump:
 
     @cached_property
     def seats(self) -> list[Seat]:
-        """Return what each rank of each communicator has in it."""
+        """Return the seats: what each rank has done in each communicator."""
         return self.table.seats()
 
     @property
     def wall_now(self) -> float:
-        """Return the wall clock's time when it was written, as `wall_time` gives those of its entries."""
+        """Return the wall clock's time at which the dump was written, on the same time line as `wall_time`."""
         return self.wall_time(self.monotonic)
 
     def wall_time(self, monotonic: float) -> float:
@@ -101,9 +101,9 @@ class Dump:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Entry:
-    """One operation of one participant. Times are monotonic seconds of its process; None is what is not known.
+    """One operation of one participant. Times are monotonic seconds of its process; None means unknown.
 
-    Its fields stand in the order of `table.FIELDS`.
+    The fields are in the order of `table.FIELDS`.
     """
 
     dump: Dump = field(repr=False)
@@ -132,7 +132,7 @@ class Entry:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Gathering:
-    """A key of a Manager that was not launched yet, since some of its participants had not arrived."""
+    """A key of a Manager that was not launched yet, since participants were missing."""
 
     dump: Dump = field(repr=False)
     key: str | None
@@ -146,7 +146,7 @@ class Gathering:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How many seconds the clock `of` is ahead of a process's own, and how many that may be off."""
+    """How many seconds the clock `of` is ahead of a process's own, and by how much that may be wrong."""
 
     of: str
     offset: float
@@ -171,8 +171,8 @@ class Group:
 def read(path: Path) -> Dump:
     """Return the dump in the file `path`.
 
-    Unknown fields are passed over, and null or missing ones are None, except for the format, its version and the two
-    clocks, without which nothing can be said.
+    Unknown fields are ignored, and null or missing ones are None, except for the format, its version and the two
+    clocks, without which a dump has no meaning.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def _document(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise DumpError(f"is no JSON (was it written to its end?): {error}") from None
     except (ValueError, RecursionError) as error:
-        # An integer of thousands of digits, or lists thousands deep.
+        # An integer with thousands of digits, or lists thousands deep.
         raise DumpError(f"is no dump of the recorder: {error}") from None
 
 
@@ -215,7 +215,7 @@ def _dump(path: Path, document: Any, table: Table | None = None) -> Dump:
     entries = top.items("entries")
     if table is None:
         table = table_of(entries)
-    if table is None:  # something in it is unusual: look at each value
+    if table is None:  # something in it is unusual: check each value
         table = Table([_entry(_Fields(value, f"entries[{index}]")) for index, value in enumerate(entries)])
     dump = Dump(
         path=path,
@@ -258,7 +258,7 @@ def _difference(group: _Fields) -> Difference | None:
     of, error, offset = fields.text("of"), fields.seconds("error"), fields.value("offset")
     if of is None or error is None or isinstance(offset, bool) or not isinstance(offset, (int, float)):
         return None
-    if not abs(offset) <= LAST_SECOND:  # a NaN is not either
+    if not abs(offset) <= LAST_SECOND:  # also false for a NaN
         raise DumpError(f"{fields.path('offset')} is {_shown(offset)}, not a number of seconds")
     return Difference(of, float(offset), error)
 
@@ -303,7 +303,7 @@ def _gathering(dump: Dump, fields: _Fields) -> Gathering:
 
 
 class _Fields:
-    """An object of the document, which gives its fields by type and says where a wrong one stands."""
+    """An object of the document; returns its fields by type, and says where a wrong value is."""
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):
@@ -324,7 +324,7 @@ class _Fields:
         raise DumpError(f"{self.path(name)} is {_shown(value)}, not text")
 
     def line(self, name: str) -> str | None:
-        """Return a text that may have several lines as one."""
+        """Return a text that may have several lines as one line."""
         value = self.value(name)
         return printable(" ".join(value.split())) if isinstance(value, str) else self.text(name)
 
@@ -338,7 +338,7 @@ class _Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise DumpError(f"{self.path(name)} is {_shown(value)}, not a number of seconds")
-        if not 0 <= value <= LAST_SECOND:  # a NaN is not either
+        if not 0 <= value <= LAST_SECOND:  # also false for a NaN
             raise DumpError(f"{self.path(name)} is {_shown(value)}, not a time in seconds")
         return float(value)
 

@@ -1,4 +1,4 @@
-"""Where ranks part: the first operation at which not all did the same, and who came late to it."""
+"""Where ranks part: the first operation at which not all did the same, and which ranks were late for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from ncclpy.cli.trace.dump import Dump, Entry, Group
 from ncclpy.cli.trace.table import Signature, signature_of
 
-#: What the recorder adds to a group's name for operations whose communicator was never made.
+#: The recorder's suffix of a group's name for operations if its communicator was never made.
 NEVER_MADE = " (never made)"
 
-# A rank that came so many seconds after the first one is worth a line, where the machines' clocks are one, and where
-# they are set by a network.
+# A rank that began so many seconds after the first one is reported as late, on one clock, and on clocks
+# that are synchronised over a network.
 _LATE = 0.1
 _LATE_ELSEWHERE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A rank that came later than the first one, and how long after a call there had failed, if it had by then."""
+    """A rank that began later than the first one, and how long after a call there had failed, if it had by then."""
 
     rank: int
     first: int
@@ -30,10 +30,10 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """One sequence number of a communicator that ranks did not all do alike.
+    """One sequence number of a communicator at which ranks did not all do the same.
 
-    `entries` are what they have begun, by rank, `absent` the dumps of those that have not, and `unseen` the ranks
-    without a dump.
+    `entries` has what the ranks have begun, by rank, `absent` the dumps of ranks that have not begun it, and `unseen`
+    the ranks without a dump.
     """
 
     communicator: str
@@ -45,28 +45,28 @@ class Parting:
 
     @property
     def is_apart(self) -> bool:
-        """Tell whether ranks are known to have done different things, or at other times."""
+        """Return whether ranks are known to have done different things, or at other times."""
         done = {(entry.state, signature_of_entry(entry)) for entry in self.entries.values()}
         return len(done) > 1 or bool(self.absent) or bool(self.late())
 
     @property
     def when(self) -> float:
-        """Return when the first rank came, by the wall clock."""
+        """Return when the first rank began, by the wall clock."""
         return min((begun(entry) for entry in self.entries.values()), default=float("inf"))
 
     @property
     def one_clock(self) -> bool:
-        """Tell whether the times of its ranks are those of one clock."""
+        """Return whether the times of its ranks are from one clock."""
         return is_one_clock([entry.dump for entry in self.entries.values()] + list(self.absent.values()))
 
     @property
     def apart(self) -> float | None:
-        """Return how many seconds the times of its ranks may be off each other, None if only wall clocks tell."""
+        """Return how many seconds the times of its ranks may be wrong by; None if there are only wall clocks."""
         dumps = [entry.dump for entry in self.entries.values()] + list(self.absent.values())
         return 0.0 if is_one_clock(dumps) else apart(dumps)
 
     def late(self) -> list[Late]:
-        """Return who came late, the latest first."""
+        """Return the late ranks, the latest first."""
         if len(self.entries) < 2:
             return []
         times = {rank: begun(entry) for rank, entry in self.entries.items()}
@@ -92,7 +92,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class LateGroup:
-    """A rank that made its process group long after the first one, and how long after that had ended, if it had."""
+    """A rank that made its process group after the group had ended, how long after the first rank and the end."""
 
     group: Group
     first: Group
@@ -102,10 +102,10 @@ class LateGroup:
 
 
 def begun(entry: Entry) -> float:
-    """Return when a rank came to an operation, by the wall clock.
+    """Return when a rank began an operation, by the wall clock.
 
-    What is launched in the background counts from its launch, as nobody can wait for it before; a plain call, which
-    comes back when it is launched, from when it was made.
+    An operation that is launched in the background counts from its launch, before which no other rank can wait for it;
+    a plain call, which returns when it is launched, from when it was made.
     """
     plain = entry.launch is None or entry.launched is None
     time = entry.created if plain and entry.created is not None else entry.launched
@@ -113,19 +113,19 @@ def begun(entry: Entry) -> float:
 
 
 def signature_of_entry(entry: Entry) -> Signature:
-    """Return what has to be the same on all ranks."""
+    """Return what must be the same on all ranks."""
     names = ("operation", "op", "dtype", "root", "count")
     return signature_of({name: getattr(entry, name) for name in names})
 
 
 def is_one_clock(dumps: Iterable[Dump]) -> bool:
-    """Tell whether the processes that wrote these have one monotonic clock."""
+    """Return whether the processes of these dumps share one monotonic clock."""
     clocks = {(dump.clock, None if dump.clock else id(dump)) for dump in dumps}
     return len(clocks) < 2
 
 
 def apart(dumps: Iterable[Dump]) -> float | None:
-    """Return how many seconds the times of these may be off each other, None if nobody has compared their clocks."""
+    """Return how many seconds the times of these may be wrong by; None if their clocks were not compared."""
     within = {(dump.clock or id(dump)): dump.within for dump in dumps}
     if None in within.values():
         return None if len(within) > 1 else 0.0
@@ -133,14 +133,14 @@ def apart(dumps: Iterable[Dump]) -> float | None:
 
 
 def first_parting(partings: Iterable[Parting]) -> list[Parting]:
-    """Return the one that came first, as the others may come of it; none if all did alike."""
+    """Return the parting that came first, as it may cause the others; none if all ranks did the same."""
     different = (each for each in partings if each.is_apart or each.unseen)
     ordered = sorted(different, key=lambda each: (each.when, each.communicator))
     return ordered[:1]
 
 
 def late_groups(dumps: Sequence[Dump]) -> list[LateGroup]:
-    """Return the ranks that came to a process group after it had ended, since they had not come in time."""
+    """Return the ranks that made a process group after it had ended, since they were late."""
     groups: dict[tuple[str, int, int], list[Group]] = {}
     for dump in dumps:
         for group in dump.groups:
@@ -160,7 +160,7 @@ def late_groups(dumps: Sequence[Dump]) -> list[LateGroup]:
 
 
 def ended_groups(dumps: Sequence[Dump]) -> list[Group]:
-    """Return of each process group that has failed the rank on which it ended first, in the order of their ends."""
+    """Return for each failed process group the rank on which it ended first, in the order of their ends."""
     first: dict[tuple[str, int, int], Group] = {}
     for dump in dumps:
         for group in dump.groups:

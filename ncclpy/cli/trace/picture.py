@@ -1,4 +1,4 @@
-"""Draw a timeline. matplotlib is imported here and in ``perf/plot.py``, when it is asked for."""
+"""Draw a timeline. matplotlib is imported here and in ``perf/plot.py``, only when a picture is asked for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ncclpy.cli.trace.timeline import Span, Timeline, lay_out
 
 _COLOURS = tuple(f"C{number}" for number in range(10))
 _NAMED = 12  # operations in the legend
-_TALLEST = 300  # inches: beyond, a PNG has too many rows of pixels
+_TALLEST = 300  # inches: above that a PNG has too many rows of pixels
 
 
 def draw(dumps: Sequence[Dump], path: Path) -> None:
-    """Draw the timeline of the dumps into the PNG `path`, a row for each device of each process.
+    """Draw the timeline of the dumps into the PNG `path`, with a row for each device of each process.
 
-    An operation's bar begins at its launch, and is preceded by a thin grey one for the time until then. What has not
-    ended has a red edge, and so has what failed.
+    An operation's bar begins at its launch; a thin grey bar before it is the time until then. Bars of operations that
+    have not ended or have failed have a red edge.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def draw(dumps: Sequence[Dump], path: Path) -> None:
             [(span.start, span.end - span.start) for span in spans],
             (bottom, 0.2 if gathering else 0.8),
             facecolor="lightgrey" if gathering else colours[operation],
-            edgecolor="face" if ended else "red",  # an edge, so that microseconds among seconds can be seen
+            edgecolor="face" if ended else "red",  # an edge makes microseconds among seconds visible
             linewidth=0.5 if ended else 1.5,
             alpha=0.7,
         )
@@ -49,7 +49,7 @@ def draw(dumps: Sequence[Dump], path: Path) -> None:
     shown.append(Patch(facecolor="lightgrey", label="not launched yet"))
     shown.append(Patch(facecolor="white", edgecolor="red", label="not ended, or failed"))
     legend = axes.legend(handles=shown, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False)
-    # What stands in a dump is no formula.
+    # Text from a dump is no formula.
     for label in (*axes.get_yticklabels(), *legend.get_texts()):
         label.set_parse_math(False)
     figure.savefig(path, format="png")
@@ -63,7 +63,7 @@ def _row(span: Span) -> _Row:
 
 
 def _bars(timeline: Timeline) -> dict[tuple[_Row, bool, str, bool], list[Span]]:
-    """Put together the spans that are drawn in one go."""
+    """Group the spans that are drawn in one call."""
     bars: dict[tuple[_Row, bool, str, bool], list[Span]] = {}
     for span in timeline.spans:
         bars.setdefault((_row(span), span.gathering, span.operation, span.state == "completed"), []).append(span)
@@ -76,5 +76,5 @@ def _label(dumps: Sequence[Dump], row: _Row) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that every font has, and that is shown: what begins with an underscore is not."""
+    """Return text that every font has; without leading underscores, since matplotlib hides such labels."""
     return text.encode("ascii", "backslashreplace").decode().lstrip("_")[:80]

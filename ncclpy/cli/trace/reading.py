@@ -1,4 +1,4 @@
-"""Read many dumps: which files of folders, in several processes where that pays, and on one clock."""
+"""Read many dumps: files and folders, in several processes where that is faster, with times on one clock."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ncclpy.cli.trace.dump import Difference, Dump, DumpError, read
 
-#: So many bytes are read in the time that a process needs to start.
+#: How many bytes are read in the time that a process needs to start.
 _ALONE = 30_000_000
 _MOST_PROCESSES = 16
 
 
 def files_of(paths: Iterable[Path]) -> tuple[list[Path], list[DumpError]]:
-    """Return the files that are meant, for a folder all ``*.json`` in it in the order of their numbers."""
+    """Return the files to read; for a folder all its ``*.json`` in numerical order."""
     files: list[Path] = []
     errors = []
     for path in paths:
@@ -38,13 +38,13 @@ def files_of(paths: Iterable[Path]) -> tuple[list[Path], list[DumpError]]:
 
 
 def _numbered(path: Path) -> list[tuple[int, str]]:
-    """Return what sorts rank-2 before rank-10."""
+    """Return a sort key that puts rank-2 before rank-10."""
     parts = re.split(r"(\d+)", path.name)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Dump], list[DumpError]]:
-    """Return the dumps in files, in their order, and what is wrong with the others; times are on one clock."""
+    """Return the dumps of files, in their order, and the errors of the others; times are on one clock."""
     read_ones: list[Dump | DumpError]
     workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     if workers > 1 and sum(map(_size, paths)) > _ALONE:
@@ -66,10 +66,10 @@ def _size(path: Path) -> int:
 
 def _read(path: Path) -> Dump | DumpError:
     collects = gc.isenabled()
-    gc.disable()  # it would look through all that JSON again and again, and find nothing
+    gc.disable()  # it would traverse all the JSON again and again, and free nothing
     try:
         made = read(path)
-        _ = made.seats  # here, where several processes do it
+        _ = made.seats  # computed here, where several processes may share the work
         return made
     except DumpError as error:
         return error
@@ -79,9 +79,9 @@ def _read(path: Path) -> Dump | DumpError:
 
 
 def align(dumps: Iterable[Dump]) -> None:
-    """Have the times of processes with one monotonic clock be moved alike, as their wall clock may have been set.
+    """Shift the times of processes with one monotonic clock alike, since their wall clock may have been set meanwhile.
 
-    Those whose clocks were compared through a store are moved by that, and the others by their wall clocks.
+    Clocks that were compared through a store are shifted by the measured difference, others by their wall clocks.
     """
     clocks: dict[str, list[Dump]] = {}
     for dump in dumps:
@@ -95,7 +95,7 @@ def align(dumps: Iterable[Dump]) -> None:
 
 
 def _align_compared(clocks: dict[str, list[Dump]]) -> None:
-    """Have the times of processes whose clocks were compared with one and the same be moved by the differences."""
+    """Shift the times of processes by the differences of their clocks to one clock that all were compared with."""
     found: dict[str, dict[str, Difference]] = {}
     for clock, dumps in clocks.items():
         for one in (group.difference for dump in dumps for group in dump.groups):
@@ -105,7 +105,7 @@ def _align_compared(clocks: dict[str, list[Dump]]) -> None:
                     found[one.of][clock] = one
     if not found:
         return
-    of = max(found, key=lambda each: len(found[each]))  # of several groups that of the most machines
+    of = max(found, key=lambda each: len(found[each]))  # the clock that most clocks were compared with
     compared = found[of]
     if of in clocks:
         shift = clocks[of][0].shift

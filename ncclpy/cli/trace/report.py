@@ -1,4 +1,4 @@
-"""Say what was found, in lines for people."""
+"""The report: the findings as lines of text."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     Parameters
     ----------
     dumps
-        What was read, in the order in which it is to be named.
+        The dumps, in the order in which they are named.
     findings
-        What `stuck.find` says about them.
+        The result of `stuck.find` for them.
     everything
         Whether long lists are printed whole, and not only their first `SHOWN` lines.
     """
     limit = None if everything else SHOWN
     communicators: set[str] = set().union(*(dump.table.communicators() for dump in dumps))
-    reasons = Reasons()  # those of process groups come first, as theirs are the others'
+    reasons = Reasons()  # first those of process groups: other errors refer to them
     ended = [_ended(group, reasons) for group in findings.ended]
     failed = [_failure(group, reasons) for group in _alike_failures(findings.failed)]
     lines = [
@@ -76,7 +76,7 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
 
 
 def describe(entry: Entry) -> str:
-    """Return what was called, as "broadcast of 1024 float32 from rank 0"."""
+    """Return the call in words, as "broadcast of 1024 float32 from rank 0"."""
     said = entry.operation
     if entry.count is not None:
         said += f" of {entry.count} {entry.dtype or 'elements'}"
@@ -94,7 +94,7 @@ def clock(wall: float) -> str:
 
 
 def _crossing(crossing: Crossing) -> list[str]:
-    """Return which ranks wait for each other in a circle, a line each."""
+    """Return the ranks that wait for each other in a circle, one line each."""
     names = crossing.communicators
     lines = ["ranks wait for each other: they came to these in different order"]
     if len(names) == 1:
@@ -170,7 +170,7 @@ def _operations(entries: Iterable[Entry], limit: int | None) -> list[str]:
 
 
 def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Put together one operation of several ranks, and what a process launched at once; the oldest first."""
+    """Group the ranks of one operation, and what a process launched at once; the oldest first."""
     groups: dict[object, list[Entry]] = {}
     for entry in entries:
         if entry.communicator is None or entry.sequence is None:
@@ -183,14 +183,14 @@ def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def _processes(group: Sequence[Entry]) -> str:
-    """Name the process of a group of entries, or one and how many more there are."""
+    """Name the process of a group of entries, or the first one and the number of others."""
     processes = dict.fromkeys(entry.dump.process for entry in group)
     first = next(iter(processes))
     return first if len(processes) == 1 else f"{first} and {len(processes) - 1} more"
 
 
 def _parting(parting: Parting) -> list[str]:
-    """Say what each rank did where they part, one line for those that did the same."""
+    """Say what each rank did at a parting, with one line for ranks that did the same."""
     size = "" if parting.nranks is None else f" ({_number(parting.nranks, 'rank')})"
     where = f"communicator {parting.communicator}{size}"
     if parting.communicator.endswith(NEVER_MADE):
@@ -284,7 +284,7 @@ def _reached(standstill: Standstill) -> str:
 
 
 def _alike_missing(standstill: Standstill) -> list[list[int]]:
-    """Put together the ranks that are missing and did the same last, but for their times."""
+    """Group the missing ranks that did the same last, apart from times."""
     alike: dict[str, list[int]] = {}
     for rank, last in standstill.missing.items():
         done = "" if last.launch is None else f"{last.launch.sequence} {describe(last.launch)} {last.launch.state}"
@@ -354,7 +354,7 @@ def _mismatch(mismatch: Mismatch) -> list[str]:
 
 
 def _alike_failures(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Put together the ranks on which an operation failed with the same words, but for numbers in them."""
+    """Group the ranks on which an operation failed with the same words, apart from numbers in them."""
     groups: dict[object, list[Entry]] = {}
     for entry in entries:
         words = re.sub(r"\d+", "#", entry.error or "")
@@ -410,7 +410,7 @@ def _summary(findings: Findings, circles: Sequence[Crossing]) -> str:
 
 
 def _state(entry: Entry) -> str:
-    """Say how far an entry is, and since when."""
+    """Say the state of an entry, and since when."""
     if entry.state == "pending":
         return f"not launched for {_seconds(entry.dump.age(entry.created))}"
     if entry.state == "launched":
@@ -428,7 +428,7 @@ def _oldest(gathering: Gathering) -> float:
 
 
 def _alike(entries: Mapping[int, Entry]) -> list[list[int]]:
-    """Put together the ranks that call the same."""
+    """Group the ranks that make the same call."""
     alike: dict[str, list[int]] = {}
     for rank, entry in entries.items():
         alike.setdefault(describe(entry), []).append(rank)

@@ -1,8 +1,8 @@
-"""Judge what is stuck, and on whom it waits, from the dumps of several processes.
+"""Find what is stuck, and which ranks it waits for, from the dumps of several processes.
 
-Ranks count the operations of a communicator, so the same sequence number is the same collective on each of them. That
+Ranks count the operations of a communicator, so one sequence number is the same collective on each rank. That
 does not hold for a communicator with send and recv, where ranks do different numbers of operations: its sequences are
-not compared, but each send is laid beside its recv.
+not compared, but each send is matched with its recv.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ncclpy.cli.trace.table import COUNTERPART, Seat, Signature, differing
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """One operation of one communicator that has not ended everywhere.
+    """One operation of one communicator that has not ended on all ranks.
 
-    `sequence` is None for send and recv. `launched` are the ranks that have launched it, by rank, and `beyond` those
-    that must have, although the ring has forgotten it. `missing` has, by rank, the last entry of a rank that has not
-    launched it; its last launch is None if there is none. `unseen` are the ranks that no dump knows.
+    `sequence` is None for send and recv. `launched` has the entries of the ranks that have launched it, by rank, and
+    `beyond` the ranks that must have, although the ring has lost it. `missing` has, by rank, the `Last` of a rank that
+    has not launched it. `unseen` are the ranks that no dump knows.
     """
 
     communicator: str
@@ -37,7 +37,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What a rank did last: its last launch on the communicator, if any, and where the rank is."""
+    """What a rank did last: its last launch on the communicator or None, and its dump and device."""
 
     launch: Entry | None
     dump: Dump
@@ -46,7 +46,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Ranks that call different things at one sequence number; `later` more numbers of the communicator differ."""
+    """Ranks that make different calls at one sequence number; `later` more numbers of the communicator differ."""
 
     communicator: str
     sequence: int
@@ -56,7 +56,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What is not as it should be. `pending` are entries that wait for their launch, but not for participants."""
+    """The problems found. `pending` has entries that wait for their launch, but not for participants."""
 
     gatherings: list[Gathering]
     pending: list[Entry]
@@ -75,7 +75,7 @@ class Findings:
 
 
 def find(dumps: Iterable[Dump]) -> Findings:
-    """Return what is stuck, in the order of time within each kind and process."""
+    """Return what is stuck, ordered by time within each kind and process."""
     dumps = list(dumps)
     findings_of: dict[str, list[Entry]] = {"launched": [], "failed": [], "pending": []}
     gatherings: list[Gathering] = []
@@ -120,7 +120,7 @@ def find(dumps: Iterable[Dump]) -> Findings:
 
 
 def _members(dumps: Iterable[Dump]) -> dict[tuple[str, int], dict[int, Dump]]:
-    """Return whose dumps know that they are in a process group: by its name and size, and by rank."""
+    """Return the dumps of the ranks of each process group: by its name and size, and by rank."""
     members: dict[tuple[str, int], dict[int, Dump]] = {}
     for dump in dumps:
         for group in dump.groups:
@@ -129,7 +129,7 @@ def _members(dumps: Iterable[Dump]) -> dict[tuple[str, int], dict[int, Dump]]:
 
 
 def _unseen_of(everyone: Mapping[str, tuple[int, set[int]]]) -> tuple[str, int, tuple[range, ...]] | None:
-    """Return the largest of all groups, its size, and the ranks of which there is no dump, if there are any."""
+    """Return the largest of all groups, its size, and its ranks without a dump; None if all have one."""
     if not everyone:
         return None
     name, (size, there) = max(everyone.items(), key=lambda item: (item[1][0], len(item[1][1])))
@@ -147,12 +147,12 @@ def _gaps(there: Iterable[int], size: int) -> tuple[range, ...]:
 
 
 def is_waiting(gathering: Gathering) -> bool:
-    """Tell whether a gathering still waits for somebody or something."""
+    """Return whether a gathering still waits for participants or something else."""
     return gathering.missing != 0 or bool(gathering.waits_for)
 
 
 class _Seats:
-    """One communicator: its ranks, and what each of them has launched at which sequence number."""
+    """One communicator: its ranks, and what each has launched at which sequence number."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Seats:
         self.seats = [each for seats in self.ranks.values() for each in seats]
         self.nranks = max((seat.nranks for _, seat in self.seats if seat.nranks is not None), default=None)
         self.is_point_to_point = any(seat.is_point_to_point for _, seat in self.seats)
-        # Where each rank is, also of those that have begun nothing on it.
+        # The dump of each rank, also of ranks that have begun nothing on the communicator.
         self.places: dict[int, Dump] = dict(members.get((self.title, self.nranks or 0), {}))
         self.places |= {rank: seats[-1][0] for rank, seats in self.ranks.items()}
         self.last = {
@@ -176,7 +176,7 @@ class _Seats:
         }
 
     def at(self, number: int) -> dict[int, Entry]:
-        """Return what the ranks have begun under a number, by rank."""
+        """Return what the ranks have begun at a sequence number, by rank."""
         found = {}
         for rank, seats in self.ranks.items():
             for dump, seat in reversed(seats):
@@ -193,7 +193,7 @@ class _Seats:
         apart = min(behind.values()) + 1 if behind else None
         if first is not None and (apart is None or first < apart):
             found = self._standstill(first, {})
-            # That every rank has failed is said by the failures.
+            # If every rank has failed, the list of failures says so.
             if found.unseen or any(entry.state in ("launched", "pending") for entry in found.launched.values()):
                 yield found
         if apart is not None:
@@ -205,25 +205,25 @@ class _Seats:
         return [min(found)] if found else []
 
     def _behind(self, is_open: bool) -> dict[int, int]:
-        """Return the ranks that have launched less than others, with the last number that they have launched."""
+        """Return the ranks that have launched less than others, with the number of their last launch."""
         if not self.last:
             return {}
         front = max(self.last.values())
         reached = max((seat.reached for _, seat in self.seats), default=-1)
         lasts = {}
         for rank, dump in self.places.items():
-            # Without a launch: it has had none, or none that the ring still knows.
+            # A rank without a launch has had none, or none that the ring still has.
             last = max(self.last.get(rank, -1 if dump.is_complete else front - 1), reached)
             if last < front:
                 lasts[rank] = last
         if not lasts or is_open:
             return lasts
-        # Nothing is open: those are behind whose dump was written after somebody had launched more.
+        # Nothing is open: a rank is behind if its dump was written after another rank had launched more.
         began = self._earliest_beyond({*lasts.values()})
         return {rank: last for rank, last in lasts.items() if began[last] < self.places[rank].wall_now}
 
     def _earliest_beyond(self, numbers: Iterable[int]) -> dict[int, float]:
-        """Return for each of these when the first operation with a higher number was launched, by the wall clock."""
+        """Return for each number when the first operation with a higher number was launched, by the wall clock."""
         sequences = np.concatenate([seat.sequences for _, seat in self.seats])
         launched = np.concatenate([seat.launched + dump.shift for dump, seat in self.seats])
         order = np.argsort(sequences, kind="stable")
@@ -253,7 +253,7 @@ class _Seats:
         return Last(launch, dump, there.entry(seat.last).device)
 
     def at_rank(self, rank: int, number: int) -> Entry | None:
-        """Return what one rank has begun under a number."""
+        """Return what one rank has begun at a sequence number."""
         found = [(dump, seat.find(number)) for dump, seat in self.ranks[rank]]
         return next((dump.entry(index) for dump, index in reversed(found) if index is not None), None)
 
@@ -285,13 +285,13 @@ class _Seats:
             )
 
     def mismatches(self) -> Iterable[Mismatch]:
-        """Yield the first sequence number at which ranks call different things."""
+        """Yield the first sequence number at which ranks make different calls."""
         numbers = self._differing()
         if numbers:
             yield Mismatch(self.name, numbers[0], self.at(numbers[0]), len(numbers) - 1)
 
     def _differing(self) -> list[int]:
-        """Return the numbers at which ranks call different things, without a look at those that call all the same."""
+        """Return the numbers at which ranks make different calls; ranks with identical sequences are compared once."""
         ways = {(seat.sequences.tobytes(), seat.signatures.tobytes()): seat for _, seat in self.seats}
         if len(ways) < 2:
             return []

@@ -1,7 +1,7 @@
-"""The entries of one dump as columns: of thousands of dumps few entries are looked at, and objects would take minutes.
+"""The entries of one dump as columns: of thousands of dumps few entries are needed, and objects would take minutes.
 
-What a recorder writes is checked column by column. What is not as it writes it is for `dump` to look at, value by
-value, and to say where it is wrong.
+Data as a recorder writes them are checked column by column. Anything else is left to `dump`, which checks value by
+value and says where an error is.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ FIELDS = (
 STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 COUNTERPART = {"send": "recv", "recv": "send"}
 
-# Both are far beyond what a recorder writes, and keep what is computed from them finite: 64 bits, and the year 5138.
+# Far beyond what a recorder writes, but they keep computed values finite: 64 bits, and the year 5138.
 MOST = 2**64
 LAST_SECOND = 1e11
 
-# A rank cannot complete these before every rank has launched them.
+# A rank cannot complete one of these before every rank has launched it.
 _SYNCHRONIZING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
-# What has a number and has not ended well. A pending plain call is inside NCCL; a Manager's has no number then.
+# States of a numbered entry that has not ended well. A pending plain call is inside NCCL; a Manager's pending entry
+# has no number.
 _OPEN = {"pending", "launched", "failed"}
 
 _TIMES = ("created", "launched", "completed")
 _COUNTS = ("id", "launch", "sequence")
-# Entries have few different values of all these together.
+# There are few different combinations of these fields.
 _KIND = tuple(name for name in FIELDS if name not in (*_TIMES, *_COUNTS))
 _TEXTS = {"key", "operation", "op", "dtype", "communicator", "site", "state", "error"}
 _NONE = -(2**63)
 
-# In the text that a recorder writes: what stands beside the parts that are the same in many entries, and in those.
+# In a recorder's text: the fields outside the parts that many entries share, and the fields in these parts.
 _IN_TEXT = ("id", "launch", "sequence", "created", "launched", "completed", "error")
 _IN_KIND = {*_KIND, "tag"} - {"error"}
 
@@ -48,7 +49,7 @@ Signature = tuple[str, str | None, str | None, int | None, int | None]
 
 
 def printable(text: str) -> str:
-    """Escape what could not be printed, or would steer a terminal."""
+    """Escape characters that cannot be printed, or would control a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -58,7 +59,7 @@ class Table:
     Parameters
     ----------
     rows
-        Their values in the order of `FIELDS`, which are known to be right.
+        Their values in the order of `FIELDS`, already checked.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -93,7 +94,7 @@ class Table:
         return tuple(values[name] for name in FIELDS)
 
     def where(self, **wanted: object) -> list[int]:
-        """Return the indices of the entries with these values, in their order."""
+        """Return the indices of the entries with these values, in order."""
         chosen = [all(kind[name] == value for name, value in wanted.items()) for kind in self.kinds]
         if not any(chosen):
             return []
@@ -109,7 +110,7 @@ class Table:
         return min(known, default=None)
 
     def seats(self) -> list[Seat]:
-        """Return what each rank of each communicator has in it."""
+        """Return the seats: what each rank has done in each communicator."""
         places: dict[tuple[str, int], list[int]] = {}
         for number, kind in enumerate(self.kinds):
             if kind["communicator"] is not None and kind["rank"] is not None:
@@ -125,9 +126,9 @@ class Table:
 class Seat:
     """One rank of one communicator: its numbered entries, by ascending sequence number.
 
-    `sequences`, `indices` (in the table), `signatures` and `launched` belong together. `last` is the index of the
-    rank's last entry, numbered or not, `open` are the numbers that have not ended well, `first_failed` is the first
-    that has failed, and `reached` is the highest one that tells that every rank has launched it, -1 for none.
+    `sequences`, `indices` (in the table), `signatures` and `launched` are parallel arrays. `last` is the index of the
+    rank's last entry, numbered or not, `open` has the numbers that have not ended well, `first_failed` is the first
+    that has failed, and `reached` the highest one that proves that every rank has launched it, -1 for none.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Seat:
         sequences, indices = sequences[known], indices[known]
         order = np.argsort(sequences, kind="stable")
         sequences, indices = sequences[order], indices[order]
-        newest = np.append(sequences[1:] != sequences[:-1], True)[: len(sequences)]  # of one number the last counts
+        newest = np.append(sequences[1:] != sequences[:-1], True)[: len(sequences)]  # the last of one number
         self.sequences, self.indices = sequences[newest], indices[newest]
         kind_of = table._kind[self.indices]
         is_open, has_failed, completes = (np.zeros(len(table.kinds), bool) for _ in range(3))
@@ -169,7 +170,7 @@ class Seat:
         self.launched = table._times["launched"][self.indices]
 
     def find(self, sequence: int) -> int | None:
-        """Return the index in the table of the entry with a number, None if there is none."""
+        """Return the index in the table of the entry with a sequence number, None if there is none."""
         place = int(np.searchsorted(self.sequences, sequence))
         if place < len(self.sequences) and self.sequences[place] == sequence:
             return int(self.indices[place])
@@ -177,21 +178,21 @@ class Seat:
 
 
 def signature_of(kind: dict[str, Any]) -> Signature:
-    """Return what has to be the same on all ranks; None stands for what may be anything."""
+    """Return what must be the same on all ranks; None matches anything."""
     operation = kind["operation"]
-    if operation not in COUNTERPART:  # a Manager has one name for the root and another for those who receive
+    if operation not in COUNTERPART:  # a Manager has one name for the root and one for receivers
         operation = operation.removesuffix("_send").removesuffix("_recv")
-    count = None if kind["operation"].endswith("_v") else kind["count"]  # there each rank has its own
+    count = None if kind["operation"].endswith("_v") else kind["count"]  # each rank has a count of its own there
     return operation, kind["op"], kind["dtype"], kind["root"], count
 
 
 def differing(signatures: Iterable[Signature]) -> bool:
-    """Tell whether what ranks call under one number cannot be one collective."""
+    """Return whether the calls of ranks at one number cannot be one collective."""
     return any(len({*values} - {None}) > 1 for values in zip(*signatures, strict=True))
 
 
 def table_of(entries: list[Any]) -> Table | None:
-    """Return entries as they were read from JSON, if all are as a recorder writes them; None if one may not be."""
+    """Return the table of entries read from JSON, if all are as a recorder writes them; None if one may not be."""
     if not entries:
         return Table([])
     try:
@@ -207,9 +208,9 @@ def table_of(entries: list[Any]) -> Table | None:
 
 
 def divide(data: bytes) -> tuple[bytes, bytes] | None:
-    """Return the text of a dump without its entries, and that of its entries; None if no recorder writes it so.
+    """Return the text of a dump without its entries, and the text of its entries; None if it has another form.
 
-    What is looked for cannot stand in a string, where there is a backslash before each quote and no line break.
+    The searched marks cannot be in a string, where each quote has a backslash before it and there is no line break.
     """
     begin = data.find(b'"entries": [\n{"id": ')
     end = data.find(b'}], "gathering": ', begin)
@@ -219,9 +220,9 @@ def divide(data: bytes) -> tuple[bytes, bytes] | None:
 
 
 def table_of_text(text: bytes) -> Table | None:
-    """Return entries from `divide` without JSON's objects for each of them, if they are as a recorder writes them.
+    """Return the table of the entries' text from `divide` without a JSON object for each; None for another form.
 
-    Most of an entry is the same text as in others, and is read once.
+    Most of an entry's text is the same as in others, and is parsed once.
     """
     numbers: dict[tuple[bytes, bytes], int] = {}
     which: list[int] = []
@@ -265,7 +266,7 @@ def table_of_text(text: bytes) -> Table | None:
 
 
 def _is_right(columns: Mapping[str, Sequence[Any]]) -> bool:
-    """Return whether all values are of the types, and within the bounds, that a recorder writes."""
+    """Return whether all values have the types, and are within the bounds, that a recorder writes."""
     for name, column in columns.items():
         types = {*map(type, column)} - {type(None)}
         if name in _TEXTS:
@@ -290,7 +291,7 @@ def _is_right(columns: Mapping[str, Sequence[Any]]) -> bool:
 
 
 def _integers(values: Sequence[int | None]) -> Any:
-    """Return an array, of objects where a number has more than 63 bits."""
+    """Return an integer array; of objects if a number has more than 63 bits."""
     plain = [_NONE if value is None else value for value in values] if None in values else values
     try:
         return np.array(plain, np.int64)

@@ -21,10 +21,10 @@ _ENDED = {"completed": "completed", "failed": "failed", "called": "completed", "
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time of one operation, in seconds after the timeline's start.
+    """One operation's time of gathering or of running, in seconds after the timeline's start.
 
-    `gathering` is the time until the launch, else it is that from the launch to the completion. `state` is
-    "completed", "failed" or "unfinished"; what has not ended lasts until its dump was written.
+    `gathering` is the time until the launch; otherwise the span is from the launch to the completion. `state` is
+    "completed", "failed" or "unfinished"; a span of an unfinished operation ends when its dump was written.
     """
 
     dump: int
@@ -47,21 +47,21 @@ class Span:
 
     @property
     def track(self) -> str:
-        """Name the thread that a viewer shows it on."""
+        """Name the thread on which a viewer shows it."""
         place = "process" if self.device is None else f"device {self.device}"
         return f"{place} gathering" if self.gathering else place
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans of all dumps; `start` is the wall clock's time of their second 0."""
+    """The spans of all dumps; `start` is the wall clock's time at their second 0."""
 
     start: float
     spans: list[Span]
 
 
 def lay_out(dumps: Sequence[Dump]) -> Timeline:
-    """Return the timeline of the dumps; those of several machines are aligned by their wall clocks."""
+    """Return the timeline of the dumps, on one time line (see `reading.align`)."""
     known = [dump.wall_time(time) for dump in dumps if (time := dump.table.first_time()) is not None]
     known += [dump.wall_time(each.since) for dump in dumps for each in dump.gatherings if each.since is not None]
     start = min([*known, *(dump.wall_now for dump in dumps)])
@@ -92,7 +92,7 @@ def _spans(index: int, entry: Entry, shift: float) -> Iterable[Span]:
         else:
             end, state = now if entry.completed is None else entry.completed, ended
         yield _span(index, entry.device, True, entry.operation, entry.created + shift, end + shift, state, arguments)
-    if entry.launched is not None and entry.state not in ("called", "captured"):  # nobody knows when it was done
+    if entry.launched is not None and entry.state not in ("called", "captured"):  # it is unknown when it was done
         end = now if entry.completed is None else entry.completed
         yield _span(index, entry.device, False, entry.operation, entry.launched + shift, end + shift, ended, arguments)
 
@@ -114,9 +114,10 @@ def _span(
 def write_chrome(dumps: Sequence[Dump], path: Path) -> None:
     """Write the timeline in Chrome's trace format (JSON objects), which Perfetto reads too.
 
-    A process of the trace is a dump, and a thread is a device, or what waits for its launch there. A viewer wants the
-    spans of one thread nested, so what overlaps, as queued operations do, stands on further threads of the same
-    device. Times are in microseconds.
+    A process of the trace is a dump; a thread is a device, or the operations that wait for their launch there. Viewers
+    need
+    the spans of one thread to be nested, so overlapping spans, as of queued operations, are on further threads of the
+    same device. Times are in microseconds.
     """
     timeline = lay_out(dumps)
     events: list[dict[str, Any]] = []
@@ -153,7 +154,7 @@ def _metadata(kind: str, process: int, thread: int, **arguments: Any) -> dict[st
 
 
 def _threads(spans: Sequence[Span]) -> Iterable[tuple[int, str, list[Span]]]:
-    """Yield the trace's threads as (process, name, spans), so that the spans of none overlap."""
+    """Yield the trace's threads as (process, name, spans), without overlaps within a thread."""
     tracks: dict[tuple[int, int, bool], list[Span]] = {}
     for span in spans:
         device = -1 if span.device is None else span.device
@@ -164,7 +165,7 @@ def _threads(spans: Sequence[Span]) -> Iterable[tuple[int, str, list[Span]]]:
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide spans in the order of their starts, each to the first lane that is free then."""
+    """Divide spans, in order of their starts, each to the first free lane."""
     lanes: list[list[Span]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []

@@ -141,7 +141,7 @@ class NcclError(RuntimeError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """Report that a deadline has passed: of a wait for a `Work`, which goes on, or of a call, which was aborted.
+    """Report that a deadline has passed: of a wait for a `Work`, which continues, or of a call, which was aborted.
 
     Attributes
     ----------

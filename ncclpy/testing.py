@@ -230,7 +230,7 @@ class _Threads:
             self._reports.put(_Report(rank, error=error))
 
     def next(self, timeout: float) -> _Report | None:
-        """Return the next report; None if none comes in time."""
+        """Return the next report; None if none arrives in time."""
         deadline = time.monotonic() + timeout
         while True:  # in slices: a signal that the system delivers to another thread does not end this thread's wait
             left = deadline - time.monotonic()
@@ -286,7 +286,7 @@ class _Processes:
             theirs.close()
 
     def next(self, timeout: float) -> _Report | None:
-        """Return the next report; None if none comes in time."""
+        """Return the next report; None if none arrives in time."""
         deadline = time.monotonic() + timeout
         while True:
             ready: list[Any] = multiprocessing.connection.wait(

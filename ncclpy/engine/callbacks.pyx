@@ -562,7 +562,7 @@ cdef class Executor:
             if load(&self.word) == seen and self.idle and not self.queue:
                 break
         self.members.remove(me)
-        # Before Python 3.13 a thread that threading has not started stays in its list for ever.
+        # Before Python 3.13 a thread that threading has not started stays in its list until exit.
         getattr(threading, "_active", {}).pop(me.thread, None)
 
     cdef void _rest(self, int seen, double seconds) noexcept nogil:

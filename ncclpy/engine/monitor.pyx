@@ -671,7 +671,7 @@ cdef bint _has_come(CUevent event) noexcept:
     abort, which needs the GIL. So the GIL is released for the query.
     """
     cdef CUresult result
-    if _agenda.gone:  # several threads may be here then, and the GIL guards `_watching`
+    if _agenda.gone:  # any thread may be here then, and nothing else guards what is watched
         return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
     with nogil:
         result = driver.cuEventQuery(event)

@@ -234,7 +234,7 @@ Gather the participants of collectives by key and launch each collective when al
         try:
             record_producer(work, view, producer)
             while True:
-                self._check_usable()  # in each round: an abort may have come meanwhile
+                self._check_usable()  # in each round: the Manager may have been aborted meanwhile
                 self.lock.enter()
                 try:
                     gathering, signal, comm_set = self._take_in(one, named)
@@ -672,7 +672,7 @@ Gather the participants of collectives by key and launch each collective when al
             self.comm_sets = {}
         for comm_set in busy:
             comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
-        endings = _endings_of(comm_sets)  # communicators ended by other processes too: these threads tell readers
+        endings = _endings_of(comm_sets)  # also of sets ended by other processes: these threads raise in readers
         thread = abort_in_background(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
         for comm_set in idle:
             comm_set.close()
@@ -681,7 +681,7 @@ Gather the participants of collectives by key and launch each collective when al
         self.pool.close()
 
     def __del__(self):
-        # Open communicators warn by themselves. What is still gathered would wait for ever.
+        # Open communicators warn by themselves. What is still gathered would wait without end.
         cdef Gathering gathering
         if self.gatherer is None or self.closed or _is_finalizing():
             return

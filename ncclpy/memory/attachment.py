@@ -116,7 +116,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Self]:
-        """Return a context in which this thread's allocations come from here, on the current device.
+        """Return a context in which this thread allocates by this attachment, on the current device.
 
         Raises
         ------

@@ -101,7 +101,7 @@ cdef class HookKeeper:
     """A communicator's part in the registry, until the communicator's end."""
 
     def __dealloc__(self):
-        # The device may use a communicator that was never closed for ever, and so its segments: they are leaked.
+        # The device may use a communicator that was never closed, and so its segments, without end: they are leaked.
         if self.left and self.resident != NULL:
             Py_DECREF(<object>self.ranges)
             free_resident(self.resident)
@@ -268,7 +268,7 @@ def _forked():
     segments = _none_yet()
     _endings_noted = _endings  # aborts in the parent, which reports them itself
     _keepers.clear()
-    _ending.clear()  # other threads may hold their locks for ever, so their end would not be seen
+    _ending.clear()  # threads that do not exist here may hold their locks: their end would not be seen
     _parting.clear()
 
 

@@ -82,7 +82,7 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
 def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Output) -> None:
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    common.setdefault("PYTHONUNBUFFERED", "1")  # or a rank's output would come only when it ends
+    common.setdefault("PYTHONUNBUFFERED", "1")  # else a rank's output appears only at its end
     if given.nproc > 1 and "OMP_NUM_THREADS" not in common:
         common["OMP_NUM_THREADS"] = "1"
         say(

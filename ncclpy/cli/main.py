@@ -76,7 +76,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, ...]:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for, since that reads a file of the installation."""
+    """Look the version up only when it is asked for, since that reads a file of the installation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)

@@ -23,8 +23,7 @@ cdef object around(str before, object words, str after)
 # A text, which may be a Message, with another end: `cut` returns its last part without what is dropped.
 cdef object ended_by(object words, cut, str after)
 
-# A copy of an error with another sentence at its end, which only the copy has; the error itself if it has the
-# sentence.
+# A copy of an error with another sentence at its end; the error itself if it has the sentence already.
 cdef object with_sentence(object error, str sentence)
 
 # The same in place, for an error that only the caller refers to.

@@ -141,8 +141,7 @@ cdef int add_sentence(object error, str sentence) except -1:
 
 
 cdef bint _takes(object error, str sentence) except -1:
-    """Return whether a sentence can be added: the error has a known class, a text as its only argument, and lacks
-    it."""
+    """Return whether a sentence can be added: a known class, a text as the only argument, without the sentence."""
     if sentence is None or not (isinstance(error, NcclError) or type(error) in _PLAIN) or len(error.args) != 1:
         return False
     words = error.args[0]
@@ -198,8 +197,7 @@ cdef class Together:
         return bool(self.works) or self.loose != NULL or bool(self.more_loose)
 
     cdef int loosen(self, object work) except -1:
-        """Drop the reference to a work but keep its address; `forget` must follow before it is freed. In a caller's
-        thread."""
+        """Drop the reference to a work but keep its address; `forget` comes before its end. In a caller's thread."""
         if self.loose == NULL:
             self.loose = <PyObject*>work
         else:
@@ -221,8 +219,7 @@ cdef class Together:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return the cause of an error, since the thread that finds a communicator aborted may not know it. In any
-        thread."""
+        """Return the cause of an error, which a thread that finds an aborted communicator lacks. In any thread."""
         return error
 
     cdef bint is_spared(self) noexcept:
@@ -244,8 +241,7 @@ cdef class LaunchOwner:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
         An owner that `spares` them aborts none, and their other operations continue. An owner that `aborts` aborts
-        them
-        itself, later. Return whether all works of the launch were done in the meantime: then nothing is aborted.
+        them itself, later. Return whether all works of the launch were done in the meantime: then nothing is aborted.
 
         Threads and locks as for `Together.fail`; called before the works of the launch fail.
         """
@@ -277,8 +273,7 @@ cdef class Awaited:
     """
 
     cdef str missing(self):
-        """Return which participants are missing. In a thread that waits for the work, under no lock; it may show
-        keys."""
+        """Return which participants are missing. In a thread that waits for the work, under no lock; may show keys."""
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:
@@ -296,8 +291,7 @@ cdef class MonitorProxy:
     """
 
     cdef int run_inline(self) except -1:
-        """Do it in this thread if the monitor thread has ended; return whether it has. In any thread, under no
-        lock."""
+        """Do it in this thread if the monitor thread has ended; return whether it has. In any thread, unlocked."""
         return False
 
     cdef int loosen(self, object work) except -1:
@@ -384,8 +378,7 @@ cdef extern from "sched.h" nogil:
 _log = logging.getLogger("ncclpy")
 
 # How long a task may take before another thread leads: longer than a task may wait for the GIL, since a change of
-# thread
-# disturbs the order of tasks. It grows with the number of threads, up to twice that: the whole machine may be slow.
+# thread disturbs the order of tasks. It grows with the number of threads, up to twice that: the machine may be slow.
 cdef double _GRACE = 0.05
 cdef double _MOST_GRACE = 0.1
 
@@ -404,8 +397,7 @@ cdef double _IDLE = 5.0
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # How long it polls with short sleeps after that while works with callbacks are in flight, and how long it leaves the
-# GIL to
-# the monitor, which has woken it and is about to release the GIL: waiting for the GIL would be one more sleep.
+# GIL to the monitor, which has woken it and is about to release it: waiting for the GIL would be one more sleep.
 cdef double _LIGHTLY = 1.0
 cdef double _LIGHTLY_ON_HOST = 1e-3  # the operation and the program's own work need the cores
 cdef double _COURTESY = 50e-6
@@ -706,8 +698,7 @@ cdef int tell() except -1:
 
 @atexit.register
 def _end_of_process():
-    """Give queued tasks a moment, and end the threads that are not in a user's callback before the interpreter
-    ends."""
+    """Give queued tasks a moment, and end the threads outside users' callbacks before the interpreter ends."""
     global _stop
     cdef double end = now() + _PATIENCE
     cdef int word = 0

@@ -63,8 +63,7 @@ cdef extern from * nogil:
 
 
 # How long after a failure its dump is written: other works of the launch or group fail soon after it, and the dump
-# should
-# show them as failed.
+# should show them as failed.
 _SETTLE = 0.1
 
 # Dumps after failures of operations are at least so many seconds apart.
@@ -90,8 +89,7 @@ cdef void _wake_all() noexcept nogil:
 cdef class _Writer(FailureListener):
     """Write the dump of this process into a folder.
 
-    No lock guards the requests: a signal handler of the program may add one while it interrupts the thread that adds
-    one.
+    No lock guards the requests: a signal handler of the program may interrupt a thread that adds one, and add one too.
     """
 
     cdef str folder

@@ -57,7 +57,7 @@ class KnownGroup(Known):
     name
         The group's name.
     number
-        How many groups of this name each rank has made, this one included.
+        Which group of this name it is; each rank counts from 1.
     rank, size
         The rank in it and the number of ranks.
     device
@@ -156,8 +156,7 @@ def groups() -> list[dict[str, Any]]:
 
 
 def elsewhere(here: Known) -> dict[str, Any]:
-    """Return what keeps a rank, if it is in no operation of `here`, longest in another group or communicator; {} if
-    nothing.
+    """Return what keeps a rank that is in no operation of `here` longest in another group or communicator; else {}.
 
     If several ranks of `here` are in this process, the groups of each are told apart by its device. An operation that
     was launched and may be done keeps no rank.

@@ -23,8 +23,7 @@ using Job = ncclpy_job;
 class Lane {
  public:
   // `spin` is how long the thread stays awake for the next job, in seconds: launches arrive in bursts. The thread
-  // calls
-  // `begin` first.
+  // calls `begin` first.
   Lane(double spin, void (*begin)()) : spin_(spin), begin_(begin) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_LIST); }
 
   // Returns false when no thread can be started.
@@ -34,8 +33,7 @@ class Lane {
     sigset_t all, before;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    // Signals go to the program's threads, Python's handlers need the main one; a crash must reach its installed
-    // handler.
+    // Signals go to the program's threads: Python's handlers need the main one. A crash must reach its handler.
     sigfillset(&all);
     for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, number);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -117,8 +115,7 @@ class Lane {
     }
   }
 
-  // Takes the next job. `mine` says whether this thread has the lane already; without a job the lane is free
-  // afterwards.
+  // Takes the next job. `mine` says whether this thread has the lane already; without a job the lane becomes free.
   Job* take(bool mine) {
     Job* job = nullptr;
     ncclpy_mutex_lock(&mutex_);
@@ -158,8 +155,7 @@ class Lanes {
 
   int count() const { return static_cast<int>(lanes_.size()); }
 
-  // Starts a lane's thread at its first use; must not be called concurrently. Returns false if the thread cannot
-  // start.
+  // Starts a lane's thread at its first use; must not be called concurrently. Returns false if that fails.
   bool need(int number) {
     if (lanes_[number] != nullptr) return true;
     std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_, begin_));
@@ -179,9 +175,7 @@ class Lanes {
   // Borrows some lanes, each named once; all of them or none.
   //
   // A single lane is borrowed whenever it is idle. Several lanes work faster than one thread, so they are borrowed
-  // only
-  // when they sleep and nothing was launched for a while: waking them takes longer than making all calls in one
-  // thread.
+  // only when they sleep and nothing was launched for a while: waking them takes longer than making all calls here.
   bool borrow(const int* numbers, size_t count) {
     size_t taken = 0;
     ncclpy_mutex_lock(&order_);

@@ -613,7 +613,7 @@ def abort_in_background(handles, reason, others=()):
 
 
 class _Done:
-    """Stands for the thread if the caller has done its work."""
+    """Stand for the thread if the caller has done its work."""
 
     def join(self, timeout=None):
         """Return at once."""
@@ -730,8 +730,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef Launch start(self, Launch launch, const Operation* operation, bint here):
         """Start a launch of such an operation on all devices; in this thread only if a similar one has run here.
 
-        NCCL connects ranks at the first use of an algorithm and then waits for all of them: only a lane may wait for
-        that.
+        NCCL connects ranks at the first use of an algorithm and then waits for all of them: only a lane may wait.
         """
         launch.signature = signature_of(operation)
         return launch.start(here and self.knows(launch.signature))

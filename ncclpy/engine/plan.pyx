@@ -392,8 +392,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
     cdef int _close(self, double deadline) except -1:
         """Destroy the graphs once no launch of them is in progress.
 
-        It cannot use the plan's mutex for that: a launch of the plan holds it, and may be stuck until an abort ends
-        it.
+        It cannot use the plan's mutex for that: a launch of the plan holds it, perhaps stuck until an abort ends it.
         """
         cdef double started = now()
         if self.plan is None:

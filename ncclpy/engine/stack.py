@@ -63,8 +63,7 @@ def as_stack(told: Any) -> tuple[str, ...]:
 def in_short(stack: Sequence[str]) -> str:
     """Return the innermost frames for a sentence, with the last parts of their files' paths.
 
-    After the innermost frame only frames of the program are named, if there are any, and none of libraries between
-    them.
+    After the innermost frame only frames of the program are named, if there are any, and no libraries between them.
     """
     program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []

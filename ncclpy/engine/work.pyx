@@ -411,8 +411,7 @@ What an asynchronous operation returns.
     cdef int settle(self, object error) except -1:
         """Settle the work, with an error or None; later calls change nothing.
 
-        It runs no code of users: any thread may call it, under any lock. `tidy` should follow where users' code may
-        run.
+        It runs no code of users: any thread may call it, under any lock. `tidy` should follow where that may run.
         """
         cdef Together launch
         cdef float milliseconds
@@ -731,8 +730,8 @@ What an asynchronous operation returns.
         ------
         NcclTimeout
             If it is not done in time.
-        The failure of the operation.
-            What has become of the operation.
+        NcclError, ValueError
+            The failure of the operation.
         """
         self._must_end(timeout)
         if self.error is not None:

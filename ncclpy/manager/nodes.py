@@ -1,7 +1,7 @@
 """The processes of one communicator key in their store.
 
-They meet there before NCCL, which could not name missing ranks. When one is in trouble, it asks there what the others
-do.
+They meet there before NCCL, which could not name missing ranks. A process in trouble asks there what the
+others do.
 """
 
 from __future__ import annotations

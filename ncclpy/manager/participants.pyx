@@ -1,7 +1,6 @@
 """The methods by which participants join a collective of the Manager.
 
-Each reads and checks the buffers, where an error is raised at once and leaves the key as it was, and adds a
-participant.
+Each checks the buffers, where an error is raised at once and leaves the key unchanged, and adds a participant.
 """
 
 from ncclpy.core.arguments.buffers cimport View, read_view

@@ -208,8 +208,8 @@ class Pool:
         ------
         ValueError
             On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
-            the segments are in the next commit's list.
-            Also if the pool is closed, even by a signal handler during the commit: then no window stays.
+            the segments are in the next commit's list. Also if the pool is closed, even by a signal handler during the
+            commit: then no window stays.
         NcclTimeout
             If a rank is missing at the deadline. With a `ProcessGroup` it names the missing ranks, on all others, and
             nothing has changed: the next commit meets again. A `Communicator` cannot name them, and is aborted.

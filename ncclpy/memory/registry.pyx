@@ -58,8 +58,7 @@ class SegmentRegistry:
 
     There is one registry for each process, `SegmentRegistry.default`; `memory.alloc` and pools put their segments
     there, and `add` adds memory that others allocate. A communicator registers new segments in its next call
-    (`ncclCommRegister`), so nothing here waits for a communicator; closing it deregisters them, and an abort drops
-    them.
+    (`ncclCommRegister`), so nothing here waits for a communicator; closing it deregisters them, and an abort drops them.
     """
 
     def __init__(self):
@@ -314,8 +313,7 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
     """Return when no communicator uses a segment; abort those that still do after `timeout` seconds.
 
-    STILL_USED means that one could not be aborted: a thread is inside NCCL with it, or NCCL's own abort does not
-    return.
+    STILL_USED means that one could not be aborted: a thread is stuck inside NCCL, or NCCL's own abort does not return.
     """
     cdef double started = now(), deadline = started + timeout
     cdef uint64_t number
@@ -874,7 +872,7 @@ def check_endable(Handle comm not None, what):
 
 
 cdef class Hold:
-    """Keeps a segment although its allocator frees it, for a window over it."""
+    """Keep a segment although its allocator frees it, for a window over it."""
 
     cdef uintptr_t base
     cdef uint64_t number

@@ -25,7 +25,7 @@ class WorkerError(RuntimeError):
 
 
 class Crew(abc.ABC):
-    """Starts workers, passes their messages on, and ends them.
+    """Start workers, pass their messages on, and end them.
 
     Parameters
     ----------

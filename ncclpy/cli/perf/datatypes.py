@@ -29,9 +29,9 @@ class Type:
     native
         The numpy dtype, or ``None`` where numpy has none.
     digits
-        Binary digits of a float's significand with the leading one; 0 for integers. Integers up to ``2**digits``
         Binary digits of a float's significand, the leading one included; 0 for integers. Integers up to ``2**digits``
         are exact.
+    since
         The first NCCL version that has it.
     """
 

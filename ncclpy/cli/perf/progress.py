@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Counts measurements up to `total` on standard error, if that is a terminal.
+    """Count measurements up to `total` on standard error, if that is a terminal.
 
     Use it as a context manager; `write` prints a line to standard output without disturbing the bar.
     """

@@ -98,7 +98,7 @@ def _number(value: float, width: int) -> str:
 
 
 class Report:
-    """Collects the results of a run and writes them.
+    """Collect the results of a run and write them.
 
     Parameters
     ----------

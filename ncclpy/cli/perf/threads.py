@@ -32,7 +32,7 @@ class _Link:
 
 
 class Threads(Crew):
-    """Runs ``-t`` threads with ``-g`` devices each.
+    """Run ``-t`` threads with ``-g`` devices each.
 
     Even a single worker is a thread of its own: the main thread stays free for deadlines and Ctrl-C.
     """

@@ -44,7 +44,7 @@ _COMBINE: tuple[Callable[[list[float]], float], ...] = (
 
 
 class Worker:
-    """Drives the ranks ``index * ranks`` and following, each on the device with its number.
+    """Drive the ranks ``index * ranks`` and following, each on the device with its number.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ def prefix(rank: int, size: int, coloured: bool) -> bytes:
 
 
 class Lines:
-    """Cuts the bytes of one pipe into whole lines with a prefix.
+    """Cut the bytes of one pipe into whole lines with a prefix.
 
     A lone carriage return ends a line too: progress bars write nothing else.
     """

@@ -38,10 +38,10 @@ class Rank:
 
     Attributes
     ----------
-    Its rank among all processes.
-        Its number among all.
-    Its process id; the process leads a session of its own.
-        Its process, which leads a session of its own.
+    rank : int
+        Its rank among all processes.
+    pid : int
+        Its process id; the process leads a session of its own.
     code : int or None
         How it ended, as a shell reports it: its exit code, or 128 plus the signal's number. None while it runs.
     """

@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 
 class Supervisor:
-    """Watches the processes of one launcher until all have ended.
+    """Watch the processes of one launcher until all have ended.
 
     All that happens is an event in one queue: a signal, the end of a process, a message of another launcher, an output
     without a reader. Only the main thread acts on events.

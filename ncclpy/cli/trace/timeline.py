@@ -115,9 +115,8 @@ def write_chrome(dumps: Sequence[Dump], path: Path) -> None:
     """Write the timeline in Chrome's trace format (JSON objects), which Perfetto reads too.
 
     A process of the trace is a dump; a thread is a device, or the operations that wait for their launch there. Viewers
-    need
-    the spans of one thread to be nested, so overlapping spans, as of queued operations, are on further threads of the
-    same device. Times are in microseconds.
+    need the spans of one thread to be nested, so overlapping spans, as of queued operations, are on further threads of
+    the same device. Times are in microseconds.
     """
     timeline = lay_out(dumps)
     events: list[dict[str, Any]] = []

@@ -58,7 +58,7 @@ class SegmentRegistry:
 
     There is one registry for each process, `SegmentRegistry.default`; `memory.alloc` and pools put their segments
     there, and `add` adds memory that others allocate. A communicator registers new segments in its next call
-    (`ncclCommRegister`), so nothing here waits for a communicator; closing it deregisters them, and an abort drops them.
+    (`ncclCommRegister`), so nothing here waits for a communicator; a close deregisters them, and an abort drops them.
     """
 
     def __init__(self):

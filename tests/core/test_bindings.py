@@ -1,4 +1,4 @@
-"""Every function of ncclpy.bindings against a NCCL that writes down how it is called."""
+"""Every function of ncclpy.bindings against an NCCL that records its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ncclpy import SUM, DataType, Result, bindings, synchronize
 
 FUNCTIONS = {function.name: function for function in nccl_functions()}
 
-# Written by C: no argument of the Python function. "int*" is also how ncclCommShrink takes its list; see SPECIAL.
+# Written by C, so not arguments of the Python function. "int*" is also the list of ncclCommShrink; see SPECIAL.
 OUT = {
     "int*", "uint64_t*", "size_t*", "void**", "ncclComm_t*", "ncclWindow_t*", "ncclResult_t*", "ncclRedOp_t*",
     "ncclCftLeId*", "ncclParamHandle_t*", "const char**",
@@ -26,7 +26,7 @@ NUMBERS = {
     "ncclCommMemStat_t", "ncclCftTeamMode_t",
 }  # fmt: skip
 
-# Functions whose Python arguments are not C's one by one: arguments, what C sees, what comes back.
+# Functions with Python arguments that differ from those of C: arguments, what C sees, what is returned.
 ID = {"id": 9}
 SUCCESS = {"result": "SUCCESS"}
 
@@ -77,7 +77,7 @@ def recorded(library):
 
 
 def _expected(function):
-    """Return (arguments, what C sees, what comes back) of a function whose arguments are C's one by one."""
+    """Return (arguments, what C sees, what is returned) of a function with the same arguments in Python and C."""
     args, seen, out = [], [], []
     for i, (kind, name) in enumerate(function.parameters):
         if kind in OUT:
@@ -137,7 +137,7 @@ RETURNS_RESULT = [name for name, function in FUNCTIONS.items() if function.retur
 
 
 @pytest.mark.parametrize("symbol", [name for name in RETURNS_RESULT if name != "ncclGetVersion"])
-def test_an_error_raises(recorded, symbol):
+def test_error_code_raises(recorded, symbol):
     args, _, _ = SPECIAL.get(symbol) or _expected(FUNCTIONS[symbol])
     reply = recorded(snake_case(symbol), *args, result=4)
     assert reply["raised"] == "NcclError"
@@ -184,13 +184,13 @@ def test_in_progress_init_returns_the_handle(recorded):
         ("comm_window_register", [4096, 8192, 64]),
     ],
 )
-def test_a_handle_written_later_arrives(recorded, function, args):
+def test_handle_written_later_arrives(recorded, function, args):
     reply = recorded(function, *args, result=7, defer=1)
     assert reply["returned"] == {"pending": 0, "result": "IN_PROGRESS"}
     assert reply["later"] == {"pending": 0xABCDEF, "result": "IN_PROGRESS"}
 
 
-def test_a_handle_dropped_too_early_is_not_overwritten(recorded):
+def test_handle_dropped_before_it_is_written_is_not_overwritten(recorded):
     def places(defer):
         return [recorded("comm_split", 4096, 0, 0, result=7, defer=defer)["place"] for _ in range(50)]
 
@@ -203,7 +203,7 @@ def test_async_error_is_returned_even_if_unknown(recorded):
     assert recorded("comm_get_async_error", 4096)["returned"] == 71
 
 
-def test_children_take_a_configuration_or_their_parents(recorded):
+def test_split_and_grow_pass_config_or_default(recorded):
     split = recorded("comm_split", 4096, 0, 0, {"config": {"split_share": True, "comm_name": "left"}})
     config = split["seen"]["args"][4]
     assert (config["splitShare"], config["commName"]) == (1, "left")
@@ -241,7 +241,7 @@ def test_properties(library, recorded):
         ("wait_signal", [[[1, 2]], 4096, 0], "ValueError", "unpack"),
     ],
 )
-def test_a_wrong_argument_is_refused(recorded, function, args, kind, words):
+def test_wrong_argument_is_refused_before_nccl(recorded, function, args, kind, words):
     before = recorded("comm_count", 4096)["seen"]
     reply = recorded(function, *args)
     assert reply["raised"] == kind and words in reply["message"], reply
@@ -255,7 +255,7 @@ QUICK = (OLD_VERSIONS[0], OLD_VERSIONS[len(OLD_VERSIONS) // 2], OLD_VERSIONS[-1]
 @pytest.mark.parametrize(
     "version", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in OLD_VERSIONS]
 )
-def test_a_missing_function_names_its_release(recorder_object, tmp_path, version):
+def test_missing_function_names_its_release(recorder_object, tmp_path, version):
     lacking = {function.name: function.since for function in FUNCTIONS.values() if function.since > version}
     child = Recorded(link_recorder(recorder_object, tmp_path, sorted(lacking)), version)
     for symbol, function in FUNCTIONS.items():
@@ -272,14 +272,14 @@ def test_a_missing_function_names_its_release(recorder_object, tmp_path, version
 
 
 @pytest.mark.usefixtures("host_engine")
-def test_a_child_made_in_a_group_arrives_at_its_end():
+def test_child_made_in_a_group_arrives_at_its_end():
     comms = bindings.comm_init_all(4)
     bindings.group_start()
     children = [bindings.comm_split(comm, rank % 2, -rank) for rank, comm in enumerate(comms)]
     assert [child.value for child in children] == [0, 0, 0, 0]
     assert not any(children)
     assert bindings.group_end() is Result.SUCCESS
-    # A handle that has arrived serves as its int.
+    # A handle that has arrived works as its int.
     assert [bindings.comm_user_rank(child) for child in children] == [1, 1, 0, 0]
     data = [np.full(8, rank + 1, np.float32) for rank in range(4)]
     bindings.group_start()

@@ -1,4 +1,4 @@
-"""Config and CollConfig: what they accept, and what NCCL gets."""
+"""Config and CollConfig: accepted values, and the structures that NCCL gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ncclpy.core.arguments.config import CollConfig, Config
 
 UNDEFINED = -(2**31)
 
-# Field by field: the Python name, the C name, the first release, a value and what C sees of it.
+# Field by field: the Python name, the C name, the first release, a value, and that value in C.
 CONFIG = [
     ("blocking", "blocking", 21400, False, 0),
     ("cga_cluster_size", "cgaClusterSize", 21701, 2, 2),
@@ -92,14 +92,14 @@ def test_coll_config_defaults_are_nccls(recorded_by_version):
 
 
 @pytest.mark.parametrize(("name", "c_name", "since", "value", "in_c"), CONFIG)
-def test_a_field_reaches_its_place(recorded_by_version, name, c_name, since, value, in_c):
+def test_config_field_reaches_its_place(recorded_by_version, name, c_name, since, value, in_c):
     child = recorded_by_version(23203)
     default = child(*INIT, None)["seen"]["args"][4]
     assert child(*INIT, {"config": {name: value}})["seen"]["args"][4] == default | {c_name: in_c}
 
 
 @pytest.mark.parametrize(("name", "c_name", "since", "value", "in_c"), COLL_CONFIG)
-def test_a_field_of_a_call_reaches_its_place(recorded_by_version, name, c_name, since, value, in_c):
+def test_coll_config_field_reaches_its_place(recorded_by_version, name, c_name, since, value, in_c):
     child = recorded_by_version(23203)
     default = child(*REDUCE, None)["seen"]["args"][7]
     assert child(*REDUCE, {"coll_config": {name: value}})["seen"]["args"][7] == default | {c_name: in_c}
@@ -108,7 +108,7 @@ def test_a_field_of_a_call_reaches_its_place(recorded_by_version, name, c_name, 
 RELEASES = sorted({21602} | {row[2] for row in CONFIG + COLL_CONFIG if row[2] > 21600})
 
 
-QUICK = (21602, 21701, 22703, 23102, 23203)  # for all but one of which others here start a process too
+QUICK = (21602, 21701, 22703, 23102, 23203)  # other tests of this file start a process for all of them but one anyway
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ QUICK = (21602, 21701, 22703, 23102, 23203)  # for all but one of which others h
 @pytest.mark.parametrize(
     ("call", "kind", "rows"), [(INIT, "config", CONFIG), (REDUCE, "coll_config", COLL_CONFIG)], ids=["init", "call"]
 )
-def test_an_unknown_field_is_refused(recorded_by_version, version, call, kind, rows):
+def test_field_of_newer_release_is_refused(recorded_by_version, version, call, kind, rows):
     child = recorded_by_version(version)
     for name, c_name, since, value, in_c in rows:
         reply = child(*call, {kind: {name: value}})
@@ -137,11 +137,11 @@ def test_blocking_is_explicit_before_2_17(recorded_by_version, version, blocking
 
 
 @pytest.mark.parametrize(("version", "stated"), [(22907, 22907), (23203, 23203), (23500, 23203)])
-def test_the_version_is_the_loaded_one_up_to_ours(recorded_by_version, version, stated):
+def test_config_version_is_that_of_the_library_up_to_newest_known(recorded_by_version, version, stated):
     assert recorded_by_version(version)(*INIT, None)["seen"]["args"][4]["version"] == stated
 
 
-def test_the_layout_of_2_31_ends_before_the_event(recorded_by_version):
+def test_coll_config_of_2_31_ends_before_the_event(recorded_by_version):
     assert recorded_by_version(23102)(*REDUCE, None)["seen"]["args"][7]["size"] == 64
 
 
@@ -160,19 +160,19 @@ def test_the_layout_of_2_31_ends_before_the_event(recorded_by_version):
         (CollConfig, "ext", 1.5, TypeError, "CollConfig.ext must be a"),
     ],
 )
-def test_a_wrong_value_is_refused_at_once(kind, field, value, error, words):
+def test_wrong_value_is_refused_at_once(kind, field, value, error, words):
     with pytest.raises(error, match=words):
         kind(**{field: value})
 
 
-def test_names_only():
+def test_config_takes_keywords_only():
     with pytest.raises(TypeError, match="positional"):
         Config(True)
     with pytest.raises(TypeError, match="blocknig"):
         Config(blocknig=True)
 
 
-def test_it_is_a_value():
+def test_config_is_a_frozen_value():
     config = Config(blocking=False, comm_name="a")
     assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(Config(comm_name="a"), blocking=False)
     assert hash(config) == hash(dataclasses.replace(config))
@@ -183,7 +183,7 @@ def test_it_is_a_value():
     assert Config(max_ctas=np.int64(4)).max_ctas == 4, "what has __index__ is an int"
 
 
-def test_an_event_gives_its_handle():
+def test_event_gives_its_handle():
     class Event:
         handle = 0x1234
 

@@ -10,10 +10,10 @@ import ncclpy
 import testing
 
 
-# Of 8 ranks everything is in test_conformance_variants, with fewer types.
+# test_conformance_variants covers 8 ranks, with fewer types.
 @pytest.fixture(scope="module", params=conformance.worlds(slow=(8,)), ids="{}ranks".format)
 def comms(request):
-    """Yield one set of communicators a number of ranks; threads and groups share it."""
+    """Yield one set of communicators per number of ranks; threads and groups share it."""
     yield from testing.communicators(request.param)
 
 
@@ -43,7 +43,7 @@ def test_processes(nranks):
 
 @pytest.mark.parametrize("datatype", [d for d in ncclpy.DataType if conformance.is_float(d)])
 def test_sum_of_any_floats_rounds_within_bounds(comms, arrays, datatype):
-    # Every addition rounds by at most the unit roundoff of the magnitudes added so far, in whatever order.
+    # Every addition rounds by at most the unit roundoff of the magnitudes added so far, in any order.
     nranks = len(comms)
     dtype = testing.DTYPES[datatype]
     random = np.random.default_rng(datatype)
@@ -62,13 +62,13 @@ def test_sum_of_any_floats_rounds_within_bounds(comms, arrays, datatype):
     first = arrays.read(buffers[0]).astype(np.float64)
     assert np.all(abs(first - exact) <= bound), abs(first - exact).max()
     for buffer in buffers[1:]:
-        # Every rank has the same bits, whatever they are: replicas may not drift apart.
+        # Every rank has the same bits: replicas must not drift apart.
         assert np.array_equal(arrays.read(buffer).astype(np.float64), first)
 
 
 @pytest.mark.parametrize("datatype", ["float16", "bfloat16", "float8e4m3", "float8e5m2"])
 def test_small_floats_accumulate_in_float32(host_engine, comms, datatype):
-    # In the type itself, big + small stays big however often it is added; in float32 the small ones add up.
+    # In the type itself, big + small stays big however often small is added; in float32 the small terms add up.
     nranks = len(comms)
     datatype = ncclpy.DataType[datatype.upper()]
     dtype = testing.DTYPES[datatype]

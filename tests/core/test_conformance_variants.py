@@ -1,4 +1,4 @@
-"""What groups of calls make up: parts of different sizes, point to point, and the collectives' other launch ways."""
+"""Calls made of groups: parts of different sizes, lists, point to point; and other ways to launch collectives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def of_types(*datatypes):
 
 
 def of_types_and_operators(first, *others):
-    """Give every operator of every type; outside of campaigns every one of the first type, and one of each other."""
+    """Parametrise with every operator of every type; outside of campaigns, one for each type but the first."""
     return pytest.mark.parametrize(
         ("datatype", "op"),
         [
@@ -79,7 +79,7 @@ def of_types_and_operators(first, *others):
 
 
 def every_count(test):
-    """Run a test for all counts in one: as many tests would take longer to begin than to run."""
+    """Run a test with all counts in turn: separate tests would take longer to start than to run."""
 
     @functools.wraps(test)
     def run(*args, **given):
@@ -133,7 +133,7 @@ def test_reduce_scatter_by_counts(comms, each, arrays, counts, op, datatype):
 @of_types(DataType.INT8, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 def test_all_to_all_by_counts(comms, each, arrays, counts, datatype):
     nranks = len(comms)
-    # What rank i sends to rank j: the counts turned by i, so that rows and columns differ.
+    # Counts from rank i to rank j, rotated by i, so that rows and columns differ.
     matrix = [[counts(nranks)[(i + j) % nranks] * (1 + i % 2) for j in range(nranks)] for i in range(nranks)]
     outgoing = [values(datatype, i, sum(matrix[i])) for i in range(nranks)]
     sends = [arrays.make(outgoing[i], comm.device) for i, comm in enumerate(comms)]
@@ -179,7 +179,7 @@ V_CALLS = {
 
 
 @pytest.mark.parametrize("method", V_CALLS)
-def test_counts_that_do_not_fit(comms2, arrays, method):
+def test_counts_that_do_not_fit_are_refused(comms2, arrays, method):
     good, call, sends, recvs = V_CALLS[method]
     comm = comms2[0]
 
@@ -198,7 +198,7 @@ def test_counts_that_do_not_fit(comms2, arrays, method):
     rejected("recv", buffer(sends), arrays.argument(arrays.make(np.zeros(recvs, np.int32), comm.device)), good)
 
 
-# Lists of buffers, one a rank
+# Lists of buffers, one per rank
 
 
 def listed(lib, comm, datatype, counts):
@@ -402,7 +402,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_lists_that_do_not_fit(host_engine, comms2, misfit):
+def test_lists_that_do_not_fit_are_refused(host_engine, comms2, misfit):
     call, words = MISFITS[misfit]
     with pytest.raises((TypeError, ValueError), match=f"^{words}" if "NCCL" not in words else words):
         testing.run_with_deadline(lambda: call(comms2[0]), 10)
@@ -511,7 +511,7 @@ def test_split_communicators(comms4, arrays):
 
 
 def test_explicit_streams_and_many_operations_in_flight(comms, arrays):
-    # Every case of a stream is enqueued before the first is looked at.
+    # Every case is enqueued on the stream before the first result is read.
     nranks = len(comms)
     matrix = [case for case in some_cases(nranks) if case.op != conformance.PRE_MUL_SUM]
 
@@ -551,7 +551,7 @@ def test_aggregated_cases_in_one_group(comms, arrays):
     assert not wrong, conformance.report(wrong)
 
 
-def test_an_operator_serves_its_own_communicator_and_type(arrays, comms2):
+def test_operator_is_only_for_its_communicator_and_type(arrays, comms2):
     data = arrays.make(np.ones(4, np.float32), 0)
     doubles = arrays.make(np.ones(4, np.float64), 0)
     other = arrays.make(np.ones(4, np.float32), 1)

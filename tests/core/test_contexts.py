@@ -20,8 +20,8 @@ WAYS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ["", "timeout=20", "config=ncclpy.Config(blocking=False)"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_device_gets_none(way, options):
-    """Whatever is called in threads that have no current device, with a communicator of another one."""
+def test_first_device_gets_no_context(way, options):
+    """All calls are made in threads without a current device, with a communicator of another device."""
     testing.need_devices(2)
     testing.run_python(
         f"""

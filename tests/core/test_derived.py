@@ -12,7 +12,7 @@ def test_split(arrays, comms4):
     def rank(rank):
         parent = comms4[rank.rank]
         with parent.split(rank.rank % 2, -rank.rank) as child:
-            # Keys order the ranks of a child: the higher parent's rank has the lower key.
+            # Keys order the ranks of a child: the higher rank of the parent has the lower key.
             assert (child.nranks, child.rank) == (2, 1 if rank.rank < 2 else 0)
             assert child.device == parent.device
             return testing.own_sum(arrays, child, rank.rank)
@@ -92,8 +92,8 @@ def test_shrink_of_the_excluded_rank_is_refused(comms2):
         testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
 
 
-def test_shrink_that_not_all_make_names_its_list(host_engine):
-    """Rank 1 has excluded another rank, and NCCL compares nothing."""
+def test_shrink_timeout_names_the_excluded_ranks(host_engine):
+    """As if rank 1 had excluded another rank: NCCL does not compare the lists."""
     testing.need_function("ncclCommShrink")
     comms = ncclpy.Communicator.init_all([0, 1, 2], timeout=0.5)
     with pytest.raises(
@@ -166,7 +166,7 @@ def test_revoked_communicator_can_be_split_and_closed(comms2, arrays):
         ("ncclCommSuspend", lambda comm: comm.suspend()),
     ],
 )
-def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays, symbol, call):
+def test_function_missing_in_library_is_unsupported_and_harmless(comms2, arrays, symbol, call):
     if ncclpy.library().has(symbol):
         pytest.skip(f"needs a library without {symbol}")
     with pytest.raises(ncclpy.NcclUnsupported, match=symbol):
@@ -174,7 +174,7 @@ def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays,
     testing.all_ones(arrays, comms2)
 
 
-def test_who_aborts_a_child_twice_leaves_its_parent(comms2, arrays):
+def test_aborting_a_child_twice_leaves_its_parent_usable(comms2, arrays):
     with ncclpy.group():
         children = [comm.split(0) for comm in comms2]
     for child in children:

@@ -1,4 +1,4 @@
-"""Random programs whose waits end early, in processes of their own; see early_end_runs.py."""
+"""Random programs with waits that end early, in processes of their own; see early_end_runs.py."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
     assert not failed, f"repeat with `python early_end_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"
     assert done.returncode == 0, done.stderr[-3000:]
     assert sums["ran"] == runs
-    # Of many kinds: programs that come to their end, and such that do not. Which of the rarer ones a few runs meet
-    # depends on who gets the processor; many runs meet them all.
+    # Some programs finish, some do not. Which of the rarer outcomes a few runs meet depends on thread scheduling; many
+    # runs meet them all.
     assert {"right", "NcclAborted", "NcclError"} <= set(sums["outcomes"]), sums
     assert len({"NcclTimeout", "KeyboardInterrupt", "Late"} & set(sums["outcomes"])) >= (1 if runs <= 24 else 2), sums
     assert runs <= 24 or "NcclTimeout" in sums["outcomes"], sums
 
 
-def test_the_arrays_tell_who_writes_after_their_end():
+def test_mortal_arrays_report_writes_after_their_end():
     arrays = mortal_arrays.MortalArrays(share_freed=0)
     array = arrays.make(10)
-    memory = array.base  # as an engine has it, that knows an address and owns nothing
+    memory = array.base  # like an engine, which knows an address and owns nothing
     assert arrays.alive() == 1 and not arrays.touched()
     del array
     assert arrays.alive() == 0 and not arrays.touched()

@@ -1,4 +1,4 @@
-"""One family of errors, which says what, where and which version, and travels between processes."""
+"""One family of errors, which name operation, place and version, and can be pickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_family(kind):
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_keeps_everything(kind, protocol):
     error = kind("words", result=6, function="ncclAllReduce", detail="socket closed", version=(2, 32, 3))
-    error.missing = [1, 3]  # as a store's NcclTimeout has
+    error.missing = [1, 3]  # an attribute of the NcclTimeout of a store
     again = pickle.loads(pickle.dumps(error, protocol))
     assert type(again) is kind
     assert str(again) == "words" and again.missing == [1, 3]
@@ -78,7 +78,7 @@ def test_fields_of_a_refusal():
     assert error.detail, "ncclGetLastError is part of the error"
 
 
-def test_message_says_what_where_why_and_which_version():
+def test_message_names_function_reason_and_version():
     error = invalid_argument()
     message = str(error)
     assert error.function in message
@@ -87,7 +87,7 @@ def test_message_says_what_where_why_and_which_version():
     assert ".".join(map(str, error.version)) in message
 
 
-def test_a_refusal_can_be_pickled():
+def test_refusal_can_be_pickled():
     error = invalid_argument()
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.result == error.result and again.detail == error.detail
@@ -130,7 +130,7 @@ def future_nccl(tmp_path_factory):
     return build
 
 
-def test_a_code_from_a_newer_nccl_stays_its_number(future_nccl):
+def test_code_of_newer_nccl_is_kept_as_a_number(future_nccl):
     done = testing.run_python(
         """
         import pickle, ncclpy
@@ -153,7 +153,7 @@ def test_a_code_from_a_newer_nccl_stays_its_number(future_nccl):
 @pytest.mark.parametrize(
     ("result", "kind"), [(1, "NcclError"), (4, "NcclError"), (6, "NcclRemoteError"), (8, "NcclTimeout")]
 )
-def test_local_peersd_of_each_result(future_nccl, result, kind):
+def test_error_class_of_each_result(future_nccl, result, kind):
     done = testing.run_python(
         """
         import ncclpy
@@ -168,7 +168,7 @@ def test_local_peersd_of_each_result(future_nccl, result, kind):
     assert done.stdout.split() == [kind, str(result)]
 
 
-def test_a_missing_symbol_names_the_version_that_has_it(future_nccl):
+def test_missing_symbol_names_the_version_that_has_it(future_nccl):
     done = testing.run_python(
         """
         import ncclpy

@@ -1,4 +1,4 @@
-"""The names by which ranks compare the types of their arrays: the same in all processes, for all who read an array."""
+"""The names by which ranks compare types of arrays: the same in all processes and for every way to read an array."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_array_of_numpy_has_the_name_of_its_type(name):
+def test_numpy_array_has_the_name_of_its_type(name):
     assert type_of_array(np.zeros(2, NAMES[name])) == name
 
 
 def forget():
-    """See so many types that those before them are forgotten."""
+    """Use so many types that all earlier ones are forgotten."""
     for i in range(1, MANY):
         type_of_array(np.zeros(1, f"V{i}"))
 
 
-def test_equal_types_have_one_name_whichever_a_process_has_seen_first():
+def test_equal_types_have_one_name_in_any_order_of_use():
     plain = np.dtype([("a", "i4"), ("b", "f4")])
     titled = np.dtype([(("what it is", "a"), "i4"), ("b", "f4")])
     names = []
@@ -65,7 +65,7 @@ def test_equal_types_have_one_name_whichever_a_process_has_seen_first():
     assert names == ["[('a', '<i4'), ('b', '<f4')]"] * 4
 
 
-def test_a_long_name_is_cut_and_still_tells_types_apart():
+def test_long_name_is_cut_and_still_distinct():
     fields = [(f"field {i}", "f8") for i in range(300)]
     names = [type_of_array(np.zeros(1, [*fields, (last, "i8")])) for last in "xyx"]
     assert all(name.isascii() and len(name) == 155 for name in names)
@@ -74,7 +74,7 @@ def test_a_long_name_is_cut_and_still_tells_types_apart():
     assert "... (301 fields, 2408 bytes, #" in names[0]
 
 
-def test_new_types_take_no_memory_for_good():
+def test_new_types_do_not_grow_memory():
     def see(what):
         for i in range(MANY):
             type_of_array(np.zeros(1, [(f"{what}{i}", "i4")]))
@@ -91,7 +91,7 @@ def test_new_types_take_no_memory_for_good():
         tracemalloc.stop()
 
 
-def test_a_type_that_was_forgotten_is_still_the_same(host_engine, comm1):
+def test_forgotten_type_is_still_equal(host_engine, comm1):
     first = np.ones(2, [("a", "i4")])
     buffer = ncclpy.Buffer.of(first)
     forget()
@@ -100,7 +100,7 @@ def test_a_type_that_was_forgotten_is_still_the_same(host_engine, comm1):
         comm1.broadcast(np.ones(2, [("b", "i4")]), first)
 
 
-def test_a_buffer_keeps_the_name_of_its_type(host_engine):
+def test_buffer_keeps_the_name_of_its_type(host_engine):
     dates = np.array(["2026-11-27", "2026-11-28"], "M8[D]")
     buffer = ncclpy.Buffer.of(dates)
     forget()
@@ -108,7 +108,7 @@ def test_a_buffer_keeps_the_name_of_its_type(host_engine):
 
 
 class Exported:
-    """An array of which only DLPack tells."""
+    """An array that only exports DLPack."""
 
     def __init__(self, array):
         self.array = array

@@ -1,4 +1,4 @@
-"""What a process leaves behind: fork, exit with open communicators, and exit in the middle of things."""
+"""Processes that fork, that exit with open communicators, or that exit in the middle of a call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_fork_before_first_use_is_fine():
     assert done.stderr == ""
 
 
-def test_a_child_of_the_child_is_refused_too():
+def test_grandchild_is_refused_too():
     testing.run_python(
         """
         import os, warnings
@@ -116,7 +116,7 @@ def test_drop_in_the_middle_exits_silently(drop):
     assert (done.stdout, done.stderr) == ("made\ndropped\n", "")
 
 
-def test_exit_with_peers_that_never_came():
+def test_exit_with_missing_peers_is_silent():
     done = testing.run_python(
         """
         import threading, time, ncclpy
@@ -135,7 +135,7 @@ def test_exit_with_peers_that_never_came():
 
 @pytest.mark.parametrize("stuck", [True, False])
 def test_exit_runs_no_destructors_under_a_thread_inside_nccl(stuck):
-    """NCCL's and CUDA's would free what that thread uses: SIGSEGV, now and then. The status and the output stay."""
+    """Destructors of NCCL and CUDA would free memory in use by the thread: a rare SIGSEGV. Status and output stay."""
     done = testing.run_python(
         f"""
         import ctypes, sys, threading, time, ncclpy
@@ -216,7 +216,7 @@ def die_in_the_middle(rank):
     return comm.rank
 
 
-def test_a_process_that_dies_is_seen_by_the_test_helpers():
+def test_helpers_report_a_process_that_dies():
     with pytest.raises(AssertionError, match="rank 1 died with exit code 7"):
         testing.run_processes(2, die_in_the_middle, timeout=40)
 
@@ -229,13 +229,13 @@ def fail_in_the_middle(rank):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_shows_its_traceback():
+def test_helpers_show_the_traceback_of_a_failed_process():
     with pytest.raises(AssertionError, match=r"(?s)rank 1.*fail_in_the_middle.*KeyError: 'lost'"):
         testing.run_processes(2, fail_in_the_middle, timeout=40)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in a barrier", "coming out of init"])
-def test_a_thread_that_fails_frees_the_others(late):
+def test_failing_thread_frees_the_others(late):
     left = []
 
     def rank(rank):
@@ -243,7 +243,7 @@ def test_a_thread_that_fails_frees_the_others(late):
         if rank.rank == 1:
             raise KeyError("lost")
         if late:
-            # The other has failed and everything was aborted; this communicator is known only now.
+            # The other rank has failed and everything was aborted; this communicator becomes known only now.
             rank.comms.clear()
             time.sleep(0.5)
             rank.comms.append(comm)
@@ -258,8 +258,8 @@ def test_a_thread_that_fails_frees_the_others(late):
     assert left == [0]
 
 
-def test_the_end_waits_a_moment_for_a_launch_in_its_callers_thread(host_engine):
-    """As for one on the lanes: a process should not end inside a call of NCCL."""
+def test_exit_waits_briefly_for_a_launch_in_its_callers_thread(host_engine):
+    """As for a launch on the lanes: a process should not end inside a call of NCCL."""
     testing.run_python(
         """
         import atexit, os, threading, time

@@ -36,7 +36,7 @@ def values(lib, part):
 
 
 def in_step(lib, comms):
-    """All ranks must still agree on which operation is next."""
+    """Check that all ranks still agree on which operation is next."""
     parts = [filled(lib, comm, 1) for comm in comms]
     grouped(lambda: [comm.all_reduce(lib.argument(part)) for comm, part in zip(comms, parts, strict=True)])
     assert [values(lib, part) for part in parts] == [len(comms)] * len(comms)
@@ -66,7 +66,7 @@ def test_aggregation_of_different_collectives(comms2, arrays):
 
 
 def test_operations_on_one_buffer_run_in_order(comms2, arrays):
-    # One stream, so the second sum is that of the first.
+    # One stream, so the second sum adds the results of the first.
     parts = [filled(arrays, comm, 1) for comm in comms2]
     streams = [ncclpy.Stream(comm.device) for comm in comms2]
 
@@ -82,7 +82,7 @@ def test_operations_on_one_buffer_run_in_order(comms2, arrays):
 
 
 def test_send_and_receive_merge_into_an_exchange(comms4, arrays):
-    # Everyone sends to both neighbours and receives from both: without a group each would wait for the other.
+    # Every rank sends to both neighbours and receives from both: without a group all would wait for each other.
     sends = [filled(arrays, comm, comm.rank) for comm in comms4]
     lefts, rights = ([filled(arrays, comm, -1) for comm in comms4] for _ in range(2))
 
@@ -196,7 +196,7 @@ def test_empty_groups_do_nothing(comms2, arrays):
     in_step(arrays, comms2)
 
 
-def test_a_group_is_entered_once():
+def test_group_is_entered_once():
     group = ncclpy.group()
     with group:
         pass
@@ -209,7 +209,7 @@ class Mishap(Exception):
     pass
 
 
-def test_an_exception_launches_nothing(comms2, arrays):
+def test_exception_launches_nothing(comms2, arrays):
     parts = [filled(arrays, comm, 1) for comm in comms2]
 
     def call():
@@ -224,8 +224,8 @@ def test_an_exception_launches_nothing(comms2, arrays):
     in_step(arrays, comms2)
 
 
-def test_an_exception_on_one_rank_leaves_it_usable(comms2, arrays):
-    # Only rank 0's part was recorded: had it been launched, the next sum would meet it instead.
+def test_exception_on_one_rank_leaves_communicator_usable(comms2, arrays):
+    # Only rank 0's part was recorded: if it had been launched, the next sum would pair with it.
     part = filled(arrays, comms2[0], 100)
 
     def call():
@@ -239,7 +239,7 @@ def test_an_exception_on_one_rank_leaves_it_usable(comms2, arrays):
     assert values(arrays, part) == 100
 
 
-def test_a_rejected_buffer_in_a_group_launches_nothing(comms2, arrays):
+def test_rejected_buffer_in_a_group_launches_nothing(comms2, arrays):
     part, short = filled(arrays, comms2[0], 100), filled(arrays, comms2[1], 1, count=3)
 
     def call():
@@ -253,7 +253,7 @@ def test_a_rejected_buffer_in_a_group_launches_nothing(comms2, arrays):
     assert values(arrays, part) == 100
 
 
-def test_a_caught_exception_of_an_inner_group_drops_only_its_part(comms2, arrays):
+def test_caught_exception_of_inner_group_drops_only_its_part(comms2, arrays):
     kept, dropped = ([filled(arrays, comm, 1) for comm in comms2] for _ in range(2))
 
     def body():
@@ -270,7 +270,7 @@ def test_a_caught_exception_of_an_inner_group_drops_only_its_part(comms2, arrays
     assert [values(arrays, part) for part in dropped] == [1, 1]
 
 
-def test_an_exception_while_communicators_are_made(arrays):
+def test_exception_while_communicators_are_made(arrays):
     testing.need_devices(2)
     uid = ncclpy.get_unique_id()
     made: list = []
@@ -290,8 +290,8 @@ def test_an_exception_while_communicators_are_made(arrays):
     testing.close_all(comms)
 
 
-def test_a_call_that_nccl_refuses_names_itself_and_leaves_the_rest_usable(comms2, arrays):
-    # What Python cannot see, NCCL refuses: an operator that does not exist.
+def test_call_refused_by_nccl_names_itself_and_leaves_communicators_usable(comms2, arrays):
+    # NCCL refuses what Python cannot check: an operator that does not exist.
     from ncclpy import bindings
 
     part = filled(arrays, comms2[0], 1)
@@ -303,7 +303,7 @@ def test_a_call_that_nccl_refuses_names_itself_and_leaves_the_rest_usable(comms2
 
 
 def test_groups_of_two_threads_are_apart(comms2, arrays):
-    # A group belongs to its thread: what the other thread calls meanwhile is not recorded in it.
+    # A group belongs to its thread: calls of the other thread are not recorded in it.
     inside, outside = threading.Event(), threading.Event()
     parts = [filled(arrays, comm, 1) for comm in comms2]
     others = [filled(arrays, comm, 5) for comm in comms2]
@@ -331,9 +331,9 @@ def test_groups_of_two_threads_are_apart(comms2, arrays):
     assert [values(arrays, part) for part in parts] == [2, 2]
 
 
-def test_a_group_keeps_its_buffers_alive(comms2, arrays):
+def test_group_keeps_its_buffers_alive(comms2, arrays):
     class Tracked:
-        """A buffer of the CUDA array interface that tells when it is gone."""
+        """A buffer of the CUDA array interface; the class counts destroyed ones."""
 
         gone = 0
 
@@ -353,7 +353,7 @@ def test_a_group_keeps_its_buffers_alive(comms2, arrays):
     if arrays.name == "ncclpy.Buffer":
         pytest.skip("plain memory has no __cuda_array_interface__")
 
-    # A group keeps what it was given until it ends; the memory must live until the work on the stream is done.
+    # A group keeps its buffers until it ends; the memory must live until the work on the stream is done.
     parts = [filled(arrays, comm, 1) for comm in comms2]
 
     def call():
@@ -370,10 +370,10 @@ def test_a_group_keeps_its_buffers_alive(comms2, arrays):
     assert Tracked.gone == 2
 
 
-def test_a_group_keeps_the_arrays_of_a_list_alive(host_engine, comms2):
+def test_group_keeps_the_arrays_of_a_list_alive(host_engine, comms2):
     sends = [np.full(2 + comm.rank, comm.rank + 1.0) for comm in comms2]
     parts = [[np.zeros(2), np.zeros(3)] for _ in comms2]
-    views = [[part.view() for part in mine] for mine in parts]  # what the call is given, and nobody else holds
+    views = [[part.view() for part in mine] for mine in parts]  # passed to the call, and referenced nowhere else
     refs = [weakref.ref(view) for mine in views for view in mine]
 
     def call():
@@ -442,7 +442,7 @@ def test_barrier_in_a_group(comms2):
     grouped(lambda: [comm.barrier() for comm in comms2])
 
 
-def test_a_group_is_left_once_and_by_the_thread_that_entered_it(comm1):
+def test_group_is_exited_once_and_by_the_thread_that_entered_it(comm1):
     for never in (ncclpy.group(), ncclpy.group()):
         with pytest.raises(RuntimeError, match="not open"):
             never.__exit__(None, None, None)
@@ -455,8 +455,8 @@ def test_a_group_is_left_once_and_by_the_thread_that_entered_it(comm1):
     comm1.barrier()  # and no group is left open
 
 
-def test_ranks_that_disagree_are_told_and_not_left_with_wrong_data(host_engine, comms2):
-    # Arrays in CPU memory: the end of the group waits for them, so it must not return as if they were there.
+def test_ranks_that_disagree_raise_and_get_no_wrong_data(host_engine, comms2):
+    # Arrays in CPU memory: the end of the group waits for the data, so it must not return as if they were there.
     def both(counts):
         for comm, count in zip(comms2, counts, strict=True):
             comm.all_reduce(np.ones(count))
@@ -490,8 +490,8 @@ def test_single_calls_that_disagree_raise_on_both_ranks(host_engine, comms2):
         comm.abort()
 
 
-def test_what_is_left_of_a_group_waits_for_its_own_stream(host_engine):
-    """A group in it was given up, whose stream is another."""
+def test_rest_of_a_group_waits_for_its_own_stream(host_engine):
+    """An inner group on another stream is dropped."""
     (here,), (there,) = (ncclpy.Communicator.init_all([device]) for device in (0, 1))
     send, recv = np.ones(3), np.zeros(3)
     with ncclpy.faults("call=AllReduce at=run nth=1 do=delay:300ms"):
@@ -505,8 +505,8 @@ def test_what_is_left_of_a_group_waits_for_its_own_stream(host_engine):
     there.close()
 
 
-def test_a_wait_has_its_own_time(host_engine):
-    """However long the group's calls have waited for another thread that was inside the communicator."""
+def test_wait_of_a_group_has_its_own_deadline(host_engine):
+    """The time that the group's calls spent waiting for another thread inside the communicator does not count."""
     (comm,) = ncclpy.Communicator.init_all([0], timeout=1.2)
     with (
         ncclpy.Stream(0) as stream,

@@ -1,4 +1,4 @@
-"""What the watcher sees: operations that are stuck on the device or in a call while nobody waits for them."""
+"""The watchdog: operations stuck on the device or inside a call while no thread waits for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def part_of(arrays, comm, value=1.0, count=1 << 16):
 
 
 def connected(nranks=2, **options):
-    """Return communicators that have talked to each other, so that later calls only enqueue."""
+    """Return communicators that have exchanged data, so that later calls only enqueue."""
     testing.need_devices(nranks)
     comms = ncclpy.Communicator.init_all(range(nranks), **options)
     testing.connect(comms)
     return comms
 
 
-def test_the_last_operation_before_silence_is_stuck_on_the_device(arrays):
+def test_last_operation_stuck_on_the_device_times_out(arrays):
     comms = connected(timeout=0.5)
     part = part_of(arrays, comms[0])
     with ncclpy.Stream(comms[0].device) as stream:
@@ -39,7 +39,7 @@ def test_the_last_operation_before_silence_is_stuck_on_the_device(arrays):
     testing.abort_all(comms)
 
 
-def test_the_deadline_of_one_operation_on_a_stream(arrays):
+def test_deadline_of_one_operation_on_a_stream(arrays):
     comms = connected(abortable=True)
     part = part_of(arrays, comms[0])
     with ncclpy.Stream(comms[0].device) as stream:
@@ -51,7 +51,7 @@ def test_the_deadline_of_one_operation_on_a_stream(arrays):
     testing.abort_all(comms)
 
 
-def test_a_group_is_stuck_on_the_device(arrays):
+def test_group_stuck_on_the_device_times_out(arrays):
     comms = connected(timeout=0.5)
     parts = [part_of(arrays, comms[0]) for _ in range(2)]
     with ncclpy.Stream(comms[0].device) as stream:
@@ -66,7 +66,7 @@ def test_a_group_is_stuck_on_the_device(arrays):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_plan_or_its_graph_is_stuck_on_the_device(arrays, graph):
+def test_plan_or_graph_stuck_on_the_device_times_out(arrays, graph):
     comms = connected(timeout=0.5)
     part = part_of(arrays, comms[0])
     with ncclpy.Stream(comms[0].device) as stream:
@@ -81,8 +81,8 @@ def test_a_plan_or_its_graph_is_stuck_on_the_device(arrays, graph):
     testing.abort_all(comms)
 
 
-def test_a_call_that_connects_for_the_first_time_is_ended(arrays):
-    """NCCL connects ranks in the first call of a kind, on some engines in the call itself, without end."""
+def test_call_that_connects_for_the_first_time_is_ended(arrays):
+    """NCCL connects ranks in the first call of a kind, on some engines inside the call itself, without a limit."""
     testing.need_devices(2)
     comms = ncclpy.Communicator.init_all(range(2), timeout=0.5)
     part = part_of(arrays, comms[0])
@@ -100,8 +100,8 @@ def test_a_call_that_connects_for_the_first_time_is_ended(arrays):
     stream.close()
 
 
-def test_what_the_stream_does_before_and_behind_is_not_counted(arrays):
-    """The stream waits for a second for something else; the operation's deadline is half a second."""
+def test_stream_work_before_and_after_the_operation_is_not_counted(arrays):
+    """The stream waits one second for other work; the operation's deadline is half a second."""
     blockers = connected()
     watched = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=0.5)
     part, other = part_of(arrays, watched), part_of(arrays, watched)
@@ -142,14 +142,14 @@ def test_many_operations_in_flight_are_forgotten_in_time(arrays):
     testing.close_all(comms)
 
 
-def test_memory_of_a_failed_operation_is_reused_at_once(arrays):
-    """What an aborted operation might still write goes into memory that nobody else has."""
+def test_late_writes_of_an_aborted_operation_hit_no_reused_memory(arrays):
+    """An aborted operation may still write to its memory, which therefore is not reused."""
     comms = connected(timeout=0.5)
     streams = [ncclpy.Stream(comm.device) for comm in comms]
     part = part_of(arrays, comms[0], 7.0)
     comms[0].all_reduce(arrays.argument(part), stream=streams[0])
     with pytest.raises(ncclpy.NcclTimeout):
-        streams[0].synchronize(timeout=30)  # the watcher has ended it
+        streams[0].synchronize(timeout=30)  # the watchdog has ended it
     del part
     canaries = [part_of(arrays, comms[0], 0.0) for _ in range(50)]
     late = part_of(arrays, comms[1], 5.0)
@@ -163,7 +163,7 @@ def test_memory_of_a_failed_operation_is_reused_at_once(arrays):
 
 
 def test_families_of_a_communicator_with_a_deadline(arrays):
-    """Split, shrink, windows and registration work on it, and its children have guards of their own."""
+    """Split, shrink, windows and registration work on such a communicator, and its children have their own guards."""
     comms = connected(timeout=20)
     parts = [part_of(arrays, comm, count=1024) for comm in comms]
     registered = [comm.register(arrays.argument(part)) for comm, part in zip(comms, parts, strict=True)]
@@ -187,7 +187,7 @@ def test_families_of_a_communicator_with_a_deadline(arrays):
 
 
 def test_interrupt_of_a_call_in_which_nccl_is_stuck():
-    """Python's handler cannot run there: after a second the watcher brings the call back."""
+    """Python's signal handler cannot run inside the call: after a second the watchdog makes the call return."""
     testing.need_devices(2)
     done = testing.run_python(
         """
@@ -214,7 +214,7 @@ def test_interrupt_of_a_call_in_which_nccl_is_stuck():
     assert float(done.stdout.split()[-1]) < 20
 
 
-def test_the_watcher_disturbs_no_capture(arrays):
+def test_watchdog_disturbs_no_capture(arrays):
     comms = connected(timeout=20)
     parts = [part_of(arrays, comm, count=64) for comm in comms]
     streams = [ncclpy.Stream(comm.device) for comm in comms]

@@ -1,4 +1,4 @@
-"""What an import of the package costs and offers, and which library is taken for it."""
+"""What importing the package costs and offers, and which library it uses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_version_is_that_of_the_distribution():
 
 
 def test_import_of_source_tree_without_build_says_how_to_build(tmp_path):
-    # Only what git holds of the package: no extension modules. -S leaves an editable install's hook out.
+    # Only the package's files in git, without extension modules. -S leaves out the hook of an editable install.
     shutil.copytree(PACKAGE, tmp_path / "ncclpy", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(np.__file__).parent.parent)])}
     done = subprocess.run(
@@ -177,7 +177,7 @@ def test_device_count_of_host_engine_is_8_or_as_the_environment_says():
     assert testing.run_python(show, env={"NCCLPY_HOST_DEVICES": "3"}).stdout.strip() == "3"
 
 
-def test_library_has_knows_its_functions():
+def test_library_has_reports_its_functions():
     library = ncclpy.library()
     assert library.has("ncclAllReduce")
     assert not library.has("ncclNoSuchThing")
@@ -186,7 +186,7 @@ def test_library_has_knows_its_functions():
 
 
 def test_import_without_typing_extensions_succeeds():
-    """They are no dependency, and there wherever the tests' requirements are installed."""
+    """It is not a dependency, but is installed wherever the tests' requirements are."""
     packages = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     code = f"""
     import importlib, pkgutil, sys

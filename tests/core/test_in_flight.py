@@ -1,4 +1,4 @@
-"""However a wait ends, nobody's memory is written by an operation that was given other memory, and nothing is left."""
+"""Early ends of waits: operations write to no memory but their own, and leave nothing behind."""
 
 import threading
 import time
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 
 def run(code, timeout=None):
-    """Run a program; `timeout` is what its communicators are given."""
+    """Run a program with communicators that have this `timeout`."""
     program = f"import sys\nsys.argv = ['', {str(timeout)!r}]\n{in_flight.PRELUDE}\n{code}"
     return testing.run_python(program, timeout=60, env={"NCCLPY_LIBRARY": "host"}, warm=True)
 
 
 def with_and_without_a_deadline(names, quick):
-    """Return parameters (name, timeout), which are slow but for those whose names are in `quick` with this timeout."""
+    """Return parameters (name, timeout), marked slow except names listed in `quick` with this timeout."""
     return [
         pytest.param(name, timeout, marks=[] if quick.get(name, ()) in (timeout, "both") else [pytest.mark.slow])
         for name in names
@@ -32,11 +32,11 @@ EARLY = {"interrupt": "both", "raising handler": 20, "group": 20, "plan": None, 
 
 
 @pytest.mark.parametrize(("name", "timeout"), with_and_without_a_deadline(in_flight.EARLY_ENDS, EARLY))
-def test_a_wait_that_ends_early(name, timeout):
+def test_wait_that_ends_early_leaves_nothing(name, timeout):
     run(in_flight.EARLY_ENDS[name], timeout)
 
 
-# Of two worlds in one group each end is looked at; one with a deadline alone is quick.
+# Every end of a group of two worlds has a program; only the one with a deadline is quick.
 SLOW_ENDS = (
     "a group of two worlds, ranks that disagree",
     "a group of send and recv",
@@ -52,7 +52,7 @@ def test_errors_deadlines_and_close(name):
     run(in_flight.OTHER_ENDS[name])
 
 
-# The first and the last have deadlines and no deadlines of their own.
+# The first program has a deadline of its own and the last has none: both ignore `timeout`.
 BORN = {
     "the births of a group end together": None,
     "an interrupted init leaves nobody that peers count on": "both",
@@ -71,7 +71,7 @@ WAITS = {"births": 20, "calls": None, "waits": 20, "turns": "both"}
 
 @pytest.mark.parametrize(("kind", "timeout"), with_and_without_a_deadline(in_flight.BLOCKING, WAITS))
 def test_interrupts_and_handlers_in_every_wait(kind, timeout):
-    """A handler runs while the call waits; one that raises ends it."""
+    """A handler runs while the call waits; a handler that raises ends the call."""
     calls = "".join(f"{name!r}: lambda: {call},\n" for name, call in in_flight.BLOCKING[kind].items())
     done = run(f"CALLS = {{{calls}}}\n{in_flight.INTERRUPTED}", timeout)
     assert done.stdout.splitlines() == list(in_flight.BLOCKING[kind])
@@ -79,13 +79,13 @@ def test_interrupts_and_handlers_in_every_wait(kind, timeout):
 
 @pytest.mark.parametrize("way", ["register", "window"])
 @pytest.mark.parametrize("closes", ["the communicator", "what it has made"])
-def test_what_is_registered_stays_while_an_abort_is_under_way(way, closes):
+def test_registered_memory_stays_while_an_abort_is_under_way(way, closes):
     class Watched(np.ndarray):
         def __del__(self):
             gone.append(time.monotonic())
 
     lasts = 0.03
-    for _ in range(10):  # the second close comes before the abort has begun, or not
+    for _ in range(10):  # in some rounds the second close comes before the abort has begun
         gone = []
         comm = ncclpy.Communicator.init_all([0])[0]
         array = np.zeros(1024, np.float32).view(Watched)
@@ -106,7 +106,7 @@ def test_what_is_registered_stays_while_an_abort_is_under_way(way, closes):
         assert gone[0] - begun >= lasts
 
 
-def test_what_is_registered_stays_although_its_handle_is_dropped(comm1):
+def test_registered_memory_stays_after_its_handle_is_dropped(comm1):
     gone = []
 
     class Watched(np.ndarray):
@@ -122,7 +122,7 @@ def test_what_is_registered_stays_although_its_handle_is_dropped(comm1):
     assert len(gone) == 2
 
 
-def test_an_abort_that_a_group_was_asked_for_happens_whatever_becomes_of_its_block():
+def test_abort_in_a_group_happens_even_if_the_group_fails():
     a = ncclpy.Communicator.init_all([0])[0]
     with pytest.raises(KeyError), ncclpy.group():
         a.abort()
@@ -136,7 +136,7 @@ def test_an_abort_that_a_group_was_asked_for_happens_whatever_becomes_of_its_blo
     c.abort()
 
 
-def test_a_deadline_of_one_operation():
+def test_deadline_of_one_operation():
     comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
     with pytest.raises(ncclpy.NcclTimeout, match="ncclAllReduce"):
         comms[0].all_reduce(np.ones(3), timeout=0.2)
@@ -162,10 +162,10 @@ def test_deadline_of_a_group_of_calls():
     ],
     ids=["counts", "list"],
 )
-def test_a_deadline_of_one_operation_that_is_a_group(call):
+def test_deadline_of_one_operation_that_is_a_group(call):
     comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
     with ncclpy.Stream(0) as stream:
-        call(comms[0], stream=stream, timeout=0.2)  # nobody waits: the watcher keeps it
+        call(comms[0], stream=stream, timeout=0.2)  # no thread waits: the watchdog keeps the deadline
         with pytest.raises(ncclpy.NcclTimeout, match=r"ncclBroadcast of .* was not done after 200 ms"):
             stream.synchronize(20)
     with pytest.raises(ncclpy.NcclTimeout, match=r"ncclBroadcast of .* was not done after 200 ms"):
@@ -173,7 +173,7 @@ def test_a_deadline_of_one_operation_that_is_a_group(call):
     testing.abort_all(comms)
 
 
-def test_a_deadline_of_one_operation_needs_a_communicator_that_can_be_ended():
+def test_deadline_of_one_operation_needs_an_abortable_communicator():
     with ncclpy.Communicator.init_all([0])[0] as comm:
         with pytest.raises(ValueError, match="abortable=True"):
             comm.all_reduce(np.ones(3), timeout=1)
@@ -216,8 +216,8 @@ def test_children_have_guards_of_their_own():
     testing.close_all(comms)
 
 
-def test_a_deadline_ends_a_hang_in_an_operation_that_the_caller_runs_itself():
-    """Whoever waits for a stream may run its work, and looks at the clock there as well."""
+def test_deadline_ends_a_hang_in_work_that_the_caller_runs():
+    """A thread that waits for a stream may run the stream's work, and checks the deadline there as well."""
     run(
         """
         threading.Timer(20, os._exit, (9,)).start()
@@ -232,8 +232,8 @@ def test_a_deadline_ends_a_hang_in_an_operation_that_the_caller_runs_itself():
     )
 
 
-def test_what_is_kept_is_listed_until_the_stream_has_passed_it():
-    """An operation of an aborted communicator stands in a stream behind somebody else's, which goes on."""
+def test_held_arrays_are_listed_until_the_stream_has_passed_them():
+    """An aborted communicator's operation is queued on a stream behind one of another, which continues."""
     a, b = (ncclpy.Communicator.init_all([0, other], **options) for other, options in ((1, {"timeout": 0.3}), (2, {})))
     with ncclpy.Stream(0) as stream:
         b[0].all_reduce(np.ones(3), stream=stream)
@@ -260,8 +260,8 @@ def test_what_is_kept_is_listed_until_the_stream_has_passed_it():
         pytest.param(True, "its deadline", marks=pytest.mark.slow),
     ],
 )
-def test_a_plan_that_is_stuck_inside_a_call(end, captured):
-    """An abort waits for graphs, and a graph for its plan's launches: the one that is stuck must end all the same."""
+def test_plan_stuck_inside_a_call_is_ended(end, captured):
+    """An abort waits for graphs, and a graph for its plan's launches: a launch that is stuck must end all the same."""
     run(
         f"""
         threading.Timer(20, os._exit, (9,)).start()

@@ -1,4 +1,4 @@
-"""The same again and again: descriptors, threads, mappings and memory stay where they are."""
+"""The same calls in a loop: descriptors, threads, mappings and memory do not grow."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def check(name, times, options="{}", timeout=115):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_few_times(name):
+def test_few_rounds_grow_nothing(name):
     check(name, LOOPS[name][1])
 
 
-# 30,000 operations take 1 s, but each wakes threads: on a machine that is busy, minutes.
+# 30,000 operations take 1 s, but each wakes threads: on a busy machine that takes minutes.
 @pytest.mark.campaign
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", LOOPS)
-def test_many_times(name):
+def test_many_rounds_grow_nothing(name):
     check(name, LOOPS[name][0], timeout=400)
 
 
@@ -116,7 +116,7 @@ def test_interrupted_inits_with_a_deadline():
 
 
 ONCE = {
-    # NCCL has made a child and its parent does not know it yet. `raise_in` is a signal handler at that very place.
+    # NCCL has made a child that its parent does not list yet. `raise_in` raises there, as a signal handler could.
     "an interrupt while a child is taken over": """
 cut_short(lambda comms, made: made.append(comms[0].split(0)))
 """,
@@ -126,7 +126,7 @@ def split(comms, made):
         made += [comm.split(0) for comm in comms]
 cut_short(split)
 """,
-    # The guards are there within 0.3 s; then the first one is said to work still, when the communicators are made.
+    # The guards are ready within 0.3 s; after that rank 0's communicator is reported as in progress.
     "the others of a clique of which one is late": """
 def make():
     try:
@@ -155,7 +155,7 @@ except ncclpy.NcclAborted:
 one.close()
 two[1].abort()
 """,
-    # With a guard: first what users see is finalized and destroyed, then the guard.
+    # With a guard: the communicator that users see is finalized and destroyed first, then the guard.
     **{
         f"a call that fails, {call}": f"""
 comm, = ncclpy.Communicator.init_all([0], timeout=60)
@@ -210,6 +210,6 @@ assert seen == 0, seen
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "clique" in name else []) for name in ONCE]
 )
-def test_what_is_cut_short_leaves_no_mapping(name):
+def test_calls_that_end_early_leave_no_mapping(name):
     end = "\nseen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
     testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"}, warm=True)

@@ -1,4 +1,4 @@
-"""Communicators that a thread is inside of, on an engine whose abort brings no call back, as NCCL's does not."""
+"""Communicators with a thread inside a call, on an engine where an abort does not end that call, as in NCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ warnings.simplefilter("always")
 
 @pytest.fixture
 def library(host_engine, tmp_path):
-    """Return a host engine whose mark for such aborts has a name that is not looked up."""
+    """Return a host engine in which the symbol that announces such aborts is renamed, so that it is not found."""
     image, exported = Path(ncclpy.library().path).read_bytes(), b"\0ncclpyHostAbortPreempts\0"
     assert image.count(exported) >= 1
     path = tmp_path / "libncclpy_host.so"
@@ -37,7 +37,7 @@ def library(host_engine, tmp_path):
 
 
 def said_by(library, program):
-    """Return what a program says that ends in the middle of a call."""
+    """Return the output of a program that ends in the middle of a call."""
     program = f"{PRELUDE}{program}\nsys.stdout.flush()\nos._exit(0)"
     return testing.run_python(program, env={"NCCLPY_LIBRARY": library}, warm=True).stdout
 
@@ -59,7 +59,7 @@ except ncclpy.NcclAborted:
 
 
 def test_interrupted_call_that_cannot_be_ended_is_left_behind_with_its_communicator(library):
-    """The exception of the handler comes back, and no call of the communicator begins any more."""
+    """The handler's exception is raised, and the communicator takes no further calls."""
     left, warning, refused = said_by(library, INTERRUPTED).splitlines()
     assert (left, refused) == ("left", "refused True False")
     assert warning.startswith("a thread is inside NCCL with [") and "<ncclpy.Communicator rank 0 of 2" in warning

@@ -1,4 +1,4 @@
-"""Communicators from birth to end: every way to make one, and to close or abort it."""
+"""Communicators: every way to make one, and to close or abort it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ncclpy
 import testing
 from ncclpy.core.runtime import device as device_module
 
-# Birth
+# Creation
 
 
 @pytest.mark.parametrize("nranks", [1, 2, 4])
@@ -90,7 +90,7 @@ def test_init_all(arrays, devices):
     testing.close_all(comms)
 
 
-def test_what_people_try_first_is_answered_with_what_works():
+def test_common_mistakes_are_answered_with_the_right_call():
     with pytest.raises(TypeError, match=r"devices: .* range\(4\)"):
         ncclpy.Communicator.init_all(4)
     with pytest.raises(TypeError, match=r"Communicator\.init\(nranks, rank, unique_id\)"):
@@ -137,7 +137,7 @@ def test_unique_id_as_bytes():
         ((-1, 0), "nranks"),
         ((2, 2), "rank 2 of 2"),
         ((2, -1), "rank"),
-        (("2", 0), "nranks: expected an int, got '2'"),  # as os.environ has it
+        (("2", 0), "nranks: expected an int, got '2'"),  # as read from os.environ
         ((2, "0"), "rank: expected an int, got '0'"),
         ((2, 0.0), r"rank: expected an int, got 0\.0"),
         ((2, None), "rank: expected an int, got None"),
@@ -174,7 +174,7 @@ def test_one_device_for_two_ranks_is_refused():
         testing.run_threads(2, make, timeout=30)
 
 
-def test_an_initialisation_that_fails_in_the_background_says_so():
+def test_initialisation_that_fails_in_the_background_names_its_communicator():
     def make(rank):
         return rank.init(device=0, timeout=30)
 
@@ -197,7 +197,7 @@ def test_config_that_nccl_refuses(field):
 
 
 def test_from_handle(arrays, comms2):
-    # The handle of another owner: used, never destroyed.
+    # A handle with another owner is used, never destroyed.
     borrowed = [ncclpy.Communicator.from_handle(comm.handle) for comm in comms2]
     assert [(comm.rank, comm.nranks, comm.device) for comm in borrowed] == [(0, 2, 0), (1, 2, 1)]
     testing.all_ones(arrays, borrowed)
@@ -211,14 +211,14 @@ def test_from_handle_refuses_null():
         ncclpy.Communicator.from_handle(0)
 
 
-def test_repr_says_who(comms2):
+def test_repr_names_rank_and_device(comms2):
     for comm in comms2:
         assert f"rank {comm.rank} of 2 on device {comm.device}" in repr(comm)
     comms2[0].abort()
     assert "abort" in repr(comms2[0])
 
 
-# Closing, aborting, and what is left
+# Closing, aborting, and use afterwards
 
 
 def test_close_twice(comm1):
@@ -295,7 +295,7 @@ def test_abort_after_close_does_nothing(comm1):
     assert comm1.closed
 
 
-def test_abort_of_what_was_never_asked_for():
+def test_abort_of_a_communicator_that_was_never_initialised():
     comm = ncclpy.Communicator.__new__(ncclpy.Communicator)
     comm.abort()
     assert comm.closed
@@ -303,29 +303,29 @@ def test_abort_of_what_was_never_asked_for():
 
 @pytest.fixture
 def unmade_window(comms2, host_engine):
-    """A window of rank 0 whose group never makes it: a close cannot give it back, so the communicator stays."""
+    """A window of rank 0 that its group never makes: close() cannot deregister it, so the communicator stays open."""
     group = ncclpy.group()
     group.__enter__()
     yield comms2[0].window(np.ones(16))
     group.__exit__(KeyError, KeyError(), None)
 
 
-def test_close_that_gives_nothing_back_changes_nothing(comms2, unmade_window):
+def test_close_that_fails_changes_nothing(comms2, unmade_window):
     with pytest.raises(ValueError, match="window"):
         comms2[0].close()
     assert not comms2[0].closed
     assert "(" not in repr(comms2[0])
 
 
-def test_close_that_gives_nothing_back_leaves_a_revoked_communicator_its_children(comms2, unmade_window):
+def test_close_that_fails_leaves_a_revoked_communicator_its_children(comms2, unmade_window):
     comms2[0].revoke()
     with pytest.raises(ValueError, match="window"):
         comms2[0].close()
     comms2[0].split(0)  # and not "was finalized; only close() is left"
 
 
-def test_abort_while_a_close_gives_up_is_one(comms2, unmade_window):
-    operators = [comms2[0].pre_mul_sum(2.0, "float32") for _ in range(32)]  # one is closed before the window: it waits
+def test_abort_during_a_close_that_fails_counts(comms2, unmade_window):
+    operators = [comms2[0].pre_mul_sum(2.0, "float32") for _ in range(32)]  # close() waits at one
     stream = ncclpy.Stream(0)
 
     def call():
@@ -354,7 +354,7 @@ def test_finalize_then_close(comms2):
     testing.run_threads(2, rank, comms=comms2)
 
 
-def test_close_finishes_what_was_issued(comm1, arrays):
+def test_close_finishes_issued_operations(comm1, arrays):
     send, recv = (arrays.make(np.full(1 << 18, value, np.float32), 0) for value in (7, 0))
     with ncclpy.Stream(0) as stream:
         comm1.all_reduce(arrays.argument(send), arrays.argument(recv), stream=stream)
@@ -375,7 +375,7 @@ def test_children_are_closed_first(comms2):
     testing.run_threads(2, rank, comms=comms2)
 
 
-def test_a_closed_child_leaves_its_parent_alone(comms2, arrays):
+def test_closed_child_leaves_its_parent_usable(comms2, arrays):
     def rank(rank):
         comms2[rank.rank].split(0, 0).close()
 
@@ -436,7 +436,7 @@ def test_ended_communicator_does_not_warn(end):
         gc.collect()
 
 
-# What a communicator holds
+# Resources of a communicator
 
 
 def test_async_error_of_a_healthy_communicator(comm1):
@@ -452,7 +452,7 @@ def test_register(comm1, arrays):
     assert registration.closed
 
 
-def test_close_gives_the_rest_back_where_a_resource_fails(comm1, arrays, host_engine):
+def test_close_frees_the_rest_where_a_resource_fails(comm1, arrays, host_engine):
     parts = [arrays.argument(arrays.make(np.ones(1024, np.float32), 0)) for _ in range(2)]
     registrations = [comm1.register(part) for part in parts]
     with ncclpy.faults("call=CommDeregister nth=1 do=error:ncclSystemError"):
@@ -462,7 +462,7 @@ def test_close_gives_the_rest_back_where_a_resource_fails(comm1, arrays, host_en
     comm1.close()
 
 
-def test_close_gives_the_rest_back_where_a_child_fails(comms2, host_engine):
+def test_close_frees_the_rest_where_a_child_fails(comms2, host_engine):
     children = testing.run_threads(2, lambda rank: comms2[rank.rank].split(0), comms=comms2)
     with ncclpy.faults("rank=0 call=CommDestroy nth=1 do=error:ncclSystemError"):
         with pytest.raises(ncclpy.NcclError, match="ncclCommDestroy"):

@@ -1,4 +1,4 @@
-"""Which libnccl is taken, from where, and how it is opened: a stand-in of a few lines plays NCCL."""
+"""Which libnccl is loaded, from where, and how it is opened. A library of a few lines stands in for NCCL."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _build(folder, version):
 
 
 def run(code, **environment):
-    """Run a snippet without any choice of the library but what `environment` says; return what it printed."""
-    warm = "LD_LIBRARY_PATH" not in environment  # which is read when a process starts
+    """Run a snippet with no choice of library but that in `environment`; return what it printed."""
+    warm = "LD_LIBRARY_PATH" not in environment  # the loader reads it when a process starts
     return testing.run_python(code, env={"NCCLPY_LIBRARY": None, **environment}, warm=warm).stdout.strip()
 
 
-def test_a_libnccl_of_this_process_is_shared(libnccl):
+def test_libnccl_of_the_process_is_shared(libnccl):
     code = f"""
         import ctypes
         ctypes.CDLL({str(libnccl)!r})  # as torch has loaded its own
@@ -46,7 +46,7 @@ def test_a_libnccl_of_this_process_is_shared(libnccl):
     assert run(code) == f"{libnccl}|(2, 28, 9)|True"
 
 
-def test_the_system_is_searched(libnccl):
+def test_system_is_searched(libnccl):
     code = """
         import sys
         sys.modules["cuda"] = sys.modules["nvidia"] = None  # neither cuda.pathfinder nor the wheel
@@ -57,7 +57,7 @@ def test_the_system_is_searched(libnccl):
     assert run(code, NCCLPY_LIBRARY="cuda", LD_LIBRARY_PATH=str(libnccl.parent)) == f"{libnccl}|cuda"
 
 
-def test_the_wheel_is_found(libnccl, tmp_path):
+def test_wheel_is_found(libnccl, tmp_path):
     lib = tmp_path / "nvidia" / "nccl" / "lib"
     lib.mkdir(parents=True)
     (lib / "libnccl.so.2").symlink_to(libnccl)
@@ -74,7 +74,7 @@ def test_the_wheel_is_found(libnccl, tmp_path):
     assert run(code) == f"[('{lib}/libnccl.so.2', 'pip wheel')]"
 
 
-def test_its_symbols_stay_local(libnccl):
+def test_symbols_of_libnccl_stay_local(libnccl):
     code = """
         import ctypes, ncclpy
         ncclpy.library()
@@ -83,7 +83,7 @@ def test_its_symbols_stay_local(libnccl):
     assert run(code, NCCLPY_LIBRARY=str(libnccl)) == "False"
 
 
-def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
+def test_too_old_nccl_and_other_libraries_are_skipped_and_named(tmp_path):
     old = _build(tmp_path, 21200)
     code = """
         import ncclpy
@@ -98,7 +98,7 @@ def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
     assert "libm.so.6" in said and "ncclGetVersion" in said
 
 
-def test_the_same_choice_again_does_nothing(tmp_path):
+def test_same_choice_again_does_nothing(tmp_path):
     code = f"""
         import os, pathlib, shutil, ncclpy
         from ncclpy.core.runtime import search
@@ -121,7 +121,7 @@ def test_the_same_choice_again_does_nothing(tmp_path):
 
 @pytest.mark.parametrize("choice", ["foo", "HOSTS", "/nowhere/libnccl.so.2"])
 @pytest.mark.parametrize("by", ["NCCLPY_LIBRARY", "ncclpy.use()"])
-def test_a_choice_that_is_none_says_what_is_expected(choice, by):
+def test_invalid_choice_says_what_is_expected(choice, by):
     code = f"""
         import ncclpy
         if {by!r} == "ncclpy.use()":
@@ -140,7 +140,7 @@ def test_a_choice_that_is_none_says_what_is_expected(choice, by):
     assert "NCCLPY_LIBRARY=host" in rest[1] and "/path/to/libnccl.so.2" in rest[2]
 
 
-def test_the_host_engine_that_does_not_start_is_not_taken_for_a_driver():
+def test_host_engine_that_does_not_start_is_not_taken_for_a_driver():
     code = """
         import ncclpy
         try:
@@ -153,7 +153,7 @@ def test_the_host_engine_that_does_not_start_is_not_taken_for_a_driver():
 
 
 @pytest.mark.parametrize("choice", ["Host", pytest.param("HOST", marks=pytest.mark.slow)])
-def test_the_host_engine_in_any_case(choice):
+def test_host_engine_is_chosen_in_upper_and_lower_case(choice):
     code = f"""
     import ncclpy, os
     if os.environ.get("NCCLPY_LIBRARY") is None: ncclpy.use({choice!r})
@@ -163,7 +163,7 @@ def test_the_host_engine_in_any_case(choice):
     assert run(code) == "host 8"
 
 
-def test_what_a_library_lacks_names_the_release(libnccl):
+def test_missing_function_names_the_release(libnccl):
     code = """
         import ncclpy
         try:
@@ -175,7 +175,7 @@ def test_what_a_library_lacks_names_the_release(libnccl):
     assert "ncclGetUniqueId" in said and "2.28.9" in said and str(libnccl) in said
 
 
-# A driver that says each time where it is and waits until another thread of the process has answered.
+# A driver that reports each step and waits until another thread of the process has answered.
 SLOW_DRIVER = """
 #include <poll.h>
 #include <stdlib.h>
@@ -193,7 +193,7 @@ int cuDeviceGetCount(int* count) { *count = told("count") ? 1 : 0; return 0; }
 """
 
 
-def test_the_driver_is_loaded_without_the_gil(tmp_path, libnccl):
+def test_driver_is_loaded_without_the_gil(tmp_path, libnccl):
     (tmp_path / "cuda.c").write_text(SLOW_DRIVER)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "cuda.c"), "-o", str(library)], check=True, timeout=60)
@@ -221,7 +221,7 @@ def test_the_driver_is_loaded_without_the_gil(tmp_path, libnccl):
     assert run(code, LD_LIBRARY_PATH=str(tmp_path)) == "cuda True lic"
 
 
-def test_a_child_forked_while_the_parent_loads_can_load(tmp_path):
+def test_child_forked_while_the_parent_loads_can_load(tmp_path):
     source = tmp_path / "slow.c"
     source.write_text(
         "#include <unistd.h>\n#include <stdlib.h>\n"
@@ -256,7 +256,7 @@ def test_a_child_forked_while_the_parent_loads_can_load(tmp_path):
 
 
 @pytest.mark.parametrize(("plan", "lines"), [("call=AllReduce nth=5 do=corrupt", 1), ("", 0), (" ; ", 0)])
-def test_faults_of_the_environment_are_one_warning_a_process(plan, lines):
+def test_faults_of_the_environment_are_one_warning_per_process(plan, lines):
     code = """
         import ncclpy
         for _ in range(2):

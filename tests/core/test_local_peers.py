@@ -14,19 +14,19 @@ import ncclpy
 import ncclpy.core.ending
 import testing
 
-#: NCCL before 2.31 does not wait there; a fault plan has the host engine do as if.
+#: NCCL before 2.31 does not wait in ncclCommFinalize; this fault plan makes the host engine wait there.
 WAITS = "rank=0 call=CommFinalize nth=1 do=delay:{}"
 
 
 @pytest.fixture
 def look_early(monkeypatch):
-    """Look after a tenth of a second, not after a second, whether an end waits for ranks of this process."""
+    """Check after 0.1 s, not after 1 s, whether an end waits for ranks of this process."""
     monkeypatch.setattr(ncclpy.core.ending, "_STRANGE_PATIENCE", 0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
 def test_communicators_of_one_thread_are_closed_one_after_the_other(arrays, options):
-    """On NCCL 2.31 and newer, GPUs: the first would wait for the second for ever."""
+    """With NCCL 2.31 and newer on GPUs the first close would wait for the second without end."""
     testing.need_devices(2)
     comms = ncclpy.Communicator.init_all([0, 1], **options)
     testing.wait_for(lambda: all([comm.is_ready() for comm in comms]), "two communicators")
@@ -39,7 +39,7 @@ def test_communicators_of_one_thread_are_closed_one_after_the_other(arrays, opti
     assert all(comm.closed for comm in [*children, *comms])
 
 
-def test_an_end_that_waits_for_a_rank_of_this_process_is_left_to_nccl(host_engine, arrays, comms2, look_early):
+def test_close_that_waits_for_a_local_rank_is_left_to_nccl(host_engine, arrays, comms2, look_early):
     testing.all_ones(arrays, comms2)
     with ncclpy.faults(WAITS.format("1500ms")):
         begun = time.monotonic()
@@ -47,16 +47,16 @@ def test_an_end_that_waits_for_a_rank_of_this_process_is_left_to_nccl(host_engin
         assert time.monotonic() - begun < 1.3 and comms2[0].closed
         comms2[0].close()
         comms2[0].abort()
-        comms2[1].close()  # and this one sees it to its end
+        comms2[1].close()  # and this close waits for the end of the first
         assert time.monotonic() - begun > 1.4
 
 
-def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2, look_early):
-    """While an operation may still touch its arrays the end is waited for, whoever is open."""
+def test_close_waits_for_issued_operations(host_engine, arrays, comms2, look_early):
+    """While an operation may still touch its arrays, close() waits, even if other ranks of the process are open."""
     testing.all_ones(arrays, comms2)
     array = np.ones(3)
     stream = ncclpy.Stream(0)
-    comms2[0].all_reduce(array, stream=stream)  # rank 1 comes late
+    comms2[0].all_reduce(array, stream=stream)  # rank 1 calls late
     closing = threading.Thread(target=comms2[0].close)
     closing.start()
     closing.join(0.5)
@@ -68,7 +68,7 @@ def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2, look_ear
     stream.close()
 
 
-def test_a_rank_that_is_closed_at_the_same_time_is_waited_for(host_engine, arrays, comms2, look_early):
+def test_close_waits_for_a_rank_that_is_closed_at_the_same_time(host_engine, arrays, comms2, look_early):
     testing.all_ones(arrays, comms2)
     with ncclpy.faults(WAITS.format("800ms")):
         begun = time.monotonic()
@@ -76,7 +76,7 @@ def test_a_rank_that_is_closed_at_the_same_time_is_waited_for(host_engine, array
         assert time.monotonic() - begun > 0.7
 
 
-def test_an_abort_ends_those_that_wait_for_it(host_engine, arrays, look_early):
+def test_abort_ends_closes_that_wait_for_its_rank(host_engine, arrays, look_early):
     comms = ncclpy.Communicator.init_all([0, 1], timeout=60)
     testing.all_ones(arrays, comms)
     with ncclpy.faults("rank=0 call=CommFinalize nth=1 do=hang"):
@@ -90,7 +90,7 @@ def test_an_abort_ends_those_that_wait_for_it(host_engine, arrays, look_early):
         assert time.monotonic() - begun < 15
 
 
-def test_nothing_is_kept_of_communicators_that_are_gone(host_engine):
+def test_closed_communicators_are_not_kept(host_engine):
     comms = ncclpy.Communicator.init_all([0, 1])
     gone = [weakref.ref(comm) for comm in comms]
     testing.close_all(comms)
@@ -99,7 +99,7 @@ def test_nothing_is_kept_of_communicators_that_are_gone(host_engine):
     assert [each() for each in gone] == [None, None]
 
 
-#: With its version, and ends as strict as NCCL's, a close on the host engine would meet all ranks of the process.
+#: Ends as strict as NCCL's. As the host engine is newer than 2.31, a close then waits for all ranks of the process.
 STRICT = {"NCCLPY_HOST_STRICT_ENDS": "1"}
 BEGIN = """
 import faulthandler, threading, time, warnings
@@ -124,8 +124,8 @@ def run_strictly(code, options="{}"):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_who_is_closed_does_not_wait_for_a_rank_that_was_aborted(host_engine, options):
-    """On NCCL 2.31 and newer, GPUs: its end waits for all ranks of the machine, for ever."""
+def test_close_does_not_wait_for_a_local_rank_that_was_aborted(host_engine, options):
+    """With NCCL 2.31 and newer on GPUs its end would wait for all ranks of the machine, without end."""
     code = """
 array = np.ones(3)
 kept = comms[1].register(array)
@@ -145,7 +145,7 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("options", OPTIONS[1:])
-def test_an_abort_ends_the_close_of_the_others(host_engine, options):
+def test_abort_ends_the_closes_of_other_ranks(host_engine, options):
     code = """
 with never as faults:
     closing = threading.Thread(target=comms[1].close)
@@ -159,7 +159,7 @@ print("closed" if comms[1].closed else comms)
     run_strictly(code, options)
 
 
-def test_before_an_abort_all_is_over_that_was_issued(host_engine):
+def test_close_after_a_local_abort_waits_for_issued_operations(host_engine):
     code = """
 others = ncclpy.Communicator.init_all([0, 1])
 stream = ncclpy.Stream(1)
@@ -178,7 +178,7 @@ print("closed" if comms[1].closed else comms)
     run_strictly(code)
 
 
-def test_that_wait_has_the_deadline_of_the_close(host_engine):
+def test_wait_for_issued_operations_has_the_deadline_of_the_close(host_engine):
     code = """
 others = ncclpy.Communicator.init_all([0, 1])
 others[1].all_reduce(np.ones(3), stream=ncclpy.Stream(1))  # rank 0 never comes
@@ -195,8 +195,8 @@ for comm in others:
     run_strictly(code, OPTIONS[1])
 
 
-def test_who_waits_does_not_wait_for_an_abort(host_engine, comm1):
-    """Its data come while another thread is still inside the abort: it is told of that at once."""
+def test_waiting_call_raises_before_the_abort_returns(host_engine, comm1):
+    """The data are complete while another thread is still inside the abort: the waiting call raises at once."""
     ended = []
 
     def wait():

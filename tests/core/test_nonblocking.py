@@ -1,4 +1,4 @@
-"""Nonblocking communicators: init returns at once, every later call is polled for the user."""
+"""Nonblocking communicators: init returns at once, and ncclpy polls in every later call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair():
 
 
 def start(nranks, **options):
-    """Return the communicators of one group; they need not be ready."""
+    """Return communicators made in one group, which may not be ready yet."""
     testing.need_devices(nranks)
     uid = ncclpy.get_unique_id()
 
@@ -58,7 +58,7 @@ def test_init_returns_before_the_other_rank_is_there():
     comm.close()
 
 
-def test_init_can_be_met_later(arrays):
+def test_init_completes_when_the_other_rank_comes_later(arrays):
     testing.need_devices(2)
     uid = ncclpy.get_unique_id()
     first = ncclpy.Communicator.init(2, 0, uid, device=0, config=NONBLOCKING)
@@ -144,8 +144,8 @@ def test_cancelling_ready_leaves_the_communicator_alone(arrays):
     testing.close_all(comms)
 
 
-def test_a_call_waits_for_init(arrays):
-    # No wait_ready: the first operation waits itself.
+def test_operation_waits_for_init(arrays):
+    # No wait_ready: the first operation itself waits.
     comms = start(2)
     assert testing.summed(arrays, comms) == [3, 3]
     testing.close_all(comms)
@@ -205,7 +205,7 @@ def test_group_of_several_operations(pair, arrays):
 
 
 def test_group_of_blocking_and_nonblocking_is_refused(pair, comms2, arrays):
-    # NCCL refuses it when the group has begun, and is then of no use any more; ncclpy refuses it before.
+    # NCCL refuses such a group only after it has begun, and is unusable afterwards; ncclpy refuses it before.
     parts = [arrays.make(np.ones(7, np.float32), comm.device) for comm in (*pair, *comms2)]
 
     def call():
@@ -220,7 +220,7 @@ def test_group_of_blocking_and_nonblocking_is_refused(pair, comms2, arrays):
 
 
 def test_events_are_recorded_after_the_operation_was_issued(pair, arrays):
-    # In progress means: not on the stream yet. An event recorded too early would be done before the data are there.
+    # In progress means: not on the stream yet. An event recorded too early would be done before the operation.
     parts = [arrays.make(np.ones(1 << 16, np.float32), comm.device) for comm in pair]
     streams = [ncclpy.Stream(comm.device) for comm in pair]
 
@@ -251,8 +251,8 @@ def test_split_child_is_polled_through_its_parent(pair):
     testing.run_threads(2, rank, comms=pair)
 
 
-def test_a_child_that_does_not_come_is_aborted_with_its_parent(pair):
-    """NCCL may still write into the child's memory then: it is not given back as that of a failed one is."""
+def test_child_that_is_not_joined_is_aborted_with_its_parent(pair):
+    """NCCL may still write the child's handle then: its memory is not freed, as it would be after a failed split."""
     child = pair[0].split(0)
     with pytest.raises(ncclpy.NcclTimeout, match="the parent was aborted"):
         testing.run_with_deadline(lambda: child.wait_ready(0.2))
@@ -275,7 +275,8 @@ def test_split_without_a_color(pair):
 
 
 def test_pending_split_cannot_be_dropped_under_nccl(pair, arrays):
-    # Rank 0's child is pending until rank 1 splits. NCCL writes its handle then: into memory that must still be ours.
+    # Rank 0's child is pending until rank 1 splits. NCCL then writes its handle, to memory that must still be
+    # allocated.
     def drop():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
@@ -295,7 +296,7 @@ def test_pending_split_cannot_be_dropped_under_nccl(pair, arrays):
     thread.join(30)
     assert not thread.is_alive()
     child.abort()
-    # Rank 0 may see the end of its split a moment later than rank 1; until then its communicator takes no calls.
+    # Rank 0 may see the end of its split a moment later than rank 1; until then its communicator refuses calls.
     testing.wait_for(lambda: pair[0].async_error() != ncclpy.Result.IN_PROGRESS, "the end of the split")
     assert testing.summed(arrays, pair) == [3, 3]
 
@@ -358,7 +359,7 @@ def test_two_pollers_of_one_communicator():
 
 
 def test_waiting_can_be_interrupted():
-    # Ctrl-C reaches a wait: it is no C call without an end.
+    # Ctrl-C ends a wait: it is not one endless C call.
     testing.need_devices(2)
     done = testing.run_python(
         """

@@ -1,4 +1,4 @@
-"""Older NCCLs, played by a host engine without some functions: what can be made of others is, the rest is refused."""
+"""Older NCCLs, played by a host engine without some functions: other functions replace them, or calls are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LACKING = ("ncclCommShrink", "ncclCommGrow", "ncclCommRevoke", "ncclCommSuspend"
 
 
 def run_without(functions, folder, *tests, cores=2):
-    """Run tests on a host engine in which these functions have names that nobody looks up; return what was printed."""
+    """Run tests on a host engine in which these functions are renamed, so that none is found; return the output."""
     image = Path(ncclpy.library().path).read_bytes()
     for name in functions:
         exported = b"\0" + name.encode() + b"\0"
@@ -45,11 +45,11 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *{[str(TESTS / each) for e
 
 
 def check_names(said):
-    """Whatever a test wants to see refused is refused, in words: none was skipped."""
+    """Check that no test of a refusal was skipped."""
     assert not any(f"needs a library without {name}" in said for name in LACKING), said
 
 
-def test_what_is_not_there_is_made_of_sends_and_receives_or_named(host_engine, tmp_path):
+def test_missing_functions_are_replaced_by_sends_and_receives_or_named(host_engine, tmp_path):
     sent = [f"manager/test_manager_collectives.py::test_{name}" for name in ("all_to_all", "gather", "scatter")]
     sent += ["core/test_conformance_variants.py::test_aggregated_cases_in_one_group"]
     check_names(run_without((*SINCE_2_28, *LACKING), tmp_path, *sent, "core/test_derived.py"))
@@ -57,10 +57,10 @@ def test_what_is_not_there_is_made_of_sends_and_receives_or_named(host_engine, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [2, 9], ids=["devices share lanes", "a lane a device"])
-def test_the_manager_sends_and_receives_instead(host_engine, tmp_path, cores):
+def test_manager_sends_and_receives_instead(host_engine, tmp_path, cores):
     run_without(SINCE_2_28, tmp_path, "manager/test_manager_collectives.py", cores=cores)
 
 
 @pytest.mark.slow
-def test_a_communicator_sends_and_receives_instead(host_engine, tmp_path):
+def test_communicator_sends_and_receives_instead(host_engine, tmp_path):
     run_without(SINCE_2_28, tmp_path, "core/test_conformance_variants.py::test_split_communicators")

@@ -1,4 +1,4 @@
-"""Windows, and one-sided calls through them, by the bindings: on the host engine and, from NCCL 2.29 on, on GPUs."""
+"""Windows and one-sided calls through the bindings: on the host engine and, from NCCL 2.29 on, on GPUs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_signals_alone_and_in_order(comms2):
                     wait(comm, stream, (1, peer))
                     bindings.signal(peer, 0, 0, 0, comm.handle, stream.handle)
             if rank.rank == 0:
-                for i in range(8):  # each put has its signal behind it
+                for i in range(8):  # each put is followed by its signal
                     memory.write(np.full(1, float(i)))
                     put(memory, 1, peer, 8 + i, stream)
                     stream.synchronize()

@@ -43,7 +43,7 @@ class Side:
 
 
 def rings(rank):
-    """Each puts to the other one, in all the ways in which calls are made; return what came, a row a way."""
+    """Put to the other rank in every way to make calls; return what arrived, one row for each way."""
     side = Side(rank)
     came = []
     with device_module.using(rank.device), ncclpy.Stream(rank.device) as stream:
@@ -80,7 +80,7 @@ def test_puts(found):
 
 
 def parts_of_the_other(rank):
-    """Read the other rank's part and write into it, without a call of its own."""
+    """Read the other rank's part and write into it, without a call by that rank."""
     side = Side(rank)
     side.write(rank.rank + 1)
     side.comm.barrier()
@@ -104,7 +104,7 @@ def test_parts_of_peers(found):
 
 
 def segments(rank):
-    """Use memory of the registry on a communicator, and on its child; let it go meanwhile."""
+    """Use memory of the registry on a communicator and on its child, and free it meanwhile."""
     lib, comm, registry = testing.arrays(), rank.init(), memory.SegmentRegistry.default()
     stream = ncclpy.Stream(rank.device)
     sums, seen = [], []
@@ -129,14 +129,14 @@ def segments(rank):
 
 
 def every_program(rank):
-    """Return what each program has found, by the function that it needs."""
+    """Return the results of all programs, by the function that each needs."""
     programs = {"ncclPutSignal": rings, "ncclGetPeerDevicePointer": parts_of_the_other, "ncclMemAlloc": segments}
     return {need: program(rank) for need, program in programs.items() if ncclpy.library().has(need)}
 
 
 @pytest.fixture(scope="module")
 def found():
-    """Return what two processes have found, by the function that was needed: all programs come after each other."""
+    """Return the results of two processes, by the function needed: they run all programs one after the other."""
     first, second = testing.run_processes(2, every_program)
     return {need: (first[need], second[need]) for need in first}
 
@@ -151,7 +151,7 @@ def test_segments(found):
 
 
 def one_side_stays_away(rank):
-    """Wait for a signal that does not come; return what is said, after how long, and who was freed by the abort."""
+    """Wait for a signal that is never sent; return the text of the error, and the seconds until it was raised."""
     side = Side(rank, abortable=True)
     side.comm.barrier()
     if rank.rank == 0:
@@ -162,13 +162,13 @@ def one_side_stays_away(rank):
         side.comm.abort()
         rank.unique_id()
         return str(caught.value), seconds
-    rank.unique_id()  # rank 0 has come there
+    rank.unique_id()  # returns when rank 0 has timed out
     threading.Thread(target=side.comm.abort, daemon=True).start()
     return None
 
 
-def test_a_signal_that_never_comes(host_engine):
-    """On GPUs no abort comes back from it, and its process is stuck: see the page on one-sided calls."""
+def test_wait_for_a_missing_signal_times_out(host_engine):
+    """On GPUs no abort ends this wait, and the process is stuck: see the page on one-sided calls."""
     said, seconds = testing.run_processes(2, one_side_stays_away)[0]
     assert "wait_signal" in said or "WaitSignal" in said, said
     assert seconds < 20

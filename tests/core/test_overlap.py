@@ -1,4 +1,4 @@
-"""Memory that is sent and received: where it overlaps otherwise than NCCL works in place, the call is refused."""
+"""Memory of sends and receives that overlaps: calls are refused unless NCCL can work in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def works(comms):
     assert [part.tolist() for part in parts] == [[len(comms)] * 2] * len(comms)
 
 
-# The calls of rank 1 of 2, over 8 elements; each with the arguments that its error names and what it says of them.
+# Calls of rank 1 of 2, over 8 elements; with each the two arguments that its error names, and the reason.
 REFUSED = {
     "all_reduce": (lambda c, b: c.all_reduce(b[0:3], b[1:4]), ("recv", "send", "only where recv is send")),
     "all_reduce behind": (lambda c, b: c.all_reduce(b[1:4], b[0:3]), ("recv", "send", "only where recv is send")),
@@ -112,7 +112,7 @@ def test_memory_that_overlaps_is_refused_where_calls_are_recorded(comms2, name, 
     works(comms2)
 
 
-# What each rank calls in place, over the numbers 10 * rank, 10 * rank + 1, ..., and what is there afterwards.
+# In-place calls of each rank, over the numbers 10 * rank, 10 * rank + 1, ..., and the values afterwards.
 PLACE = [[0, 11], [0, 11]]
 IN_PLACE = {
     "all_gather": (lambda c, b: c.all_gather(b[c.rank : c.rank + 1], b), PLACE),
@@ -141,7 +141,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_what_nccl_works_with_in_place_is_taken(comms2, name):
+def test_in_place_calls_of_nccl_are_accepted(comms2, name):
     call, wanted = IN_PLACE[name]
     memory = [np.arange(2) + 10 * comm.rank for comm in comms2]
 
@@ -193,7 +193,7 @@ def passed_on(comm, b):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("block", [ncclpy.group, lambda: ncclpy.Plan().record()], ids=["group", "plan"])
-def test_a_group_refuses_two_operations_of_which_one_writes_what_the_other_uses(comms2, calls, second, first, block):
+def test_group_refuses_an_operation_that_writes_memory_of_another(comms2, calls, second, first, block):
     memory = np.arange(8.0)
     with pytest.raises(ValueError, match="overlap") as caught, block():
         calls(comms2[1], memory)
@@ -202,7 +202,7 @@ def test_a_group_refuses_two_operations_of_which_one_writes_what_the_other_uses(
     works(comms2)
 
 
-def test_a_group_refuses_one_array_of_two_ranks(comms2):
+def test_group_refuses_one_array_for_two_ranks(comms2):
     memory = np.ones(4)
     with pytest.raises(ValueError, match=r"all_reduce of rank 1.*all_reduce of rank 0"), ncclpy.group():
         for comm in comms2:
@@ -210,7 +210,7 @@ def test_a_group_refuses_one_array_of_two_ranks(comms2):
     works(comms2)
 
 
-def test_a_group_that_is_refused_makes_no_communicator(comms2):
+def test_refused_group_makes_no_communicator(comms2):
     memory = np.ones(4)
     with pytest.raises(ValueError, match="overlap"), ncclpy.group():
         child = comms2[0].split(0)
@@ -220,7 +220,7 @@ def test_a_group_that_is_refused_makes_no_communicator(comms2):
     works(comms2)
 
 
-def test_a_group_takes_memory_that_is_only_read_many_times(comms2):
+def test_group_accepts_memory_that_is_only_read_many_times(comms2):
     memory = [np.full(2, comm.rank + 1.0) for comm in comms2]
     results = [np.zeros((3, 2)) for _ in comms2]
     with ncclpy.group():
@@ -231,7 +231,7 @@ def test_a_group_takes_memory_that_is_only_read_many_times(comms2):
     assert [result.tolist() for result in results] == [[[3, 3], [1, 1], [2, 2]]] * 2
 
 
-def test_a_group_takes_many_operations_whose_memory_lies_in_any_order(comms2):
+def test_group_accepts_many_operations_with_memory_in_any_order(comms2):
     order = list(range(40))
     random.Random(7).shuffle(order)
     memory = [np.arange(80.0).reshape(40, 2) + comm.rank for comm in comms2]
@@ -242,12 +242,12 @@ def test_a_group_takes_many_operations_whose_memory_lies_in_any_order(comms2):
                 comm.all_reduce(rows[at])
         for comm in comms2:
             comm.barrier()
-            comm.barrier()  # it has no memory of the caller's
+            comm.barrier()  # a barrier has no memory of the caller
     assert all((rows == wanted).all() for rows in memory)
 
 
-def test_a_group_that_was_right_is_looked_at_again_when_it_changes(comms2):
-    """What is known to be right is known with all that decides it: addresses, sizes, types and operations."""
+def test_group_is_checked_again_when_it_changes(comms2):
+    """A group that was valid is recognised by everything that decides it: addresses, sizes, types and operations."""
     memory = np.zeros(64, np.uint8)
     at = memory.ctypes.data
     base = [("recv", at, 8, "uint8"), ("recv", at + 8, 8, "uint8"), ("send", at + 16, 8, "uint8")]
@@ -275,8 +275,8 @@ def test_a_group_that_was_right_is_looked_at_again_when_it_changes(comms2):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_group_is_judged_as_every_two_of_its_operations_are(comms2, seed):
-    """Random ranges, read or written: a group is refused if and only if two of them may not run together."""
+def test_group_is_refused_as_each_two_of_its_operations_are(comms2, seed):
+    """Random ranges, read or written: a group is refused if and only if two of them conflict."""
     chance = random.Random(seed)
     memory = np.zeros(200)
     spans = []
@@ -298,7 +298,7 @@ def test_a_group_is_judged_as_every_two_of_its_operations_are(comms2, seed):
     assert refused == shared
 
 
-def test_a_put_to_oneself_is_refused_where_it_overlaps():
+def test_put_to_oneself_is_refused_where_it_overlaps():
     testing.need_function("ncclPutSignal")
     with World(2, count=8, timeout=20) as world:
         comm, array, window = world.comms[0], world.arrays[0], world.windows[0]

@@ -1,4 +1,4 @@
-"""NCCL's environment overrides what a guard needs: it is found out, wherever it comes from, and said once."""
+"""Settings of NCCL that override what a guard needs: detected wherever they come from, and reported once."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def run_with(way, setting, folder, code):
     return run(f"assert {name!r} not in os.environ\n" + code, NCCL_CONF_FILE=str(folder / "nccl.conf"))
 
 
-# Where a setting comes from makes no difference to what is lost by it.
+# The effect of a setting does not depend on where it comes from.
 FROM_A_FILE = "NCCL_COMM_BLOCKING=1"
 
 
@@ -65,7 +65,7 @@ FROM_A_FILE = "NCCL_COMM_BLOCKING=1"
         ),
     ],
 )
-def test_an_override_is_said_once(way, setting, tmp_path):
+def test_override_is_reported_once(way, setting, tmp_path):
     run_with(
         way,
         setting,
@@ -81,14 +81,14 @@ assert "{LOST[setting]}" in told[0][0] and told[0][1] == "<string>", told
 
 
 @pytest.mark.parametrize("setting", [*LOST, "NCCL_COMM_SPLIT_SHARE_RESOURCES=1", "NCCL_COMM_BLOCKING=7"])
-def test_what_takes_nothing_away_is_not_told(setting, tmp_path):
+def test_setting_that_takes_nothing_away_is_not_reported(setting, tmp_path):
     """A communicator without a deadline has no guard, and a guard asks for splitShare itself."""
     options = "" if setting in LOST else "timeout=20"
     run_with("configuration file", setting, tmp_path, f"work({options})\nassert not told, told")
 
 
-def test_an_override_that_no_environment_shows_is_seen_in_what_calls_return():
-    """As with a plugin that answers for the environment; here it is gone once the engine has read it."""
+def test_override_outside_the_environment_is_detected_by_results_of_calls():
+    """As with a plugin that answers for the environment; here the variable is unset once the engine has read it."""
     run(f"""
 libc.setenv(b"NCCL_COMM_BLOCKING", b"0", 1)
 work()  # the environment is read once
@@ -101,8 +101,8 @@ assert "{LOST["NCCL_COMM_BLOCKING=0"]}" in told[0][0], told
 """)
 
 
-def test_nothing_is_told_where_nothing_overrides():
-    """Nor of children, which a blocking parent makes at once, and whose guards may be as quick."""
+def test_nothing_is_reported_where_nothing_overrides():
+    """Children neither: a blocking parent makes them at once, and their guards may be as quick."""
     run("""
 work(timeout=20)
 with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), timeout=20) as comm:
@@ -112,7 +112,7 @@ assert not told, told
 """)
 
 
-def test_a_warning_that_is_an_error_leaves_nothing_behind(tmp_path):
+def test_warning_raised_as_an_error_leaves_nothing_behind(tmp_path):
     (tmp_path / "nccl.conf").write_text("NCCL_COMM_BLOCKING=0\n")
     run(
         """

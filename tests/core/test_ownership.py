@@ -1,4 +1,4 @@
-"""Folders and files that no other user of the machine has a hand in."""
+"""Folders and files that no other user of the machine can change."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ OTHER = 12345
 
 @pytest.fixture
 def given_away(monkeypatch):
-    """Return a function that makes a path another user's, as far as anything here can tell."""
+    """Return a function that makes a path appear to belong to another user."""
     theirs = set()
     plain, lstat, fstat = os.stat, os.lstat, os.fstat
 
@@ -41,20 +41,20 @@ def folder(tmp_path):
     return made
 
 
-def test_folder_that_is_made_is_this_user_s_alone(folder):
+def test_new_folder_is_private(folder):
     assert [stat.S_IMODE(each.stat().st_mode) for each in (folder.parent, folder)] == [0o700] * 2
     assert ownership.why_foreign(folder) == ownership.why_foreign(folder, secret=True) == ""
     assert ownership.why_exposed(folder) == ""
 
 
-def test_folder_of_another_user_is_told_with_both_users(folder, given_away):
+def test_folder_of_another_user_is_named_with_both_users(folder, given_away):
     given_away(folder)
     words = f"belongs to user {OTHER}, and this process runs as user {os.geteuid()}"
     assert ownership.why_foreign(folder).startswith(words)
     assert ownership.why_exposed(folder).startswith(f"{folder} {words}")
 
 
-def test_folder_of_another_user_is_not_trusted_but_by_root(folder, given_away, monkeypatch, tmp_path):
+def test_folder_of_another_user_is_trusted_by_its_owner_and_root_alone(folder, given_away, monkeypatch, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(folder)
     assert ownership.why_of_another(folder) == ownership.why_of_another("/") == ""
@@ -82,7 +82,7 @@ def test_folder_that_others_can_write_to_is_foreign(folder):
     assert "its mode is 1777" in ownership.why_foreign(folder)
 
 
-def test_what_is_no_folder_is_foreign(folder, tmp_path):
+def test_links_and_files_are_foreign_folders(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "file").touch()
     assert ownership.why_foreign(tmp_path / "link").startswith("is a link")
@@ -92,14 +92,14 @@ def test_what_is_no_folder_is_foreign(folder, tmp_path):
 def test_folder_below_one_that_others_can_change_is_exposed(folder, given_away):
     folder.parent.chmod(0o777)
     assert ownership.why_exposed(folder) == f"{folder.parent} is open to other users, as its mode is 777"
-    folder.parent.chmod(0o1777)  # as /tmp is: nobody moves what is another's
+    folder.parent.chmod(0o1777)  # sticky, as /tmp is: users can move only their own entries
     assert ownership.why_exposed(folder) == ""
     given_away(folder.parent)
     assert ownership.why_exposed(folder).startswith(f"{folder.parent} belongs to user {OTHER}")
     assert ownership.why_foreign(folder) == ""
 
 
-def test_link_on_the_way_is_followed_unless_it_is_another_user_s(folder, tmp_path, given_away):
+def test_link_on_the_way_is_followed_unless_another_user_owns_it(folder, tmp_path, given_away):
     link = tmp_path / "link"
     link.symlink_to("above/../above")
     assert ownership.why_exposed(link / "folder") == ""
@@ -116,13 +116,13 @@ def test_links_in_a_circle_end(tmp_path):
     assert "more than 40 links" in ownership.why_exposed(tmp_path / "a")
 
 
-def test_file_that_is_made_is_this_user_s_alone(folder):
+def test_new_file_is_private(folder):
     os.close(ownership.open_own(folder / "file", os.O_WRONLY | os.O_CREAT))
     assert stat.S_IMODE((folder / "file").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "another user's"])
-def test_file_that_is_not_this_user_s_is_refused_at_once(folder, given_away, kind):
+def test_link_pipe_folder_or_file_of_another_user_is_refused_at_once(folder, given_away, kind):
     path, elsewhere = folder / "file", folder / "elsewhere"
     if kind == "link":
         path.symlink_to(elsewhere)

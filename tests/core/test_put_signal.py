@@ -1,4 +1,4 @@
-"""Puts, signals and waits of a communicator: alone, in groups and plans, refused, ended early, and beside a model."""
+"""Puts, signals and waits of a communicator: alone, in groups and plans, refused, and ended early."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world(host_engine):
 
 @pytest.mark.parametrize("way", ["plain", "group", "plan", "stream", "graph"])
 def test_ring_on_any_engine(comms4, way):
-    """Each rank puts to its right neighbour, in all the ways in which calls are made."""
+    """Each rank puts to its right neighbour, in every way to make calls."""
     count = 1000
 
     def rank(rank):
@@ -77,19 +77,19 @@ def test_ring_on_any_engine(comms4, way):
 
 
 def test_signals_count(world):
-    """Each is waited for once; one rank or several, some or all."""
+    """Each signal is waited for once, from one rank or several, some or all at a time."""
     first, second = world.comms
     for _ in range(5):
         second.signal(0)
     first.wait_signal(1, count=2)
     first.wait_signal([1], count=3)
-    first.signal(0)  # to oneself
+    first.signal(0)  # to itself
     first.wait_signal((0,))
     with pytest.raises(ncclpy.NcclTimeout, match="WaitSignal"):
         first.wait_signal([1], timeout=0.1)
 
 
-def test_a_wait_for_several_and_signals_of_several_kinds(host_engine):
+def test_wait_for_several_ranks_and_signal_indices(host_engine):
     with World(3, config=ncclpy.Config(num_rma_sig=3), timeout=20) as world:
         for comm in world.comms[1:]:
             comm.signal(0, signal=2)
@@ -100,20 +100,20 @@ def test_a_wait_for_several_and_signals_of_several_kinds(host_engine):
             world.comms[0].wait_signal([1, 2], signal=1, timeout=0.1)
 
 
-def test_an_empty_put_is_a_signal(world):
+def test_empty_put_is_a_signal(world):
     first, second = world.comms
     first.put_signal(np.empty(0, np.float32), world.windows[0], 1, offset=4 * COUNT)
     second.wait_signal(0)
     assert not world.arrays[1].any()
 
 
-def test_what_is_put_keeps_to_its_place(world):
+def test_put_writes_only_its_range(world):
     first, second = world.comms
     world.arrays[0][:] = np.arange(COUNT)
     first.put_signal(world.arrays[0][3:5], world.windows[0], 1, offset=4 * (COUNT - 2))
     second.wait_signal(0)
     assert world.arrays[1].tolist() == [0.0] * (COUNT - 2) + [3.0, 4.0]
-    other = np.full(COUNT, 9, np.uint8)  # of another window, and another type
+    other = np.full(COUNT, 9, np.uint8)  # a source in another window, of another type
     with ncclpy.group():
         second_windows = [first.window(other), second.window(np.zeros(COUNT, np.uint8))]
     first.put_signal(other[:8], world.windows[0], 1)
@@ -125,7 +125,7 @@ def test_what_is_put_keeps_to_its_place(world):
         first.put_signal(other[:8], world.windows[0], 1)
 
 
-def test_a_dropped_window_is_still_one(world):
+def test_dropped_window_is_still_registered(world):
     array = np.full(4, 5, np.float32)
     with ncclpy.group():
         for comm in world.comms:
@@ -176,7 +176,7 @@ def test_puts_that_are_refused(world):
     assert comm.async_error() == ncclpy.Result.SUCCESS
 
 
-def test_a_window_without_symmetry_takes_puts_and_gives_none(world):
+def test_window_without_symmetry_takes_puts_and_gives_none(world):
     arrays = [np.zeros(4, np.float32) for _ in range(2)]
     with ncclpy.group():
         plain = [comm.window(array, symmetric=False) for comm, array in zip(world.comms, arrays, strict=True)]
@@ -213,7 +213,7 @@ def test_signals_that_are_refused(world):
         with rejects("signal", kind=TypeError):
             call(1, "0")
     for call in (comm.signal, comm.wait_signal):
-        with pytest.raises(ncclpy.NcclError, match="signal index 1"):  # how many there are NCCL knows
+        with pytest.raises(ncclpy.NcclError, match="signal index 1"):  # only NCCL knows how many there are
             call(1, 1)
     comm.close()
     for call in (lambda: comm.signal(1), lambda: comm.wait_signal(1)):
@@ -221,8 +221,8 @@ def test_signals_that_are_refused(world):
             call()
 
 
-def test_what_the_caller_does_meanwhile(world):
-    """An argument's own code closes the window, or the communicator, while the call looks at it."""
+def test_argument_that_closes_window_or_communicator_is_noticed(world):
+    """The argument's own code closes the window, or the communicator, while the call reads the argument."""
     comm, array, window = world.comms[0], world.arrays[0], world.windows[0]
 
     class Closing:
@@ -239,13 +239,13 @@ def test_what_the_caller_does_meanwhile(world):
         comm.wait_signal(Closing(comm.abort))
 
 
-def test_without_a_deadline_no_timeout(host_engine):
+def test_timeout_needs_a_communicator_that_can_be_ended(host_engine):
     with World(2) as world, rejects("timeout", "cannot be ended"):
         world.comms[0].wait_signal(1, timeout=1)
 
 
 def test_groups(world):
-    """Puts and waits of all ranks in one, with collectives and messages."""
+    """Puts and waits of all ranks in one group, with collectives and messages."""
     sums = [np.ones(3) for _ in range(2)]
     sent, came = np.full(2, 4.0), np.zeros(2)
     for rank in range(2):
@@ -263,7 +263,7 @@ def test_groups(world):
     assert (sums[0] == 2).all() and (sums[1] == 2).all() and (came == 4).all()
 
 
-def test_an_exception_in_a_group_puts_nothing(world):
+def test_exception_in_a_group_puts_nothing(world):
     world.arrays[0][:] = 1
     with pytest.raises(KeyError), ncclpy.group():
         world.comms[0].put_signal(world.arrays[0], world.windows[0], 1)
@@ -275,7 +275,7 @@ def test_an_exception_in_a_group_puts_nothing(world):
         world.comms[1].wait_signal(0, timeout=0.1)
 
 
-def test_a_window_that_its_group_has_not_made_yet(world):
+def test_window_that_its_group_has_not_made_yet_is_refused(world):
     arrays = [np.ones(4, np.float32) for _ in range(2)]
     with ncclpy.group():
         made = [comm.window(array) for comm, array in zip(world.comms, arrays, strict=True)]
@@ -286,7 +286,7 @@ def test_a_window_that_its_group_has_not_made_yet(world):
     world.comms[0].put_signal(arrays[0], made[0], 1)
 
 
-def test_a_window_is_not_closed_under_a_group_that_uses_it(world):
+def test_window_is_not_closed_while_an_open_group_uses_it(world):
     with ncclpy.group():
         world.comms[0].put_signal(world.arrays[0], world.windows[0], 1)
         with pytest.raises(ValueError, match="open group has recorded"):
@@ -295,7 +295,7 @@ def test_a_window_is_not_closed_under_a_group_that_uses_it(world):
     world.windows[0].close()
 
 
-def test_a_group_finds_a_window_closed_by_another_thread(world):
+def test_group_fails_where_another_thread_has_closed_a_window(world):
     world.arrays[0][:] = 1
     with pytest.raises(ncclpy.NcclError, match="ncclPutSignal"), ncclpy.group():
         world.comms[0].signal(1)
@@ -314,7 +314,7 @@ def test_plans_keep_descriptors_and_know_a_closed_window(world):
     with plan.record():
         first.put_signal(world.arrays[0][:1], world.windows[0], 1, 4)
         second.wait_signal([0])
-    filled = [np.full(4, 2**31 - 1, np.int32) for _ in range(1000)]  # where descriptors would be that nobody has kept
+    filled = [np.full(4, 2**31 - 1, np.int32) for _ in range(1000)]  # reuse memory of descriptors that are not kept
     for value in range(1, 20):
         world.arrays[0][0] = value
         plan.launch()
@@ -341,7 +341,7 @@ def test_threads_meet(host_engine, options):
         testing.run_threads(2, rank, comms=world.comms)
 
 
-def test_the_recorder_knows_them(world):
+def test_recorder_lists_puts_signals_and_waits(world):
     ncclpy.recorder.record_all()
     try:
         world.comms[0].put_signal(world.arrays[0][:4], world.windows[0], 1)
@@ -359,10 +359,10 @@ def test_the_recorder_knows_them(world):
     ]
 
 
-# Waits that never come to their end by themselves.
+# Waits that do not end by themselves.
 
 
-# The communicators are made within the timeout too, which takes over 0.4 s on a machine that is busy.
+# The timeout also covers making the communicators, which takes over 0.4 s on a busy machine.
 BLOCKING = {"timeout": 1.0}
 NONBLOCKING = {"config": ncclpy.Config(blocking=False), "timeout": 1.0}
 
@@ -373,7 +373,7 @@ NONBLOCKING = {"config": ncclpy.Config(blocking=False), "timeout": 1.0}
     + [(NONBLOCKING, way) for way in ("plain", "group", "plan")],
     ids=str,
 )
-def test_a_signal_that_never_comes(host_engine, way, options):
+def test_wait_for_a_missing_signal_names_the_rank(host_engine, way, options):
     with World(3, **options) as world:
         comm, array = world.comms[0], world.arrays[0]
         plan = ncclpy.Plan()
@@ -392,7 +392,7 @@ def test_a_signal_that_never_comes(host_engine, way, options):
                     comm.wait_signal([1, 2])
             else:
                 comm.wait_signal([1, 2], stream=stream)
-                stream.synchronize(20)  # the watcher ends it
+                stream.synchronize(20)  # the watchdog ends it
                 comm.barrier()
         assert "2 (process" not in str(caught.value)
         assert comm.closed
@@ -457,7 +457,7 @@ def wait_for_the_dead(comm):
     return "it came"
 
 
-def test_a_dead_process_signals_nobody(host_engine):
+def test_wait_for_a_signal_of_a_killed_process_raises(host_engine):
     from ncclpy.testing import run_ranks
 
     kind, words, total = run_ranks(2, wait_for_the_dead, processes=True, killed=[1], timeout=60)[0]
@@ -465,8 +465,8 @@ def test_a_dead_process_signals_nobody(host_engine):
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
-def test_nobody_puts_into_memory_that_was_given_up(world, end):
-    """What is put to a rank that has ended, or has closed its window, goes nowhere."""
+def test_put_to_an_aborted_rank_or_a_closed_window_raises(world, end):
+    """The memory of a rank that has aborted, or has closed its window, is not written."""
     first, second = world.comms
     world.arrays[0][:] = 7
     if end == "abort":
@@ -483,8 +483,8 @@ def test_nobody_puts_into_memory_that_was_given_up(world, end):
     assert not world.arrays[1].any()
 
 
-def test_ranks_end_while_others_put(host_engine):
-    """Puts of megabytes, in one thread, into memory that the other aborts and gives away: it stays as it was."""
+def test_put_does_not_write_after_an_abort_of_the_target(host_engine):
+    """One thread puts megabytes into memory that its owner aborts and reuses: nothing is written after the abort."""
     count = 1 << 19
     for seed in range(12):
         choose = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Random programs of puts, signals and waits, beside a model that says what is where."""
+"""Random programs of puts, signals and waits, compared with a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_sided():
 
 
 class Model:
-    """What a program has put where, and how many signals are still to be waited for."""
+    """The memory after the puts of a program, and the number of signals not yet waited for."""
 
     def __init__(self, nranks, size):
         self.memory = [np.zeros(size, np.float32) for _ in range(nranks)]
@@ -35,7 +35,7 @@ PART = 16
 
 
 def random_program(seed, world, model):
-    """A few rounds of puts, of each rank from its first part into its part of another's, and some of the waits."""
+    """Run some rounds of puts, from each rank's first part into its part of another rank, and some of the waits."""
     choose = random.Random(seed)
     n = len(world.comms)
     for _ in range(choose.randint(1, 3)):
@@ -92,7 +92,7 @@ def random_program(seed, world, model):
         for rank in range(n):
             assert world.arrays[rank].tolist() == model.memory[rank].tolist(), (seed, style, rank)
     left = sorted(key for key, given in model.signals.items() if given)
-    for source, target in left:  # all that is left is there, and no more
+    for source, target in left:  # the remaining signals are there, and no more
         world.comms[target].wait_signal(source, count=model.signals.pop((source, target)))
 
 
@@ -106,7 +106,7 @@ def test_random_programs_do_what_the_model_says(host_engine, seeds):
         for seed in range(first, first + seeds):
             random_program(seed, *worlds[2 + seed % 3])
         for world, _ in worlds.values():
-            with pytest.raises(ncclpy.NcclTimeout):  # nobody has signalled more than was waited for
+            with pytest.raises(ncclpy.NcclTimeout):  # no rank has signalled more than was waited for
                 world.comms[0].wait_signal(1, timeout=0.05)
     finally:
         for world, _ in worlds.values():

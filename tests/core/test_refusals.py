@@ -1,4 +1,4 @@
-"""What is refused, and shown, in words for people: pickling, closed communicators, arguments out of range."""
+"""Refusals and reprs in words for people: pickling, closed communicators, arguments out of range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ncclpy import errors
 
 
 def objects(comm):
-    """Yield one of each kind that belongs to this process, and what its error advises."""
+    """Yield an object of each kind that belongs to this process, and the advice in its error."""
     part = np.zeros(4, np.float32)
     with ncclpy.Manager() as manager:
         yield comm, r"pass bytes\(unique_id\)"
@@ -34,7 +34,7 @@ def objects(comm):
 
 
 @pytest.mark.parametrize("call", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_nothing_of_this_process_is_pickled_or_copied(comm1, host_engine, call):
+def test_objects_of_this_process_are_not_pickled_or_copied(comm1, host_engine, call):
     seen = set()
     for thing, advice in objects(comm1):
         name = "group" if isinstance(thing, ncclpy.group) else type(thing).__name__
@@ -45,13 +45,13 @@ def test_nothing_of_this_process_is_pickled_or_copied(comm1, host_engine, call):
 
 
 @pytest.mark.parametrize("call", [pickle.dumps, copy.copy])
-def test_a_window_is_not_pickled(comm1, host_engine, call):
+def test_window_is_not_pickled(comm1, host_engine, call):
     with comm1.window(np.zeros(4, np.float32)) as window:
         with pytest.raises(TypeError, match=r"^ncclpy\.Window cannot be pickled .*Communicator.window\(\)"):
             call(window)
 
 
-def test_a_communicator_that_is_closed_cannot_be_entered():
+def test_closed_communicator_cannot_be_entered():
     comm = ncclpy.Communicator.init_all([0])[0]
     comm.close()
     with pytest.raises(ValueError, match="is closed; make a new communicator"), comm:
@@ -62,7 +62,7 @@ def test_a_communicator_that_is_closed_cannot_be_entered():
         raise AssertionError("the block must not begin")
 
 
-def test_a_communicator_may_be_entered_before_it_is_made():
+def test_communicator_may_be_entered_before_it_is_made():
     uid = ncclpy.get_unique_id()
     with ncclpy.group():
         comm = ncclpy.Communicator.init(1, 0, uid, device=0)
@@ -71,7 +71,7 @@ def test_a_communicator_may_be_entered_before_it_is_made():
         assert comm.is_ready()
 
 
-def test_a_group_shows_what_it_holds(comm1, host_engine):
+def test_group_repr_shows_recorded_calls(comm1, host_engine):
     group = ncclpy.group()
     assert repr(group) == "<ncclpy.group, not entered>"
     with group:
@@ -85,7 +85,7 @@ def test_a_group_shows_what_it_holds(comm1, host_engine):
         assert repr(group) == "<ncclpy.group(simulate=True), 0 calls recorded>"
 
 
-def test_a_registration_shows_what_it_is_for(comm1, host_engine):
+def test_registration_repr_shows_its_memory(comm1, host_engine):
     array = np.zeros(4, np.float32)
     with comm1.register(array) as registration:
         assert repr(registration) == (f"<ncclpy.Registration of 16 bytes at {array.ctypes.data:#x} with {comm1!r}>")
@@ -96,7 +96,7 @@ def test_a_registration_shows_what_it_is_for(comm1, host_engine):
     "kind", [ncclpy.Manager, ncclpy.Buffer, ncclpy.Stream, ncclpy.Event], ids=lambda kind: kind.__name__
 )
 def test_signatures_are_those_of_the_constructors(kind):
-    """They stand in the docstrings; what each names must be taken, and under its default."""
+    """The signatures are in the docstrings: each documented parameter must be accepted, with its default."""
     signature = inspect.signature(kind)
     documented = re.findall(r"^    (\w+(?:, \w+)*) : ", kind.__doc__.partition("Attributes\n")[0], re.M)
     assert ", ".join(documented).split(", ") == list(signature.parameters)
@@ -108,7 +108,7 @@ def test_signatures_are_those_of_the_constructors(kind):
         if kind is not ncclpy.Buffer:
             made.close()
     with pytest.raises(TypeError):
-        kind(*[given.get(name, None) for name in positional], None)  # the others are keywords
+        kind(*[given.get(name, None) for name in positional], None)  # the others are keyword-only
     assert not kind.__doc__.startswith(kind.__name__)
 
 
@@ -143,7 +143,7 @@ def test_numbers_out_of_range_name_their_argument(comm1, host_engine, argument, 
 
 
 @pytest.mark.parametrize("pointer", [-1, 2**64])
-def test_a_pointer_out_of_range(pointer):
+def test_pointer_out_of_range_is_refused(pointer):
     with pytest.raises(ValueError, match=rf"pointer: expected an int from 0 to {2**64 - 1}, got {pointer}"):
         ncclpy.Communicator.from_handle(pointer)
 
@@ -156,18 +156,18 @@ def test_a_pointer_out_of_range(pointer):
     ("capacity", lambda comm: ncclpy.recorder.resize("2")),
     ("counts", lambda comm: comm.all_gather(np.zeros(1), np.zeros(1), [1.0])),
 ])  # fmt: skip
-def test_what_is_no_number_names_its_argument(comm1, host_engine, argument, call):
+def test_argument_that_is_not_a_number_is_named(comm1, host_engine, argument, call):
     with pytest.raises(TypeError, match=f"^{argument}: expected"):
         call(comm1)
 
 
-def test_a_timeout_beyond_all_floats_is_for_ever():
+def test_timeout_beyond_all_floats_is_infinite():
     ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=10**400).close()
     with pytest.raises(ValueError, match="timeout: expected seconds"):
         ncclpy.Manager(timeout=-(10**400))
 
 
-def test_more_participants_than_devices():
+def test_more_participants_than_devices_are_refused():
     some = ncclpy.device_count() + 1
     with ncclpy.Manager() as manager:
         with pytest.raises(ValueError, match=rf"num_local: {some} participants .* it sees {some - 1}"):
@@ -175,7 +175,7 @@ def test_more_participants_than_devices():
         assert manager.pending() == []
 
 
-def test_a_dropped_manager_warns_with_the_line_that_made_it():
+def test_dropped_manager_warns_with_the_line_that_made_it():
     done = testing.run_python(
         """
         import gc, threading, warnings
@@ -189,7 +189,7 @@ def test_a_dropped_manager_warns_with_the_line_that_made_it():
             manager.all_reduce("k", lib.argument(part), device=0, num_local=1).wait(30)
         drop()
         gc.collect()
-        told.wait(30)  # a thread of ours may have the last reference, and let go of it when it comes to that
+        told.wait(30)  # a thread of ncclpy may have the last reference, and release it later
         """,
         warm=True,
     )
@@ -197,7 +197,7 @@ def test_a_dropped_manager_warns_with_the_line_that_made_it():
     assert len(warned) == 1 and "made at <string>:8, by its Manager" in warned[0], done.stderr
 
 
-def test_a_subinterpreter_is_told():
+def test_subinterpreter_is_refused():
     done = testing.run_python(
         """
         import os
@@ -223,5 +223,5 @@ def test_a_subinterpreter_is_told():
      (0.9996, "1 s"), (1.0, "1 s"), (1.5, "1.5 s"), (12.34, "12.3 s"), (600, "600 s"), (3600.4, "3600 s"),
      (1e9, "1000000000 s")],
 )  # fmt: skip
-def test_durations_are_for_people(duration, text):
+def test_durations_as_text(duration, text):
     assert errors.seconds(duration) == text

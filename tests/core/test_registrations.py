@@ -1,4 +1,4 @@
-"""Registrations of buffers that lie in one another: one with NCCL, which its last user gives back."""
+"""Registrations of nested buffers: one registration with NCCL, which its last user deregisters."""
 
 import gc
 import random
@@ -15,7 +15,7 @@ from ncclpy.core.runtime.device import using
 
 
 class Memory:
-    """Memory of ncclMemAlloc, of which parts are registered."""
+    """Memory of ncclMemAlloc; tests register parts of it."""
 
     def __init__(self, device=0, nbytes=4096):
         self.device, self.nbytes = device, nbytes
@@ -30,7 +30,7 @@ class Memory:
         return ncclpy.Buffer(self.pointer + begin, end - begin, "uint8", device=self.device)
 
     def is_registered(self):
-        """Return whether the engine refuses to free it; if not, it is allocated again."""
+        """Return whether the engine refuses to free the memory; if it frees it, allocate again."""
         try:
             bindings.mem_free(self.pointer)
         except ncclpy.NcclError as error:
@@ -45,7 +45,7 @@ class Memory:
 
 @pytest.fixture
 def memory(comm1, host_engine):
-    """Memory on the device of `comm1`, freed after it is closed: what is still registered then would be refused."""
+    """Memory on the device of `comm1`, freed after its abort: the engine refuses to free memory that is registered."""
     memory = Memory(comm1.device)
     yield memory
     comm1.abort()
@@ -67,7 +67,7 @@ def test_parts_use_the_registration_of_the_whole(comm1, memory):
     assert not memory.is_registered()
 
 
-def test_the_last_one_deregisters_whichever_it_is(comm1, memory):
+def test_last_user_deregisters_in_any_order(comm1, memory):
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
         made = [comm1.register(memory.part(*ends)) for ends in ((0, 2048), (0, 2048), (5, 9))]
         for number in order:
@@ -78,12 +78,12 @@ def test_the_last_one_deregisters_whichever_it_is(comm1, memory):
 
 
 def comm1_keeps(comm):
-    """Return what the communicator holds of the collector's objects: buffers that are registered."""
+    """Return the registered buffers that the communicator keeps, among objects known to the garbage collector."""
     return [each for each in gc.get_referents(comm) if isinstance(each, dict) and each]
 
 
-def test_a_buffer_is_kept_until_its_registration_goes(comm1, host_engine):
-    """What was registered first is what NCCL has, so it outlives its own `Registration` while parts use it."""
+def test_buffer_is_kept_until_its_registration_ends(comm1, host_engine):
+    """NCCL has the first registration, so its buffer outlives its own `Registration` while parts use it."""
 
     class Array(np.ndarray):
         pass
@@ -101,7 +101,7 @@ def test_a_buffer_is_kept_until_its_registration_goes(comm1, host_engine):
     assert kept() is None
 
 
-def test_what_is_dropped_is_still_registered(comm1, memory):
+def test_dropped_registration_lasts_until_close(comm1, memory):
     comm1.register(memory.part(0, 100))
     gc.collect()
     assert memory.is_registered()
@@ -112,7 +112,7 @@ def test_what_is_dropped_is_still_registered(comm1, memory):
     assert not memory.is_registered()
 
 
-def test_neighbours_are_apart(comm1, memory):
+def test_adjacent_ranges_are_separate(comm1, memory):
     left, right = (comm1.register(memory.part(*ends)) for ends in ((0, 100), (100, 200)))
     assert left.handle != right.handle
     left.close()
@@ -121,8 +121,8 @@ def test_neighbours_are_apart(comm1, memory):
     assert not memory.is_registered()
 
 
-def test_what_overlaps_otherwise_is_left_to_nccl(comm1, memory):
-    """NCCL looks for one registration that holds a buffer: neither would do for the other. The checks refuse it."""
+def test_partial_overlap_is_left_to_nccl(comm1, memory):
+    """NCCL needs one registration that contains a buffer: neither contains the other. The checks refuse it."""
     with comm1.register(memory.part(100, 200)):
         for ends in ((50, 150), (150, 250), (0, 4096)):
             with pytest.raises(ncclpy.NcclError, match="registered twice"):
@@ -140,7 +140,7 @@ def test_memory_at_the_same_address_is_registered_anew(comm1, memory):
     assert len(handles) == 5
 
 
-def test_each_communicator_has_its_own(comms2, host_engine):
+def test_each_communicator_has_its_own_registrations(comms2, host_engine):
     memory = Memory(0)
     child = testing.run_threads(2, lambda rank: comms2[rank.rank].split(0), comms=comms2)
     both = [comm.register(memory.part()) for comm in (comms2[0], child[0])]
@@ -153,19 +153,19 @@ def test_each_communicator_has_its_own(comms2, host_engine):
         each.abort()
 
 
-def test_a_failed_deregistration_is_not_used_again(comm1, memory):
+def test_registration_that_failed_to_end_is_not_reused(comm1, memory):
     registration = comm1.register(memory.part())
     with ncclpy.faults("call=CommDeregister nth=1 do=error:ncclSystemError"):
         with pytest.raises(ncclpy.NcclError, match="ncclCommDeregister"):
             registration.close()
     assert registration.closed
-    with pytest.raises(ncclpy.NcclError, match="registered twice"):  # the engine has it still: nothing was done
+    with pytest.raises(ncclpy.NcclError, match="registered twice"):  # nothing was done, so the engine still has it
         comm1.register(memory.part())
     comm1.close()
     assert not memory.is_registered()
 
 
-def test_a_failed_registration_keeps_nothing(comm1, memory):
+def test_failed_registration_keeps_nothing(comm1, memory):
     with ncclpy.faults("call=CommRegister nth=1 do=error:ncclSystemError"):
         with pytest.raises(ncclpy.NcclError, match="ncclCommRegister"):
             comm1.register(memory.part())
@@ -175,7 +175,7 @@ def test_a_failed_registration_keeps_nothing(comm1, memory):
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_after_the_end_of_the_communicator(comm1, memory, end):
+def test_registrations_end_with_the_communicator(comm1, memory, end):
     made = [comm1.register(memory.part(*ends)) for ends in ((0, 100), (0, 50))]
     getattr(comm1, end)()
     assert not memory.is_registered()
@@ -186,7 +186,7 @@ def test_after_the_end_of_the_communicator(comm1, memory, end):
 
 
 def test_many_threads_and_one_range(comm1, memory):
-    """One thread registers while another closes the last one: each has a registration that is one, to its end."""
+    """One thread registers while another closes the last registration: each is valid until it is closed."""
     ready, failures = threading.Barrier(6), []
 
     def body(seed):
@@ -244,8 +244,8 @@ def test_threads_and_the_communicators_end(host_engine, end):
 
 
 @pytest.mark.parametrize("end", ["graph", "close", "abort"])
-def test_a_graph_keeps_what_it_uses_registered(comm1, memory, end):
-    """NCCL may have taken the registration into the graph; a plan asks at each launch."""
+def test_graph_keeps_its_memory_registered(comm1, memory, end):
+    """NCCL may have put the registration into the graph; a plan looks it up at each launch."""
     registration, other = comm1.register(memory.part(0, 1024)), comm1.register(memory.part(2048, 3072))
     plan = ncclpy.Plan()
     with plan.record():
@@ -265,7 +265,7 @@ def test_a_graph_keeps_what_it_uses_registered(comm1, memory, end):
     assert not memory.is_registered()
 
 
-def test_a_plan_alone_keeps_no_registration(comm1, memory):
+def test_plan_alone_keeps_no_registration(comm1, memory):
     plan = ncclpy.Plan()
     with comm1.register(memory.part(0, 1024)), plan.record():
         comm1.all_reduce(memory.part(64, 128))
@@ -273,7 +273,7 @@ def test_a_plan_alone_keeps_no_registration(comm1, memory):
     del plan
 
 
-def test_a_capture_that_fails_holds_nothing(comm1, memory):
+def test_failed_capture_keeps_nothing(comm1, memory):
     registration = comm1.register(memory.part(0, 1024))
     plan = ncclpy.Plan()
     with plan.record():
@@ -284,17 +284,17 @@ def test_a_capture_that_fails_holds_nothing(comm1, memory):
     assert not memory.is_registered()
 
 
-# Random programs beside a model
+# Random programs compared with a model
 
 
 class Model:
-    """What is registered: ranges with their users, as `Communicator.register` promises."""
+    """The registered ranges and their numbers of users, as `Communicator.register` promises."""
 
     def __init__(self):
         self.ranges = []  # [begin, end, handle, users]
 
     def register(self, begin, end):
-        """Return the range that is used, or "refused", or None where a new one is to be made."""
+        """Return the range to use, or "refused", or None where a new range must be made."""
         for known in self.ranges:
             if known[0] <= begin and end <= known[1]:
                 return known
@@ -333,7 +333,7 @@ def one_program(seed, steps=40):
             if used[3] == 0:
                 models[number].ranges.remove(used)
         elif act == "drop" and opened and choose.random() < 0.3:
-            opened.pop(choose.randrange(len(opened)))  # still registered, to the communicator's end
+            opened.pop(choose.randrange(len(opened)))  # still registered until the communicator ends
         elif act == "renew" and choose.random() < 0.5:
             getattr(comms[which], choose.choice(("close", "abort")))()
             for number, made, _ in opened:

@@ -16,7 +16,7 @@ from ncclpy.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 KINDS = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-# Where what is told of processes is looked at elsewhere too.
+# For behaviour in processes that other tests check too.
 THREADS_FIRST = pytest.mark.parametrize(
     "processes", [pytest.param(False, id="threads"), pytest.param(True, id="processes", marks=pytest.mark.slow)]
 )
@@ -24,7 +24,7 @@ THREADS_FIRST = pytest.mark.parametrize(
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    """Wait less for what does not end anyway."""
+    """Wait less for ranks that do not end anyway."""
     monkeypatch.setattr(ncclpy.testing, "_GRACE", 0.5)
 
 
@@ -40,8 +40,9 @@ def test_results_come_in_the_order_of_the_ranks(processes):
 
 
 @KINDS
-def test_the_real_error_is_raised_and_frees_the_others(processes, monkeypatch):
-    # Else the first of two other processes to abort may complete the operation of the second, which has no error then.
+def test_real_error_is_raised_and_frees_the_others(processes, monkeypatch):
+    # With corruption on, the first of the two other processes to abort may complete the operation of the second, which
+    # then has no error.
     monkeypatch.setenv("NCCLPY_HOST_ABORT_CORRUPTS", "0")
     begin = time.monotonic()
     with pytest.raises(KeyError, match="the real one") as caught:
@@ -53,7 +54,7 @@ def test_the_real_error_is_raised_and_frees_the_others(processes, monkeypatch):
 
 
 @THREADS_FIRST
-def test_the_real_error_is_raised_also_behind_the_timeout_of_another(processes):
+def test_real_error_is_raised_even_after_the_timeout_of_another(processes):
     with pytest.raises(KeyError, match="the real one") as caught:
         run_ranks(2, bodies.fails_late, processes=processes)
     assert "rank 0: NcclTimeout" in notes(caught.value)
@@ -75,7 +76,7 @@ def pids_in(folder, count):
 
 
 @KINDS
-def test_a_rank_that_does_not_end_is_shown_with_its_place(processes, short_grace, tmp_path):
+def test_rank_that_does_not_end_is_shown_with_its_place(processes, short_grace, tmp_path):
     with pytest.raises(TimeoutError, match=r"rank 1 not done .* after rank 0 had failed") as caught:
         run_ranks(2, bodies.sleeps_on, 1, tmp_path, processes=processes)
     left = [pid for pid in pids_in(tmp_path, 2) if alive(pid)]
@@ -85,13 +86,13 @@ def test_a_rank_that_does_not_end_is_shown_with_its_place(processes, short_grace
 
 
 @THREADS_FIRST
-def test_the_deadline_ends_what_waits_for_nobody(processes, short_grace):
-    seconds = 8 if processes else 1  # a busy machine takes some to start a process, and that is not what is tested
+def test_deadline_ends_ranks_that_wait_for_nothing(processes, short_grace):
+    seconds = 8 if processes else 1  # a busy machine takes some to start a process, which is not under test
     with pytest.raises(TimeoutError, match=f"ranks 0, 1 not done in {seconds} s"):
         run_ranks(2, bodies.all_sleep, processes=processes, timeout=seconds)
 
 
-def test_processes_end_when_whoever_started_them_is_killed(tmp_path):
+def test_processes_end_when_their_starter_is_killed(tmp_path):
     code = (
         "import pathlib, sys, ncclpy.testing, run_ranks_bodies\n"
         "ncclpy.testing.run_ranks(2, run_ranks_bodies.sleeps_on, 1, pathlib.Path(sys.argv[1]), processes=True)"
@@ -107,23 +108,23 @@ def test_processes_end_when_whoever_started_them_is_killed(tmp_path):
 KILL = {"NCCLPY_FAULTS": "rank=1 call=AllReduce do=kill"}
 
 
-def test_a_rank_may_be_killed_on_purpose():
-    # In the second: a rank that dies behind its own init may do so before others have seen the end of theirs.
+def test_rank_may_be_killed_on_purpose():
+    # In the second all-reduce: a rank that dies right after its own init may do so before others have finished theirs.
     second = {"NCCLPY_FAULTS": "rank=1 call=AllReduce nth=2 do=kill"}
     assert run_ranks(2, bodies.survives, processes=True, env=second, killed=[1]) == [True, None]
     with pytest.raises(RuntimeError, match="rank 0 was to be killed, and has returned"):
         run_ranks(1, bodies.mean, 1.0, processes=True, killed=[0])
 
 
-def test_a_rank_that_dies_is_the_real_error():
+def test_rank_that_dies_is_the_real_error():
     with pytest.raises(RuntimeError, match="the process of rank 1 was killed by SIGKILL") as caught:
         run_ranks(2, bodies.mean, 1.0, processes=True, env=KILL)
-    assert "rank 0: Nccl" in notes(caught.value)  # it has noticed the death, or was aborted for it
+    assert "rank 0: Nccl" in notes(caught.value)  # it has noticed the death, or was aborted because of it
     with pytest.raises(RuntimeError, match="ended with exit code 3 before it had returned"):
         run_ranks(1, bodies.leaves, processes=True)
 
 
-def test_what_cannot_be_pickled_is_said():
+def test_unpicklable_errors_and_results_are_reported():
     with pytest.raises(RuntimeError, match=r"rank 0 raised what cannot be pickled: .*Stubborn: what it says"):
         run_ranks(1, bodies.raises_stubborn, processes=True)
     with pytest.raises(TypeError, match="lock"):

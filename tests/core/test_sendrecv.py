@@ -36,7 +36,7 @@ def in_one_group(comms, call):
 @pytest.mark.parametrize("each", [in_threads, in_one_group])
 @pytest.mark.parametrize("count", [1, 1000, 100_000])
 def test_around_a_ring(comms, arrays, each, count):
-    """Every rank sends its number to the next one, so often as nobody else."""
+    """Every rank sends its number to the next one, in a message of a length of its own."""
     n = len(comms)
     sends = [arrays.make(np.full(count + r, r + 1, np.float32), comm.device) for r, comm in enumerate(comms)]
     recvs = [arrays.make(np.zeros(count + (r - 1) % n, np.float32), comm.device) for r, comm in enumerate(comms)]
@@ -50,7 +50,7 @@ def test_around_a_ring(comms, arrays, each, count):
 
 
 def test_two_types_and_sizes(host_engine, comms2):
-    """What goes is one thing, and what comes another."""
+    """The send and the receive differ in type and size."""
     there, back = np.arange(3, dtype=np.int8), np.arange(5.0)
     first, second = np.empty(5), np.empty(3, np.int8)
     with ncclpy.group():
@@ -59,7 +59,7 @@ def test_two_types_and_sizes(host_engine, comms2):
     assert first.tolist() == back.tolist() and second.tolist() == there.tolist()
 
 
-def test_it_meets_a_send_and_a_receive(host_engine, comms2):
+def test_sendrecv_matches_a_send_and_a_receive(host_engine, comms2):
     here, there = np.array([1.0]), np.array([2.0])
     got = [np.zeros(1), np.zeros(1)]
 
@@ -82,7 +82,7 @@ def test_to_oneself(comm1, arrays):
     assert arrays.read(recv).tolist() == [0, 1, 2, 3]
 
 
-def test_in_a_group_it_is_two_calls(host_engine, comm1):
+def test_sendrecv_in_a_group_is_two_calls(host_engine, comm1):
     send, recv = np.ones(2), np.zeros(2)
     with pytest.raises(KeyError):
         with ncclpy.group() as group:
@@ -96,7 +96,7 @@ def test_in_a_group_it_is_two_calls(host_engine, comm1):
     assert recv.tolist() == [1, 1]
 
 
-def test_a_plan_has_it(host_engine, comm1):
+def test_plan_records_sendrecv(host_engine, comm1):
     send, recv = np.ones(2), np.zeros(2)
     plan = ncclpy.Plan()
     with plan.record():
@@ -109,7 +109,7 @@ def test_a_plan_has_it(host_engine, comm1):
 
 
 def test_memory_with_and_without_a_stream(host_engine, comm1):
-    """One of the two is to be waited for, and the other goes on its stream: the call waits for what it must."""
+    """The call waits for the array in CPU memory; the device memory needs only its stream."""
     pointer = ncclpy.core.runtime.device.allocate(16, comm1.device)
     there = ncclpy.Buffer(pointer, 2, "float64", device=comm1.device)
     testing.write(pointer, np.array([5.0, 6.0]), comm1.device)
@@ -129,14 +129,14 @@ def test_memory_with_and_without_a_stream(host_engine, comm1):
         (lambda a, b: (a, 0, np.broadcast_to(b, (4,)), 0), "recv: "),
     ],
 )
-def test_what_does_not_fit(host_engine, comm1, arguments, words):
+def test_arguments_that_do_not_fit_are_refused(host_engine, comm1, arguments, words):
     a, b = np.zeros(4), np.zeros(4)
     with pytest.raises((TypeError, ValueError), match=words):
         comm1.sendrecv(*arguments(a, b))
     comm1.sendrecv(a, 0, b, 0)
 
 
-def test_a_read_only_receiver(host_engine, comm1):
+def test_read_only_receive_buffer_is_refused(host_engine, comm1):
     closed = np.zeros(2)
     closed.flags.writeable = False
     with pytest.raises(ValueError, match="recv: "):
@@ -144,8 +144,8 @@ def test_a_read_only_receiver(host_engine, comm1):
     comm1.sendrecv(closed, 0, np.ones(2), 0)
 
 
-def test_nobody_comes(host_engine):
-    """The deadline ends it, says what it was, and what may still be written to is held."""
+def test_missing_peer_times_out(host_engine):
+    """The deadline ends the call, the error names it, and memory that may still be written is held."""
     comms = ncclpy.Communicator.init_all([0, 1], timeout=0.2)
     send, recv = np.ones(100_000), np.zeros(100_000)
     with pytest.raises(ncclpy.NcclTimeout, match="ncclGroupEnd"):
@@ -155,11 +155,11 @@ def test_nobody_comes(host_engine):
         comm.abort()
 
 
-def test_two_that_do_not_agree(host_engine, comms2):
+def test_peers_that_disagree_raise(host_engine, comms2):
     def call(rank, comm):
         with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"):
             comm.sendrecv(np.ones(2), 1 - rank, np.zeros(2 + rank), 1 - rank)
-            comm.sendrecv(np.ones(2), 1 - rank, np.zeros(2), 1 - rank)  # who sent the right amount hears of it later
+            comm.sendrecv(np.ones(2), 1 - rank, np.zeros(2), 1 - rank)  # rank 0's receive fits, so it is told later
 
     in_threads(comms2, call)
     for comm in comms2:
@@ -167,12 +167,12 @@ def test_two_that_do_not_agree(host_engine, comms2):
 
 
 def ask(comm):
-    """Poll as an event loop would, until the communicator has an error, and raise it with the next call."""
+    """Poll, as an event loop would, until the communicator has an error, and raise it by the next call."""
     testing.wait_for(lambda: comm.async_error() is not None)
     comm.barrier()
 
 
-# What a rank does that has gone on. Rank 1 has found by then, or finds meanwhile, that what it receives does not fit.
+# The next calls of ranks 0 and 2. By then, or meanwhile, rank 1 has found that the message does not fit.
 GOING_ON = {
     "barrier": lambda comm: comm.barrier(),
     "split": lambda comm: comm.split(0),
@@ -183,10 +183,10 @@ GOING_ON = {
 
 
 def go_on(rank):
-    """Return what this rank is told of a message that does not fit, by its size and by what the others do then."""
+    """Return this rank's errors for a message that does not fit, by the next call of ranks 0 and 2 and by count."""
     whole, found = rank.init(timeout=LONG), {}
     for name, call in GOING_ON.items():
-        for count in (3, 1 << 18):  # which passes in a piece, and is read where it lies
+        for count in (3, 1 << 18):  # 3 elements are sent in one piece, 1 << 18 are read in place
             comm = ncclpy.Communicator.init(3, rank.rank, rank.unique_id(), device=rank.device, timeout=LONG)
             try:
                 if rank.rank == 0:
@@ -204,7 +204,7 @@ def go_on(rank):
 
 
 @pytest.mark.parametrize("run", [testing.run_threads, testing.run_processes], ids=["threads", "processes"])
-def test_all_ranks_are_told_of_a_message_that_does_not_fit(host_engine, run):
+def test_message_that_does_not_fit_is_an_error_on_all_ranks(host_engine, run):
     told = (
         "the ranks do not agree: rank 0 sends {0} float32 to rank 1, which receives {0} float64 (communicator of 3 "
         f"ranks) [NCCL {'.'.join(map(str, ncclpy.library().version))}]"
@@ -217,8 +217,8 @@ def test_all_ranks_are_told_of_a_message_that_does_not_fit(host_engine, run):
         }
 
 
-def test_a_refused_call_launches_nothing(host_engine, comm1):
-    """The fault refuses the receive: the group's end launches the send neither, and says the same."""
+def test_refused_call_launches_nothing(host_engine, comm1):
+    """The fault refuses the receive: the end of the group launches the send neither, and raises the same error."""
     send, recv = np.ones(2), np.zeros(2)
     with ncclpy.faults("rank=0 call=Recv do=error"):
         with pytest.raises(ncclpy.NcclError):
@@ -242,7 +242,7 @@ def test_nonblocking_communicators(host_engine):
         comm.close()
 
 
-def test_nothing_is_kept(host_engine, comm1):
+def test_sendrecv_keeps_no_reference(host_engine, comm1):
     send, recv = np.ones(2), np.zeros(2)
     comm1.sendrecv(send, 0, recv, 0)
     gc.collect()

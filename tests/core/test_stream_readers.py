@@ -1,4 +1,4 @@
-"""Threads that read a result by a stream, and wait in no call of ncclpy's: an abort must not let them read on."""
+"""Threads that read a result by a stream, and wait in no call of ncclpy: an abort must stop them from reading on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def comms3(arrays):
 
 
 class Reader(threading.Thread):
-    """Begin an operation on a stream, wait for that as a framework does, and read the result."""
+    """Start an operation on a stream, wait for the stream as a framework does, and read the result."""
 
     def __init__(self, arrays, comm, **options):
         super().__init__()
@@ -51,7 +51,7 @@ class Reader(threading.Thread):
             time.sleep(0.001)
 
     def stay(self):
-        """Go on for a while in the handler: nothing is raised a second time."""
+        """Stay in the handler for a while: nothing is raised a second time."""
         try:
             end = time.monotonic() + 0.3
             while time.monotonic() < end:
@@ -83,7 +83,7 @@ def test_abort_is_raised_in_other_threads_than_its_own(arrays, comms3):
 
 
 def test_operation_that_was_complete_stays_a_result(arrays, comms3):
-    """The thread is in no operation any more when another one fails."""
+    """The thread has no operation under way when another one fails."""
     readers = [Reader(arrays, comm) for comm in comms3]
     assert [reader.outcome() for reader in readers] == [3, 3, 3]
     goes_on, told = threading.Event(), []
@@ -105,8 +105,8 @@ def test_operation_that_was_complete_stays_a_result(arrays, comms3):
     assert [reader.outcome() for reader in idle] == [3, 3, 3] and not told
 
 
-def test_thread_that_calls_again_is_told_once(arrays, comms3):
-    """The call raises; what was set in the thread meanwhile is taken back."""
+def test_thread_that_calls_again_raises_once(arrays, comms3):
+    """The call raises; the exception set for the thread meanwhile is withdrawn."""
 
     class Caller(Reader):
         def wait(self):
@@ -116,7 +116,7 @@ def test_thread_that_calls_again_is_told_once(arrays, comms3):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_launch_of_a_plan_is_read_by_the_thread_that_launches(arrays, comms3, graph):
+def test_launch_of_a_plan_is_read_by_the_launching_thread(arrays, comms3, graph):
     class Launcher(Reader):
         def run(self):
             plan = ncclpy.Plan()
@@ -140,7 +140,7 @@ def test_launch_of_a_plan_is_read_by_the_thread_that_launches(arrays, comms3, gr
 
 
 def test_error_that_passes_cleanup_code_arrives_as_it_is():
-    """Python 3.10 and 3.11 make an exception anew where it leaves such a block."""
+    """Python 3.10 and 3.11 create the exception anew where it leaves such a block."""
     error, found, ready = ncclpy.NcclTimeout("late"), [], threading.Event()
 
     def read():
@@ -165,16 +165,16 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
     ("own", "raised"),
     [(None, ncclpy.NcclAborted), (ValueError, ncclpy.NcclAborted), (KeyboardInterrupt, KeyboardInterrupt)],
 )
-def test_error_within_steps_that_must_not_be_left_is_raised_behind_them(own, raised):
+def test_error_during_steps_that_must_complete_is_raised_after_them(own, raised):
     error, steps = ncclpy.NcclAborted("elsewhere"), []
     with pytest.raises(raised) as found, stream_readers.raise_at_end():
         stream_readers.raise_in_readers([threading.get_ident()], 0, error)
         for step in range(3):
-            with stream_readers.raise_at_end():  # close() of what is given back on the way
+            with stream_readers.raise_at_end():  # close() of a resource that is freed on the way
                 steps.append(step)
         if own is not None:
             raise own
     assert steps == [0, 1, 2]
     assert found.value is error or own is KeyboardInterrupt
     assert own is None or type(found.value if own is raised else found.value.__context__) is own
-    time.sleep(0.01)  # it would be raised here once more
+    time.sleep(0.01)  # a second exception would be raised here

@@ -25,7 +25,7 @@ class ForeignStream:
 
 
 class ForeignStreamProperty(ForeignStream):
-    """The form in which early versions of cuda.core had it."""
+    """The property form of early versions of cuda.core."""
 
     @property
     def __cuda_stream__(self):
@@ -33,7 +33,7 @@ class ForeignStreamProperty(ForeignStream):
 
 
 class IntLike:
-    """A handle that converts to int, as cuda.bindings' do."""
+    """A handle that converts to int, as in cuda.bindings."""
 
     def __init__(self, handle):
         self._handle = handle
@@ -55,7 +55,7 @@ def stream():
     )],
     ids=["Stream", "int", "__cuda_stream__", "__cuda_stream__ property", "__int__"],
 )  # fmt: skip
-def test_every_kind_of_stream(comm1, arrays, stream, kind):
+def test_every_kind_of_stream_is_accepted(comm1, arrays, stream, kind):
     send, recv = (arrays.make(np.full(5, value, np.float32), 0) for value in (3, 0))
     comm1.all_reduce(arrays.argument(send), arrays.argument(recv), stream=kind(stream))
     stream.synchronize()
@@ -63,14 +63,14 @@ def test_every_kind_of_stream(comm1, arrays, stream, kind):
 
 
 @pytest.mark.parametrize("thing", ["0", 1.5, object(), [0]])
-def test_things_that_are_no_stream(comm1, arrays, thing):
+def test_objects_that_are_not_streams_are_refused(comm1, arrays, thing):
     part = arrays.argument(arrays.make(np.zeros(1, np.float32), 0))
     with pytest.raises(TypeError, match="stream"):
         comm1.all_reduce(part, stream=thing)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, np.int64(-1)])
-def test_numbers_that_are_no_handle(comm1, arrays, number):
+def test_numbers_that_are_not_handles_are_refused(comm1, arrays, number):
     data = arrays.argument(arrays.make(np.zeros(4, np.float32), 0))
     with pytest.raises(ValueError, match=r"stream: .* is no handle"):
         comm1.all_reduce(data, stream=number)
@@ -97,7 +97,7 @@ def test_torch_current_stream(comms2):
         with torch.cuda.stream(stream):
             part = torch.zeros(1 << 24, device=f"cuda:{rank.device}")
             for _ in range(50):
-                part += 1  # a queue on the current stream: the sum must come behind it
+                part += 1  # a queue on the current stream: the sum must follow it
             comms2[rank.rank].all_reduce(part)
             part += 1
         stream.synchronize()
@@ -120,9 +120,9 @@ def test_cuda_core_stream(comm1, arrays):
 
 @pytest.fixture
 def held(comms2):
-    """Yield a stream of device 0 that waits for a message, the call that sends it, and where it will lie."""
+    """Yield a stream of device 0 that waits for a message, a function that sends it, and the address of its data."""
     with device_memory(0, 16) as box, device_memory(1, 16) as message, ncclpy.Stream(0) as stream:
-        # NCCL connects two ranks at their first message, and the call waits for that: get it over with.
+        # NCCL connects two ranks at their first message, and that call waits: connect them beforehand.
         testing.connect(comms2)
         write(message, np.full(4, 42, np.float32), device=1)
         comms2[0].recv(ncclpy.Buffer(box, 4, "float32", device=0), 1, stream=stream)
@@ -140,7 +140,7 @@ def held(comms2):
         stream.synchronize()
 
 
-def test_a_call_with_a_stream_returns_before_the_data_are_there(held):
+def test_call_with_a_stream_returns_before_the_data_are_there(held):
     stream, release, box = held
     assert not stream.is_done()
     time.sleep(0.1)
@@ -163,7 +163,7 @@ def test_work_of_one_stream_keeps_its_order(held):
         assert np.all(read(box, 4, np.float32) == 0)
 
 
-def test_a_stream_waits_for_an_event_of_another(held):
+def test_stream_waits_for_an_event_of_another(held):
     stream, release, box = held
     with device_memory(0, 16) as copy, ncclpy.Stream(0) as follower:
         write(copy, np.zeros(4, np.float32))
@@ -178,7 +178,7 @@ def test_a_stream_waits_for_an_event_of_another(held):
         assert np.all(read(copy, 4, np.float32) == 42)
 
 
-def test_a_stream_waits_for_an_event_of_another_device(held):
+def test_stream_waits_for_an_event_of_another_device(held):
     stream, release, box = held
     with device_memory(1, 16) as copy, ncclpy.Stream(1) as follower:
         write(copy, np.zeros(4, np.float32), device=1)
@@ -200,7 +200,7 @@ def test_streams_without_an_event_do_not_wait_for_each_other(held):
         release()  # freeing memory waits for the whole device
 
 
-def test_an_event_waits_on_the_cpu(held):
+def test_event_synchronize_waits_on_the_cpu(held):
     stream, release, _box = held
     event = ncclpy.Event(0)
     event.record(stream)
@@ -238,7 +238,7 @@ def test_recording_again_moves_the_event(stream, held):
     event.close()
 
 
-def test_an_event_that_was_never_recorded_is_done():
+def test_event_that_was_never_recorded_is_done():
     with ncclpy.Event(0) as event:
         assert event.is_done()
         event.synchronize()
@@ -279,7 +279,7 @@ def test_closing(kind):
         thing.synchronize()
 
 
-def test_a_closed_stream_is_rejected(comm1, arrays):
+def test_closed_stream_is_rejected(comm1, arrays):
     stream = ncclpy.Stream(0)
     stream.close()
     with pytest.raises(ValueError, match="stream"):
@@ -327,7 +327,7 @@ def test_numpy_with_a_stream_does_not_wait(host_engine, comms2):
     assert part.tolist() == [1, 1, 1, 1]
 
 
-def test_the_current_device_is_left_alone(comms2, arrays):
+def test_current_device_is_unchanged(comms2, arrays):
     with device_module.using(1):
         part = arrays.make(np.ones(2, np.float32), 0)
         with ncclpy.Stream(0) as stream:
@@ -363,7 +363,7 @@ def test_devices_that_do_not_exist(ordinal):
             use(ordinal)
 
 
-def test_what_a_device_says_of_itself():
+def test_device_has_name_uuid_bus_id_and_memory():
     count = ncclpy.device_count()
     assert all(device_module.name(ordinal) for ordinal in range(count))
     assert len({device_module.uuid(ordinal) for ordinal in range(count)}) == count
@@ -382,7 +382,7 @@ def test_copies_in_every_direction():
         assert np.array_equal(back, values)
 
 
-def test_a_device_is_any_integer():
+def test_device_may_be_any_integer():
     with ncclpy.Stream(np.int64(0)) as stream:
         assert stream.device == 0
     with pytest.raises(TypeError, match=r"device: .*'0'"):

@@ -1,4 +1,4 @@
-"""Operations whose peers do not come: deadlines, aborts, and other threads, which run on or take their turn."""
+"""Operations without their peers: deadlines, aborts, and other threads, which keep running or take their turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import testing
 
 @pytest.fixture
 def comms2():
-    """As everywhere, but such that a call of theirs can be ended in which NCCL itself is stuck."""
+    """Yield two communicators as everywhere, but abortable: a call that is stuck inside NCCL can be ended."""
     yield from testing.communicators(2, abortable=True)
 
 
@@ -51,7 +51,7 @@ def test_abort_ends_a_stuck_operation(comms2, arrays, connected):
 
 
 def test_abort_of_both_ranks_of_a_stuck_pair(comms2, arrays):
-    # Both wait for a message of the other that never comes.
+    # Each waits for a message that the other never sends.
     errors: list = []
 
     def stuck(comm):
@@ -95,7 +95,7 @@ def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
     assert "initialisation of <ncclpy.Communicator rank 0 of 2" in str(error)
     assert "Not all 2 ranks have joined" in str(error)
     assert 0.4 <= seconds < 10, f"the deadline was 0.5 s; it took {seconds:.2f} s"
-    # The process is as good as before.
+    # The process is as usable as before.
     comms = ncclpy.Communicator.init_all(range(2))
     testing.all_ones(arrays, comms)
     testing.close_all(comms)
@@ -128,7 +128,7 @@ def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
             with ncclpy.group():
                 comms = [ncclpy.Communicator.init(3, rank, uid, device=rank, timeout=0.5) for rank in range(2)]
         seconds = time.monotonic() - started
-        for comm in comms:  # each of them has come to its end, not only the one that was waited for first
+        for comm in comms:  # each has ended, not only the one that was waited for first
             assert "(aborted)" in repr(comm), repr(comm)
             with pytest.raises(ncclpy.NcclAborted):
                 comm.wait_ready()
@@ -141,15 +141,15 @@ def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
     testing.close_all(comms)
 
 
-def test_a_deadline_that_is_kept_changes_nothing(arrays):
+def test_deadline_that_is_kept_changes_nothing(arrays):
     def rank(rank):
         return testing.own_sum(arrays, rank.init(timeout=60), 1)
 
     assert testing.run_threads(2, rank) == [2, 2]
 
 
-def test_an_operation_inherits_the_deadline(arrays):
-    # The timeout of init is that of every call that can block; rank 1 is there, but never calls.
+def test_operation_inherits_the_deadline(arrays):
+    # The timeout of init applies to every call that can block; rank 1 is there, but never calls.
     if arrays.name != "numpy":
         pytest.skip("needs numpy arrays: a call on a device array returns before the operation completes")
 
@@ -171,8 +171,7 @@ def test_an_operation_inherits_the_deadline(arrays):
 
 @pytest.mark.parametrize("turn", range(5))
 def test_two_threads_on_one_communicator(comms2, arrays, turn):
-    # Each rank is used by two threads at once, from its very first call. Which thread's call meets which is open, so
-    # all send the same.
+    # Two threads use each rank from its very first call on. Their calls may match in any order, so all send the same.
     wrong: list = []
 
     def work(comm):
@@ -196,7 +195,7 @@ def test_two_threads_on_one_communicator(comms2, arrays, turn):
     assert not wrong
 
 
-def test_a_waiting_call_lets_other_threads_run(comms2, arrays):
+def test_waiting_call_lets_other_threads_run(comms2, arrays):
     part = arrays.make(np.zeros(4, np.float32), 0)
     ticks = [0]
     done = threading.Event()
@@ -234,13 +233,13 @@ def test_every_call_takes_its_turn_and_ends_with_an_abort(comms2, host_engine, c
 
 
 def test_suspend_takes_its_turn_and_ends_with_an_abort(host_engine):
-    """Of one that has no guard: any other is not suspended."""
+    """With communicators without a guard: others are not suspended."""
     comms = ncclpy.Communicator.init_all([0, 1])
     testing.check_takes_its_turn(comms, lambda: comms[1].all_reduce(np.ones(4)), comms[1].suspend)
 
 
 def test_memory_stats_lets_other_threads_run(host_engine):
-    """Under the GIL nobody could abort it: the process would hang for good."""
+    """If it held the GIL, no thread could abort it: the process would hang."""
     testing.run_python(
         """
         import threading, time
@@ -267,13 +266,13 @@ def test_memory_stats_lets_other_threads_run(host_engine):
     )
 
 
-# Which call hangs for ever of those by which a communicator with a guard is made, or is closed.
+# The calls that make, and that close, a communicator with a guard; one of them hangs.
 BIRTH = ("CommInitRankConfig nth=1", "GroupEnd nth=1", "CommSplit nth=1", "GroupEnd nth=2")
 END = ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDestroy nth=2")
 
 
 @pytest.mark.parametrize("call", BIRTH + END)
-def test_no_call_of_a_birth_or_an_end_hangs_for_ever(host_engine, monkeypatch, call):
+def test_creation_and_close_end_although_one_call_hangs(host_engine, monkeypatch, call):
     monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
     mapped = leftovers.settle(leftovers.mappings, lambda seen: False, 0.1)
     comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=1.0)
@@ -285,7 +284,7 @@ def test_no_call_of_a_birth_or_an_end_hangs_for_ever(host_engine, monkeypatch, c
     assert "ncclpy-call" not in leftovers.settle(leftovers.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
 
 
-def test_a_handler_ends_a_birth_whose_guard_does_not_answer(host_engine):
+def test_handler_ends_a_creation_while_the_guard_does_not_answer(host_engine):
     class Enough(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""A thread that was started and has yet to begin when the process ends."""
+"""Threads that were started and have yet to begin when the process ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory):
-    """Return a library that has threads begin late, once the process says so."""
+    """Return a library that delays the start of threads once BEGINS_LATE is in the environment."""
     folder = tmp_path_factory.mktemp("late")
     (folder / "late.cpp").write_text(LATE)
     done = compiled(folder / "late.so", "-shared", "-fPIC", folder / "late.cpp", "-ldl")
@@ -37,8 +37,8 @@ def late(tmp_path_factory):
     return folder / "late.so"
 
 
-def test_the_end_of_the_process_waits_until_it_has_begun(host_engine, late):
-    """Python frees what a thread reads first, and has crashed there: the watcher, in a program that is short."""
+def test_exit_waits_until_a_started_thread_has_begun(host_engine, late):
+    """Python frees memory that a thread reads when it begins: in a short program the watchdog has crashed there."""
     done = testing.run_python(
         """
         import atexit, os, time

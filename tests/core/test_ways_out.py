@@ -1,4 +1,4 @@
-"""Every way out of a wait keeps its promises: the exception that the caller is told, the memory, the communicator."""
+"""Early ends of waits keep what is promised: the caller's exception, the memory, the communicator."""
 
 import _thread
 import contextlib
@@ -17,7 +17,7 @@ from ncclpy.core.handles.abort import abort_for
 pytestmark = pytest.mark.usefixtures("host_engine")
 
 ENDS = {
-    # Ctrl-C twice, the second time while the abort is waited for: what may be touched is held all the same.
+    # Ctrl-C twice, the second time while the abort is waited for: memory that may be touched is held all the same.
     "a second interrupt in a split": """
 C = ncclpy.Communicator.init_all([0, 1])
 alarm(0.3)
@@ -30,7 +30,7 @@ with ncclpy.faults("call=CommAbort do=delay:2s nth=1"):
         pass
     assert in_flight(), "nothing is held although the call is still under way"
 """,
-    # The calls begin so late that the first abort finds nothing; the second interrupt keeps it from looking again.
+    # The calls begin so late that the first abort finds nothing; the second interrupt prevents a second look.
     "a second interrupt before the calls of a group have begun": """
 import leftovers
 uid = ncclpy.get_unique_id()
@@ -106,7 +106,7 @@ with ncclpy.faults("call=AllReduce do=hang nth=1"):
         pass
 os._exit(0)
 """,
-    # As if the signal came just before the wait began: Python notes it, and nothing is woken.
+    # As if the signal arrived just before the wait began: Python notes it, and no thread is woken.
     "an interrupt that wakes nobody": """
 import _thread
 C = ncclpy.Communicator.init_all([0, 1])
@@ -123,7 +123,7 @@ for wait in (
         pass
 os._exit(0)
 """,
-    # The call of the second is still to come when both are aborted.
+    # The second call has not begun when both are aborted.
     "an interrupt of births of which one has not begun": """
 threading.Timer(20, os._exit, (9,)).start()
 threads = len(os.listdir("/proc/self/task"))
@@ -168,7 +168,7 @@ assert len(seen) == 1, f"went round {len(seen)} times"
 }
 
 
-# Of those for a moment between two others there are quick ones beside them.
+# Each tests a moment between those of two others, which have quick programs.
 SLOW = (
     "a second interrupt before the calls of a group have begun",
     "an interrupt of births of which one has not begun",
@@ -187,8 +187,8 @@ def test_signals(name):
 
 
 @pytest.mark.parametrize("what", ["operation", "birth"])
-def test_a_failing_abort_does_not_hide_the_deadline(what):
-    # In a process of its own: what could not be aborted stays.
+def test_failing_abort_does_not_hide_the_deadline(what):
+    # In a process of its own, because a communicator that could not be aborted stays.
     testing.run_python(
         f"""
         import numpy as np, pytest
@@ -214,7 +214,7 @@ def test_a_failing_abort_does_not_hide_the_deadline(what):
 
 @pytest.mark.parametrize("options", [{}, {"config": ncclpy.Config(blocking=False)}, {"timeout": 60}])
 @pytest.mark.parametrize("call", ["CommDestroy", "CommFinalize", "GroupEnd"])
-def test_a_close_that_is_stuck_is_brought_back_by_an_abort(call, options):
+def test_stuck_close_is_ended_by_an_abort(call, options):
     comms = [comm.wait_ready() for comm in ncclpy.Communicator.init_all([0, 1], **options)]
 
     def close():
@@ -232,8 +232,8 @@ def test_a_close_that_is_stuck_is_brought_back_by_an_abort(call, options):
     assert comms[0].closed
 
 
-def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():
-    """The plan's launch is stuck in a call; its graphs, which an abort destroys first, must not wait for it."""
+def test_abort_does_not_wait_for_the_launch_that_it_ends():
+    """The plan's launch is stuck in a call. An abort first destroys graphs, which must not wait for that launch."""
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1)
     streams = [ncclpy.Stream(comm.device) for comm in comms]
     arrays = [np.ones(4) for _ in comms]
@@ -262,8 +262,8 @@ def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():
 
 
 @pytest.mark.parametrize("end", ["a deadline", "Ctrl-C"])
-def test_a_launch_that_waits_for_one_that_is_stuck(end):
-    """A plan is launched by one thread at a time; whoever waits for its turn can be got out, and ends both."""
+def test_launch_that_waits_for_a_stuck_launch_ends_both(end):
+    """One thread at a time launches a plan; a thread that waits for its turn can be interrupted, which ends both."""
     testing.run_python(
         f"""
         import os, signal, threading
@@ -309,7 +309,7 @@ def test_a_launch_that_waits_for_one_that_is_stuck(end):
 
 
 @pytest.mark.slow
-def test_the_watcher_leaves_a_graph_alone_whose_launches_it_cannot_mark(comm1_watched):
+def test_watchdog_ignores_a_graph_when_launches_find_no_mark(comm1_watched):
     """A launch that finds no room for a mark has ended all the same when it returns."""
     comm, stream = comm1_watched
     array = np.ones(3)
@@ -334,7 +334,7 @@ def comm1_watched():
 
 
 @pytest.mark.parametrize("timeout", [None, 5])
-def test_a_split_without_a_colour(timeout):
+def test_split_without_a_colour(timeout):
     comms = ncclpy.Communicator.init_all([0, 1], timeout=timeout)
     with ncclpy.group():
         child, nothing = comms[0].split(0), comms[1].split(None)
@@ -369,11 +369,11 @@ def test_several_threads_close_one_communicator(timeout):
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
 @pytest.mark.parametrize("fails", [False, True], ids=["made", "one fails"])
 @pytest.mark.parametrize("options", [{"abortable": True}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
-def test_an_abort_in_the_middle_of_the_calls_of_a_group_leaves_nothing_behind(options, fails, together):
+def test_abort_during_the_calls_of_a_group_leaves_nothing_behind(options, fails, together):
     made, before, name = [], leftovers.mappings(), ncclpy.get_unique_id()
 
     def abort():
-        testing.wait_for(lambda: plan.fired)  # the first call is under way, the others are still to come
+        testing.wait_for(lambda: plan.fired)  # the first call is under way, the others have not begun
         with ncclpy.group() if together else contextlib.nullcontext():
             for comm in made:
                 comm.abort()
@@ -382,20 +382,20 @@ def test_an_abort_in_the_middle_of_the_calls_of_a_group_leaves_nothing_behind(op
     rules = "call=CommInitRankConfig rank=0 do=delay:300ms"
     if fails:
         rules += "; call=CommInitRankConfig rank=2 do=error"
-    waits = fails or "config" not in options  # else the next call tells
+    waits = fails or "config" not in options  # otherwise the next call raises
     with ncclpy.faults(rules) as plan, pytest.raises(ncclpy.NcclError) if waits else contextlib.nullcontext():
         aside.start()
         with ncclpy.group():
             for rank in range(3):
                 made.append(ncclpy.Communicator.init(3, rank, name, device=rank, **options))
     aside.join()
-    for comm in made:  # one that was still to be aborted may have been told that the others were
+    for comm in made:  # one that was not aborted yet may report that the others were
         with pytest.raises(ncclpy.NcclError, match=r"aborted|never initialised"):
             comm.barrier()
     assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
 
 
-def test_a_failed_birth_leaves_nothing_behind():
+def test_failed_creation_leaves_nothing_behind():
     before = leftovers.mappings(), leftovers.descriptors()
     for _ in range(5):
         with pytest.raises(ncclpy.NcclError):
@@ -403,7 +403,7 @@ def test_a_failed_birth_leaves_nothing_behind():
     assert (leftovers.mappings(), leftovers.descriptors()) <= (before[0], before[1] + 2)
 
 
-def test_a_guard_that_cannot_make_its_communicator_says_why():
+def test_guard_that_cannot_make_its_communicator_says_why():
     comms = ncclpy.Communicator.init_all([0, 1], timeout=5)
     with ncclpy.faults("call=CommSplit nth=2 do=error"), pytest.raises(ncclpy.NcclError, match="injected fault"):
         with ncclpy.group():
@@ -413,20 +413,20 @@ def test_a_guard_that_cannot_make_its_communicator_says_why():
         comm.abort()
 
 
-def test_a_deadline_of_a_birth_names_what_was_waited():
+def test_deadline_of_a_creation_names_the_time_waited():
     with pytest.raises(ncclpy.NcclTimeout, match=r"was not done after [34]\d\d ms"):
         ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, timeout=0.3)
 
 
 @pytest.mark.parametrize("timeout", [1e12, 1e300, 10**400, float("inf")])
-def test_an_abort_with_a_huge_timeout(timeout):
+def test_abort_accepts_a_huge_timeout(timeout):
     comm = ncclpy.Communicator.init_all([0])[0]
     comm.abort(timeout=timeout)
     assert comm.closed
 
 
-def test_close_waits_for_a_group_whose_other_members_are_late(host_engine):
-    """Although what it waits for itself has failed: the group is still to ask for it."""
+def test_close_waits_for_a_group_with_late_members(host_engine):
+    """The operation of the closed communicator has failed, but the group has yet to ask for its result."""
     first, second = (ncclpy.Communicator.init_all(range(2), timeout=60) for _ in range(2))
     values, caught = [np.ones(100) for _ in range(2)], []
 
@@ -456,7 +456,7 @@ def test_close_waits_for_a_group_whose_other_members_are_late(host_engine):
     testing.abort_all([*first, second[1]])
 
 
-def test_what_a_revoke_ends_is_not_told_to_be_done(host_engine):
+def test_operation_ended_by_a_revoke_raises(host_engine):
     comms = ncclpy.Communicator.init_all(range(2), timeout=60)
     caught = []
 
@@ -471,12 +471,12 @@ def test_what_a_revoke_ends_is_not_told_to_be_done(host_engine):
     comms[0].revoke()
     thread.join(30)
     assert caught
-    comms[0].close()  # as one that was revoked can be
+    comms[0].close()  # as a revoked communicator can be
     comms[1].abort()
 
 
-def test_abort_of_what_is_being_made_ends_it_as_soon_as_there_is_something(host_engine):
-    """Its call waits for a rank that does not come, and has no deadline."""
+def test_abort_during_init_ends_it_once_there_is_a_handle(host_engine):
+    """The init waits for a rank that is missing, and has no deadline."""
     made, caught = [], []
 
     class Seen(ncclpy.Communicator):
@@ -497,14 +497,14 @@ def test_abort_of_what_is_being_made_ends_it_as_soon_as_there_is_something(host_
     assert caught
 
 
-def test_abort_of_what_nobody_makes_comes_to_its_deadline(host_engine):
+def test_abort_of_a_communicator_that_is_never_made_ends_at_its_deadline(host_engine):
     comm = ncclpy.Communicator.__new__(ncclpy.Communicator)
     testing.run_with_deadline(lambda: abort_for(comm, ncclpy.NcclRemoteError("rank 1 has failed"), 0.05))
     assert comm.closed
 
 
 @pytest.mark.parametrize("timeout", [None, 30])
-def test_abort_without_a_thread_ends_what_is_stuck_in_the_thread_of_its_caller(monkeypatch, timeout):
+def test_abort_without_a_new_thread_ends_stuck_work_in_the_calling_thread(monkeypatch, timeout):
     comms, refused = ncclpy.Communicator.init_all([0, 1], timeout=timeout), []
 
     def refuse(*_):
@@ -512,7 +512,7 @@ def test_abort_without_a_thread_ends_what_is_stuck_in_the_thread_of_its_caller(m
         raise RuntimeError("can't start new thread")
 
     with testing.device_memory(0, 16) as pointer, ncclpy.Stream(0) as stream:
-        comms[0].all_reduce((pointer, 4, "float32"), stream=stream)  # rank 1 does not come
+        comms[0].all_reduce((pointer, 4, "float32"), stream=stream)  # rank 1 does not call
         assert not stream.is_done()
         monkeypatch.setattr(_thread, "start_new_thread", refuse)
         comms[0].abort()

@@ -1,4 +1,4 @@
-"""Other ranks' parts of a window, as buffers; and what a suspended communicator keeps of its windows."""
+"""Other ranks' parts of a window, as buffers; and the windows of a suspended communicator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def peers():
 
 
 class Watched(np.ndarray):
-    """An array that can be seen to go."""
+    """An array of which weak references can be made."""
 
 
 def make_world(nranks, dtype=np.float32, **options):
-    """Return a world whose arrays hold their ranks, and can be seen to go."""
+    """Return a world in which each array is filled with its rank and can have weak references."""
     return World(nranks, COUNT, lambda rank: np.full(COUNT, rank, dtype).view(Watched), **options)
 
 
@@ -53,16 +53,16 @@ def test_parts_of_all_ranks(world):
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "bool", "int16", "bfloat16", "float64"])
-def test_the_type_is_that_of_the_own_part(host_engine, dtype):
+def test_part_has_the_type_of_the_own_part(host_engine, dtype):
     with make_world(2, np.dtype(getattr(ml_dtypes, dtype, dtype))) as world:
         view = np.asarray(world.windows[0].peer(1))
         assert view.dtype == world.arrays[1].dtype and len(view) == COUNT and (view == world.arrays[1]).all()
 
 
-def test_another_type(world):
+def test_part_as_another_type(world):
     window = world.windows[0]
     assert np.asarray(window.peer(1, "int8")).tobytes() == world.arrays[1].tobytes()
-    assert window.peer(1, np.complex128).count == COUNT // 2  # NCCL's elements, two of a complex number
+    assert window.peer(1, np.complex128).count == COUNT // 2  # in NCCL's elements: two per complex number
     assert np.asarray(window.peer(1, np.complex128)).shape == (COUNT // 4,)
     assert window.peer(1, ncclpy.DataType.INT64).count == COUNT // 2
     with ncclpy.group():
@@ -73,7 +73,7 @@ def test_another_type(world):
         window.peer(1, "no type")
 
 
-def test_what_is_refused(world):
+def test_wrong_ranks_and_closed_windows_are_refused(world):
     window = world.windows[0]
     for rank in (-1, 3):
         with rejects("rank", "does not exist"):
@@ -93,7 +93,7 @@ def test_what_is_refused(world):
         ncclpy.Window.__new__(ncclpy.Window).peer(0)
 
 
-def test_an_argument_that_closes_the_window(world):
+def test_argument_that_closes_the_window_is_noticed(world):
     window = world.windows[0]
 
     class Closing:
@@ -106,7 +106,7 @@ def test_an_argument_that_closes_the_window(world):
 
 
 def test_parts_of_different_sizes(host_engine):
-    """The pages want one size; where a rank has less, nobody is shown what is behind its part."""
+    """NCCL's documentation requires equal sizes; where a rank has less, no other rank reaches beyond its part."""
     testing.run_python(
         """
         import numpy as np
@@ -131,8 +131,8 @@ def test_parts_of_different_sizes(host_engine):
     )
 
 
-def test_a_view_keeps_the_array_of_another_rank(world):
-    """It is there when its owner has closed the window, and all else, and goes with the view."""
+def test_view_keeps_the_array_of_another_rank(world):
+    """The array stays when its owner has closed the window and everything else, and is freed with the view."""
     view = np.asarray(world.windows[0].peer(1))
     gone = weakref.ref(world.arrays[1])
     del world.arrays[1]
@@ -147,7 +147,7 @@ def test_a_view_keeps_the_array_of_another_rank(world):
     assert gone() is None
 
 
-def test_a_view_of_memory_that_was_given_back(world):
+def test_view_keeps_memory_that_was_freed(world):
     pointers = [bindings.mem_alloc(1 << 20) for _ in world.comms]
     with ncclpy.group():
         windows = [comm.window((p, 1 << 20, "uint8")) for comm, p in zip(world.comms, pointers, strict=True)]
@@ -160,13 +160,13 @@ def test_a_view_of_memory_that_was_given_back(world):
     again = [bindings.mem_alloc(1 << 20) for _ in range(8)]
     for pointer in again:
         np.asarray(ncclpy.Buffer(pointer, 1 << 20, "uint8"))[:] = 9
-    assert (view == 7).all()  # nobody else got that memory
+    assert (view == 7).all()  # no later allocation got that memory
     for pointer in again:
         bindings.mem_free(pointer)
 
 
-def test_views_come_and_go_while_windows_are_closed(host_engine):
-    """Threads look at parts while their owners close them: each finds the part, or that it is closed."""
+def test_views_made_while_windows_are_closed_are_whole_or_refused(host_engine):
+    """Threads view parts while the owners close them: each gets the part, or the error that it is closed."""
     with make_world(2, timeout=20) as world:
         array = np.zeros(COUNT, np.float32)
         over = threading.Event()
@@ -202,7 +202,7 @@ def test_views_come_and_go_while_windows_are_closed(host_engine):
 
 
 def in_processes(comm):
-    """Write to each other's parts, and look at one that is closed, and whose owner has gone on."""
+    """Write to each other's parts, and read the part of a rank that has closed its window."""
     pointer = bindings.mem_alloc(8 * COUNT)
     window = comm.window(ncclpy.Buffer(pointer, COUNT, "float64"))
     for peer in range(comm.nranks):
@@ -218,7 +218,7 @@ def in_processes(comm):
 
 
 def polls_a_word(comm):
-    """A wait of one's own that can be ended: for a word in the own part of the window."""
+    """Poll a word in this rank's part of the window: a wait outside of NCCL, which can be ended."""
     pointer = bindings.mem_alloc(4096)
     window = comm.window(ncclpy.Buffer(pointer, 512, "int64"))
     word = np.asarray(window.buffer)
@@ -234,7 +234,7 @@ def parts_and_words(comm):
     return *in_processes(comm), polls_a_word(comm)
 
 
-def test_among_processes(host_engine):
+def test_parts_among_processes(host_engine):
     n = 3
     for rank, (mine, left, word) in enumerate(run_ranks(n, parts_and_words, processes=True)):
         assert mine == [10 * r + rank for r in range(n)]
@@ -242,8 +242,8 @@ def test_among_processes(host_engine):
         assert word == (rank - 1) % n + 5
 
 
-def test_a_view_goes_in_a_forked_child(host_engine):
-    """Its destructor runs where there is no engine any more."""
+def test_view_is_freed_in_a_forked_child(host_engine):
+    """The destructor of the view runs in a process without an engine."""
     testing.run_python(
         """
         import os, numpy as np, ncclpy
@@ -270,8 +270,8 @@ UNGUARDED = {"config": ncclpy.Config(blocking=False), "timeout": 20}
 
 
 @pytest.mark.parametrize("options", [{"timeout": 20}, {"abortable": True}], ids=str)
-def test_one_that_shares_memory_with_a_guard_is_not_suspended(host_engine, options):
-    """NCCL refuses what shares its memory; so it is refused before, on every engine."""
+def test_communicator_that_shares_memory_with_a_guard_is_not_suspended(host_engine, options):
+    """NCCL refuses a communicator that shares memory, so ncclpy refuses it beforehand, on every engine."""
     with make_world(1, **options) as world:
         with pytest.raises(ValueError, match="shares memory with its guard"):
             world.comms[0].suspend()
@@ -281,7 +281,7 @@ def test_one_that_shares_memory_with_a_guard_is_not_suspended(host_engine, optio
 def test_windows_stay_while_a_communicator_is_suspended(host_engine):
     with make_world(2, **UNGUARDED) as world:
         registrations = [comm.register(np.ones(COUNT)) for comm in world.comms]
-        world.comms[0].signal(1)  # waited for when all is back
+        world.comms[0].signal(1)  # waited for after the resume
         view = np.asarray(world.windows[0].peer(1))
         together = threading.Barrier(2)
 
@@ -291,7 +291,7 @@ def test_windows_stay_while_a_communicator_is_suspended(host_engine):
             assert comm.memory_stats()["suspended"] and comm.async_error() == ncclpy.Result.SUCCESS
             assert "suspended" in repr(comm) and not comm.closed
             together.wait(20)
-            world.arrays[rank.rank][:] = 5 + rank.rank  # the user's memory is the user's
+            world.arrays[rank.rank][:] = 5 + rank.rank  # the user's memory stays usable
             together.wait(20)
             comm.resume()
             assert not comm.memory_stats()["suspended"]
@@ -320,8 +320,8 @@ REFUSED = {
 }
 
 
-def test_what_a_suspended_communicator_refuses(host_engine):
-    """Before the engine is called: nothing that it counts is called."""
+def test_suspended_communicator_refuses_calls(host_engine):
+    """Calls are refused before any of these functions of the engine is called."""
     with make_world(2, **UNGUARDED) as world:
         plan = ncclpy.Plan()
         with plan.record():
@@ -349,7 +349,7 @@ def test_what_a_suspended_communicator_refuses(host_engine):
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "windows"])
-def test_the_end_of_a_suspended_communicator(host_engine, end):
+def test_suspended_communicator_can_be_closed_or_aborted(host_engine, end):
     with make_world(2, **UNGUARDED) as world:
 
         def rank(rank):
@@ -365,7 +365,7 @@ def test_the_end_of_a_suspended_communicator(host_engine, end):
         testing.run_threads(2, rank, comms=world.comms)
 
 
-def test_a_suspension_that_fails_leaves_it_ready(host_engine):
+def test_failed_suspension_leaves_the_communicator_ready(host_engine):
     with make_world(1) as world:
         comm = world.comms[0]
         with ncclpy.faults("call=CommSuspend do=error"), pytest.raises(ncclpy.NcclError):
@@ -381,7 +381,7 @@ def test_a_suspension_that_fails_leaves_it_ready(host_engine):
 
 
 def test_parts_on_any_engine(comms2):
-    """On GPUs where windows are there and memory is reached."""
+    """On GPUs: where NCCL supports windows and the other GPU's memory can be reached."""
     testing.need_function("ncclCommWindowRegister")
 
     def rank(rank):

@@ -1,4 +1,4 @@
-"""Windows by the communicator: registered by all ranks together, used by collectives, given back."""
+"""Windows of a communicator: registered by all ranks together, used by collectives, deregistered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def windows():
 
 @pytest.fixture
 def memory():
-    """A function that gives a buffer of ncclMemAlloc, which windows on GPUs need."""
+    """Yield a function that allocates a buffer by ncclMemAlloc, which windows on GPUs need."""
     pointers = []
 
     def allocate(device, count=COUNT):
@@ -69,14 +69,14 @@ def test_one_thread_registers_for_all_in_a_group(comms2, memory):
         assert window.handle == 0
 
 
-def test_a_communicator_closes_its_windows(comm1, memory):
+def test_communicator_closes_its_windows(comm1, memory):
     window = comm1.window(memory(comm1.device))
     comm1.close()
     assert window.closed
     window.close()
 
 
-def test_a_dropped_window_is_collected_after_its_communicator(comm1, memory):
+def test_dropped_window_is_collected_after_its_communicator(comm1, memory):
     window = comm1.window(memory(comm1.device))
     comm1.abort()
     window.close()
@@ -85,7 +85,7 @@ def test_a_dropped_window_is_collected_after_its_communicator(comm1, memory):
     gc.collect()
 
 
-def test_an_exception_in_a_group_registers_nothing(comms2, memory):
+def test_exception_in_a_group_registers_nothing(comms2, memory):
     made = []
     with pytest.raises(KeyError), ncclpy.group():
         made.append(comms2[0].window(memory(comms2[0].device)))
@@ -94,7 +94,7 @@ def test_an_exception_in_a_group_registers_nothing(comms2, memory):
     made[0].close()
 
 
-def test_what_cannot_be_repeated_is_refused_in_plans_and_simulations(comm1, memory):
+def test_window_is_refused_in_plans_and_simulations(comm1, memory):
     buffer = memory(comm1.device)
     with pytest.raises(ValueError, match=r"plan\.record"), ncclpy.Plan().record():
         comm1.window(buffer)
@@ -103,7 +103,7 @@ def test_what_cannot_be_repeated_is_refused_in_plans_and_simulations(comm1, memo
             comm1.window(buffer)
 
 
-def test_bad_buffers(comms2, memory):
+def test_bad_buffers_are_refused(comms2, memory):
     with pytest.raises(ValueError, match="no elements"):
         comms2[0].window(ncclpy.Buffer(4096, 0, "float32", device=comms2[0].device))
     with pytest.raises(ValueError, match="device 1"):
@@ -112,8 +112,8 @@ def test_bad_buffers(comms2, memory):
         comms2[0].window("no buffer")
 
 
-def test_a_window_is_not_closed_before_its_group_has_made_it(comms2, memory):
-    """What is closed there would be registered all the same when the group ends, with a buffer that nobody holds."""
+def test_window_is_not_closed_before_its_group_has_made_it(comms2, memory):
+    """The group would still register it at its end, with a buffer that is no longer referenced."""
     buffers = [memory(comm.device) for comm in comms2]
     with ncclpy.group():
         with ncclpy.group():
@@ -128,20 +128,20 @@ def test_a_window_is_not_closed_before_its_group_has_made_it(comms2, memory):
         window.close()
 
 
-def test_an_exception_in_a_group_passes_through_its_windows(comms2, memory):
+def test_exception_in_a_group_passes_through_its_windows(comms2, memory):
     with pytest.raises(KeyError), ncclpy.group(), comms2[0].window(memory(comms2[0].device)) as window:
         raise KeyError
     window.close()
     assert window.closed
 
 
-def test_a_window_is_initialised_once(comm1, memory):
+def test_window_is_initialised_once(comm1, memory):
     buffer = memory(comm1.device)
     with comm1.window(buffer) as window, pytest.raises(RuntimeError, match="once"):
         window.__init__(comm1, buffer)
 
 
-def test_a_window_that_was_never_made():
+def test_window_that_was_never_made_is_closed():
     window = ncclpy.Window.__new__(ncclpy.Window)
     window.close()
     assert window.closed and window.handle == 0 and "closed" in repr(window)
@@ -167,7 +167,7 @@ def test_closing_a_window_keeps_the_deadline(host_engine):
 
 
 @pytest.mark.parametrize("kind", ["window", "register"])
-def test_the_buffer_lives_until_nccl_has_let_go_of_it(host_engine, comm1, kind):
+def test_buffer_lives_until_nccl_has_deregistered_it(host_engine, comm1, kind):
     function = {"window": "CommWindowDeregister", "register": "CommDeregister"}[kind]
     done = []
 
@@ -184,8 +184,8 @@ def test_the_buffer_lives_until_nccl_has_let_go_of_it(host_engine, comm1, kind):
     assert done == [1]
 
 
-def test_an_interrupted_registration_writes_nothing_afterwards(host_engine):
-    """The interrupt aborts the communicator; what NCCL might still write into is nobody else's meanwhile."""
+def test_interrupted_registration_writes_nothing_afterwards(host_engine):
+    """The interrupt aborts the communicator; memory that NCCL might still write to is not reused meanwhile."""
     testing.run_python(
         """
         import signal
@@ -214,7 +214,7 @@ def test_an_interrupted_registration_writes_nothing_afterwards(host_engine):
 
 
 def test_many_stuck_communicators_are_aborted_in_time(host_engine):
-    """One after the other, each with its share of patience, they would be left behind."""
+    """Aborted one after the other, each with a time limit of its own, some would be left behind."""
     pairs = [ncclpy.Communicator.init_all([0, 1]) for _ in range(60)]
     stuck = [pair[0] for pair in pairs]
     ended = []

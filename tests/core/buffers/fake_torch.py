@@ -1,6 +1,7 @@
 """A stand-in for torch's tensors: their attributes over numpy's memory, and DLPack's C exchange API in ctypes.
 
-It lets the tests of both roads run where torch is not installed; the same tests use torch's own tensors where it is.
+The tests of both ways of reading a tensor run with it where torch is not installed; where torch is installed, the
+same tests also use torch's own tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
 
 class DType(str):
-    """A name with the size of its elements, as torch.dtype shows them."""
+    """A name with the size of its elements, as in torch.dtype."""
 
     itemsize = 0
 
 
 class Tensor:
-    """What torch.Tensor shows of itself; `flags` turn it into one that has no plain memory."""
+    """The attributes and methods of torch.Tensor that ncclpy reads; `flags` make it a tensor without plain memory."""
 
     is_sparse = is_quantized = is_nested = False
     layout = "torch.strided"
@@ -122,7 +123,7 @@ _NAME = b"dlpack_exchange_api"  # the capsule keeps the pointer
 
 
 class ExchangeTensor(Tensor):
-    """A tensor as torch has them since 2.10, read by one C call; what `refuses` it is asked for its attributes."""
+    """A tensor as in torch since 2.10, read by one C call; where `refuses` is set, its attributes are read instead."""
 
     refuses = fake = False
     code = extents = None

@@ -1,4 +1,4 @@
-"""What may stand for a buffer, and everything that is rejected before NCCL is called."""
+"""Objects that are accepted as buffers, and those that are rejected before NCCL is called."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_read_only_recv(host_engine, comm, method, sends, recvs):
 
 @pytest.mark.parametrize("method", ["all_reduce", "reduce", "broadcast"])
 def test_read_only_in_place(host_engine, comm, method):
-    # The root of a broadcast only sends, so that rank 0 is a target where rank 1 is the root.
+    # The root of a broadcast only sends; with rank 1 as the root, rank 0 receives.
     options = {"root": 1} if method == "broadcast" else {}
     with rejects("send", "read-only", kind=ValueError):
         quickly(getattr(comm, method), read_only(np.zeros(8, np.float32)), **options)
@@ -117,7 +117,7 @@ def test_read_only_send_is_fine(host_engine, comm1):
 
 
 @pytest.mark.parametrize("thing", [None, 3, 3.5, "x", b"abcd", [1.0, 2.0], (1, 2), object(), np.float32])
-def test_things_that_are_no_buffer(comm, thing):
+def test_non_buffers_are_rejected(comm, thing):
     with rejects("send", kind=REJECTED):
         quickly(comm.all_reduce, thing)
 
@@ -128,7 +128,7 @@ def test_masked_array(comm):
 
 
 @pytest.mark.parametrize("thing", [3, "x", [1.0, 2.0], object()])
-def test_recv_that_is_no_buffer(comm, arrays, thing):
+def test_recv_non_buffers_are_rejected(comm, arrays, thing):
     send = arrays.argument(arrays.make(np.zeros(2, np.float32), comm.device))
     with rejects("recv", type(thing).__name__, kind=TypeError):
         quickly(comm.all_reduce, send, thing)
@@ -139,13 +139,13 @@ def test_recv_that_is_no_buffer(comm, arrays, thing):
     [(0, 4, "float32"), (-1, 4, "float32"), (64, -1, "float32"), (64, 4, "int16"), (64, 4), (64, 4.5, "float32")],
     ids=str,
 )
-def test_explicit_buffers_that_make_no_sense(comm, explicit):
+def test_explicit_buffers_with_invalid_fields_are_rejected(comm, explicit):
     with rejects("send", kind=REJECTED):
         quickly(comm.all_reduce, explicit)
 
 
 @pytest.mark.parametrize("op", ["nand", 5.0, None, []])
-def test_ops_that_nccl_lacks(comm, arrays, op):
+def test_ops_unknown_to_nccl_are_rejected(comm, arrays, op):
     send = arrays.argument(arrays.make(np.zeros(2, np.float32), comm.device))
     with rejects("op", kind=REJECTED):
         quickly(comm.all_reduce, send, op=op)
@@ -221,7 +221,7 @@ def test_numpy_on_the_cuda_engine(comm):
         quickly(comm.all_reduce, np.zeros(4, np.float32))
 
 
-# What is accepted. One rank is enough: the question is whether pointer, count and dtype are found.
+# Accepted buffers. One rank is enough: the tests check that pointer, count and dtype are found.
 
 
 def test_explicit_tuple_and_buffer(comm1):
@@ -241,7 +241,7 @@ def test_tuples_of_count_zero_may_be_null(comm1):
     comm1.all_reduce((0, 0, "float32"), (0, 0, "float32"))
 
 
-def test_buffer_shows_what_it_is():
+def test_buffer_attributes_and_repr():
     class Owner:
         pass
 

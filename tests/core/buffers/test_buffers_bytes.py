@@ -1,4 +1,4 @@
-"""Data types that NCCL has no number for: they move as bytes, and reductions refuse them; sizes that do not fit."""
+"""Data types that NCCL lacks: they are moved as bytes, and reductions refuse them. Sizes that overflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOVED += [bool, ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3, ml_dtypes.int4]
 
 
 def some(dtype, count, seed):
-    """Return elements that differ from each other, whatever their type is."""
+    """Return elements that differ from each other, for any type."""
     dtype = np.dtype(dtype)
     drawn = np.random.default_rng(seed).integers(0, 2, (count, dtype.itemsize), dtype=np.uint8)
     return np.frombuffer(drawn.tobytes(), dtype).copy()
@@ -27,7 +27,7 @@ def raw(array):
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_they_move(host_engine, comms2, dtype):
+def test_types_without_nccl_type_are_moved(host_engine, comms2, dtype):
     def both(method, sends, recvs, each):
         with ncclpy.group():
             for comm, send, recv in zip(comms2, sends, recvs, strict=True):
@@ -70,7 +70,7 @@ def test_they_move(host_engine, comms2, dtype):
 
 
 @pytest.mark.parametrize("name", ["int16", "uint16", "datetime64[s]", "float8_e8m0fnu", "float128"])
-def test_reductions_refuse_them_by_name(host_engine, comm, name):
+def test_reductions_refuse_types_without_nccl_type_by_name(host_engine, comm, name):
     dtype = ml_dtypes.float8_e8m0fnu if name == "float8_e8m0fnu" else name
     a, b = some(dtype, 8, 0), some(dtype, 4, 1)
     for method, send, recv in (("all_reduce", a, None), ("reduce", a, None), ("reduce_scatter", a, b)):
@@ -93,7 +93,7 @@ def test_types_of_one_size_are_still_different(host_engine, comm, one, other):
             quickly(comm.all_gather, np.zeros(4, send), np.zeros(8, recv))
 
 
-def test_participants_of_a_key_must_have_the_same(host_engine, manager_of_two):
+def test_manager_participants_of_key_need_same_type(host_engine, manager_of_two):
     works = [
         manager_of_two.all_gather("k", np.zeros(2, dtype), np.zeros(4, dtype), device=r, num_local=2)
         for r, dtype in enumerate(["int16", "uint16"])
@@ -108,7 +108,7 @@ def manager_of_two():
         yield manager
 
 
-def test_one_type_is_the_same_on_every_road(host_engine, comm1):
+def test_type_is_same_by_every_way_of_reading(host_engine, comm1):
     send = np.arange(4, dtype=np.uint16)
     for kind in fake_torch.KINDS:
         recv = np.zeros(4, np.uint16)
@@ -116,7 +116,7 @@ def test_one_type_is_the_same_on_every_road(host_engine, comm1):
         assert np.array_equal(recv, send)
     recv = np.zeros(4, np.uint16)
     comm1.all_gather((send.ctypes.data, 4, "uint16"), ncclpy.Buffer(recv.ctypes.data, 4, np.uint16))
-    ncclpy.synchronize(0)  # nobody knows that these are in CPU memory
+    ncclpy.synchronize(0)  # given as addresses: ncclpy does not know that this is CPU memory and does not wait
     assert np.array_equal(recv, send)
 
 
@@ -139,19 +139,19 @@ def test_types_of_dlpack(host_engine, comm1, code, dtype, lanes, name):
 
 
 @pytest.mark.parametrize(("code", "lanes"), [(3, 1), (99, 1), (0, 16)])
-def test_types_of_dlpack_that_cannot_move(host_engine, comm, code, lanes):
+def test_dlpack_types_without_byte_size_are_refused(host_engine, comm, code, lanes):
     with rejects("send", "DLPack's type code", kind=TypeError):
         quickly(comm.broadcast, fake_torch.ExchangeTensor(np.zeros(4, np.uint8), code=code, lanes=lanes))
 
 
 @pytest.mark.parametrize("dtype", ["O", "V0", np.dtypes.StringDType()], ids=str)
-def test_what_holds_no_data_of_a_fixed_size_moves_not(host_engine, comm, dtype):
+def test_types_without_fixed_size_are_refused(host_engine, comm, dtype):
     with rejects("send", kind=TypeError):
         quickly(comm.broadcast, np.zeros(4, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["i", "f4", "no_type", "object", ">i2", object()])
-def test_names_that_are_no_data_type(comm, dtype):
+def test_invalid_data_type_names_are_refused(comm, dtype):
     with rejects("send", kind=TypeError):
         quickly(comm.broadcast, (4096, 4, np.dtype(dtype) if dtype == ">i2" else dtype))
 
@@ -186,20 +186,20 @@ def test_torch_types_that_nccl_lacks(torch, comms2):
      (4096, 2**61, "float32"), (4096, 2**63, "uint8"), (4096, 2**62, "int16"), (2**70, 1, "float32"),
      (2**64, 0, "uint8")],
 )  # fmt: skip
-def test_sizes_that_wrap(comm, pointer, count, dtype):
+def test_buffer_sizes_that_wrap_are_refused(comm, pointer, count, dtype):
     with rejects("Buffer: ", "more than memory" if pointer == 4096 else "range of addresses", kind=ValueError):
         ncclpy.Buffer(pointer, count, dtype)
     with rejects("send: ", kind=ValueError):
         quickly(comm.broadcast, (pointer, count, dtype))
 
 
-def test_the_largest_size():
+def test_buffer_of_largest_size_is_accepted():
     assert ncclpy.Buffer(4096, 2**63 - 1, "uint8").nbytes == 2**63 - 1
     assert ncclpy.Buffer(4096, 2**60 - 1, "float64").nbytes == 2**63 - 8
 
 
-def test_counts_times_ranks_that_wrap(comm):
-    # 2 x 2**63 elements would be 0 of them.
+def test_counts_times_ranks_that_wrap_are_refused(comm):
+    # 2 x 2**63 elements would wrap to 0.
     small, large = (4096, 0, "uint8"), (4096, 2**63 - 1, "uint8")
     for method, send, recv in (
         ("all_gather", large, small),
@@ -211,7 +211,7 @@ def test_counts_times_ranks_that_wrap(comm):
 
 
 @pytest.mark.parametrize("counts", [[2**63, 2**63], [2**64, 0], [2**64 - 4, 8]])
-def test_counts_of_parts_that_wrap(comm, counts):
+def test_v_counts_that_wrap_are_refused(comm, counts):
     part, whole = (4096, 4, "uint8"), (4096, 4, "uint8")
     for call in (
         lambda: comm.all_gather(part, whole, counts),
@@ -223,7 +223,7 @@ def test_counts_of_parts_that_wrap(comm, counts):
             quickly(call)
 
 
-def test_shapes_that_wrap(host_engine, comm):
+def test_shapes_that_wrap_are_refused(host_engine, comm):
     class Interface:
         def __init__(self, shape):
             self.__cuda_array_interface__ = {"data": (4096, False), "shape": shape, "typestr": "<f8", "version": 3}

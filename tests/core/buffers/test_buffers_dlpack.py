@@ -1,4 +1,4 @@
-"""What DLPack may say of memory: what of it is read, and what is refused."""
+"""Descriptions of memory through DLPack: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Unversioned(ctypes.Structure):
 
 
 class Producer:
-    """Four float32, of which DLPack may say anything; `asked` has what the methods were called with."""
+    """Four float32 with a DLPack description of the test's choice; `asked` lists the arguments of its method calls."""
 
     def __init__(self, array, *, device=(_CPU, 0), major=1, flags=0, name=None, strides=None, offset=0):
         self.array, self.device, self.asked = array, device, []
@@ -57,7 +57,7 @@ class Producer:
 
 
 class OldProducer(Producer):
-    """One from before DLPack 1.0, which knows no versions."""
+    """A producer from before DLPack 1.0: without versions."""
 
     def __dlpack__(self, *, stream=None):
         self.asked.append(stream)
@@ -88,7 +88,7 @@ def test_dlpack_of_a_later_major_version_is_refused(host_engine, comm):
 
 @pytest.mark.parametrize("kind", [Producer, OldProducer])
 def test_capsule_that_was_taken_before_is_refused(host_engine, comm, kind):
-    """Its memory may be another's by now."""
+    """Its memory may have been reused since."""
     with pytest.raises(ValueError, match="incorrect name"):
         quickly(comm.all_reduce, kind(np.zeros(4, np.float32), name=b"used_dltensor"))
 
@@ -102,7 +102,7 @@ def test_versioned_tensor_that_is_read_only_is_not_received_into(host_engine, co
     ("kind", "asked"), [(Producer, [(None, (1, 0)), (-1, (1, 0)), (-1, (1, 0))]), (OldProducer, [-1, -1])]
 )
 def test_cuda_producer_is_asked_not_to_synchronise(host_engine, kind, asked):
-    class One(kind):  # of which nothing is known yet
+    class One(kind):  # a new type, of which ncclpy has cached nothing
         pass
 
     producer = One(np.zeros(4, np.float32), device=(_CUDA, 0))
@@ -124,7 +124,7 @@ def test_offset_of_the_first_byte_and_page_locked_memory_are_read(host_engine, k
 
 
 def exchange_type(from_python, current_work_stream=None):
-    """Return a type whose objects are read by a C function, and whose current stream another one tells."""
+    """Return a type with DLPack's C exchange API: a C function to read its objects, another for the current stream."""
     api = fake_torch._ExchangeAPI(1, 3, None, None, None, None, from_python, current_work_stream)
 
     class Exchanged:
@@ -134,14 +134,14 @@ def exchange_type(from_python, current_work_stream=None):
     return Exchanged
 
 
-def test_object_that_its_c_function_refuses_without_a_word_is_refused(host_engine, comm):
+def test_object_refused_by_its_c_function_without_error_is_refused(host_engine, comm):
     refuses = fake_torch._FromPython(lambda thing, out: -1)
     with rejects("send", "cannot be read through DLPack", kind=BufferError):
         quickly(comm.all_reduce, exchange_type(refuses)())
 
 
-def test_error_of_the_c_function_comes_through(host_engine, comm):
-    """PyObject_AsFileDescriptor fails like one: it returns -1 with the error of the object's method."""
+def test_error_of_the_c_function_is_raised(host_engine, comm):
+    """PyObject_AsFileDescriptor fails like a reader: it returns -1 with the error of the object's method."""
     fails = ctypes.cast(ctypes.pythonapi.PyObject_AsFileDescriptor, fake_torch._FromPython)
 
     class Donated(exchange_type(fails)):

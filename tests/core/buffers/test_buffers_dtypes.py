@@ -1,4 +1,4 @@
-"""Data types of buffers: those that NCCL has, those that travel as others, those that are refused."""
+"""Data types of buffers: those of NCCL, those that travel as another type, those that are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import testing
 
 
 @pytest.mark.parametrize(("method", "sends", "recvs"), PAIRS)
-def test_dtypes_that_differ(comm, arrays, method, sends, recvs):
+def test_dtypes_that_differ_are_refused(comm, arrays, method, sends, recvs):
     send = arrays.argument(arrays.make(np.zeros(sends, np.float32), comm.device))
     recv = arrays.argument(arrays.make(np.zeros(recvs, np.int32), comm.device))
     with rejects("recv", "float32", "int32"):
@@ -22,7 +22,7 @@ def test_dtypes_that_differ(comm, arrays, method, sends, recvs):
 @pytest.mark.parametrize(
     "dtype", ["int16", "uint16", ">f4", ">i8", "longdouble", "U4", "O", "datetime64[s]", "i4,f4", "complex256"]
 )
-def test_dtypes_that_nccl_lacks(host_engine, comm, dtype):
+def test_dtypes_unknown_to_nccl_are_refused(host_engine, comm, dtype):
     with rejects("send", kind=TypeError):
         quickly(comm.all_reduce, np.zeros(4, dtype))
     with rejects("recv"):
@@ -30,12 +30,12 @@ def test_dtypes_that_nccl_lacks(host_engine, comm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2fnuz, ml_dtypes.int4])
-def test_extension_dtypes_that_nccl_lacks(host_engine, comm, dtype):
+def test_extension_dtypes_unknown_to_nccl_are_refused(host_engine, comm, dtype):
     with rejects("send", kind=TypeError):
         quickly(comm.all_reduce, np.zeros(4, dtype))
 
 
-def test_no_data_type_is_no_float64(comm):
+def test_none_as_data_type_is_not_float64(comm):
     with rejects("send", "None", kind=TypeError):
         quickly(comm.all_reduce, (4096, 4, None))
 
@@ -48,7 +48,7 @@ def test_numpy_dtypes(host_engine, comm1, datatype):
     assert np.array_equal(recv, send)
 
 
-# bool and complex travel as something else.
+# bool and complex travel as another type.
 
 
 def reduce_two(comms, method, parts, **options):
@@ -78,7 +78,7 @@ def test_bool_travels_as_uint8(host_engine, comms2, op, expected):
 
 @pytest.mark.parametrize("op", ["sum", "max", "prod", "min"])
 def test_bool_reductions_of_any_bytes_follow_their_truth(host_engine, comms2, op):
-    """True is any byte but 0; as a product of bytes 2 * 128 is 0, and as their sum 128 + 128."""
+    """True is any byte but 0; as bytes the product 2 * 128 and the sum 128 + 128 would be 0."""
     values = [np.array(bytes_, np.uint8).view(bool) for bytes_ in ([2, 128, 255, 16, 0, 0], [128, 128, 1, 16, 64, 0])]
     truth = [part.view(np.uint8) != 0 for part in values]
     wanted = truth[0] | truth[1] if op in ("sum", "max") else truth[0] & truth[1]
@@ -128,7 +128,7 @@ def test_complex_has_only_sum_and_avg(host_engine, comm, dtype, op):
 
 @pytest.mark.parametrize("dtype", [bool, np.complex64, np.complex128])
 def test_bool_and_complex_move(host_engine, comms2, dtype):
-    # Counts are the caller's elements: a pair of reals is one of them.
+    # Counts are in elements of the caller's type: a pair of reals counts once.
     values = np.array([1, 0, 0, 1]).astype(dtype) * dtype(1)
     sends = [values, np.logical_not(values).astype(dtype)]
     recvs = [np.zeros(8, dtype) for _ in comms2]

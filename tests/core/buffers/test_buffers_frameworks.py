@@ -66,8 +66,8 @@ def test_cuda_array_interface(comm1):
         assert np.array_equal(read(recv, 6, np.float32), values)
 
 
-def test_a_list_takes_the_stream_of_the_first_that_has_one(host_engine):
-    """A buffer has none; that of the interface is seen by NCCL's refusing it."""
+def test_list_takes_stream_of_first_buffer_that_has_one(host_engine):
+    """A Buffer has no stream; that of the CUDA array interface is visible because NCCL refuses it."""
     comm = ncclpy.Communicator.init_all([0])[0]
     with device_memory(0, 8) as send, device_memory(0, 8) as recv:
         none, no_stream = ncclpy.Buffer(send, 2, "float32"), CudaArray(recv, (2,), "<f4", stream=0x5300000000000999)
@@ -142,7 +142,7 @@ def test_dlpack_lives_only_as_long_as_the_call(host_engine, comm1):
     assert gone() is None
 
 
-def test_an_error_of_the_object_comes_through(host_engine, comm):
+def test_error_of_the_object_is_raised(host_engine, comm):
     class Broken:
         def __dlpack_device__(self):
             return (1, 0)
@@ -154,7 +154,7 @@ def test_an_error_of_the_object_comes_through(host_engine, comm):
         quickly(comm.all_reduce, Broken())
 
 
-# torch, whose CPU tensors are device memory of the host engine.
+# torch: its CPU tensors are device memory of the host engine.
 
 TORCH_DTYPES = (
     "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 float8_e4m3fn float8_e5m2".split()
@@ -211,8 +211,8 @@ def test_torch_offset_view(torch, comm1):
     assert recv.tolist() == [3, 4, 5, 6]
 
 
-def test_torch_conjugate_view_is_not_taken_for_its_base(torch, comm):
-    # A lazy conjugate shares its memory with what it conjugates: the bytes are not the values.
+def test_torch_conjugate_view_is_refused(torch, comm):
+    # A lazy conjugate shares the memory of the original tensor: the bytes are not the values.
     send = torch.tensor([1 + 2j, 3 - 1j])
     with rejects("send", "conjugate", kind=ValueError):
         quickly(comm.all_reduce, send.conj(), torch.zeros(2, dtype=torch.complex64))
@@ -252,7 +252,7 @@ def test_cuda_core_buffer(comm1):
 
 
 class JaxArray:
-    """What JAX's arrays are to others, without JAX: never to be written, and not there until waited for."""
+    """The interface of JAX's arrays, without JAX: never written to, and not ready until waited for."""
 
     __module__ = "jaxlib._jax"
 
@@ -275,7 +275,7 @@ class JaxArray:
         return self._array.__dlpack_device__()
 
 
-def test_what_jax_says_of_its_arrays(host_engine, comm1):
+def test_jax_arrays_are_waited_for_and_read_only(host_engine, comm1):
     recv = np.zeros(4, np.float32)
     comm1.all_reduce(JaxArray(np.arange(4, dtype=np.float32)), recv)
     assert recv.tolist() == [0, 1, 2, 3]
@@ -285,7 +285,7 @@ def test_what_jax_says_of_its_arrays(host_engine, comm1):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "complex64", "bool"])
 def test_jax(comm1, monkeypatch, dtype):
-    """What is sent is there, however late its computation ends; and it is not received into."""
+    """A sent array is complete, however late its computation ends; receiving into one is refused."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jnp = pytest.importorskip("jax.numpy", reason="needs JAX")
     product = jnp.linalg.matrix_power(jnp.eye(1500), 9)  # some milliseconds

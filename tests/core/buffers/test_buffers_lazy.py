@@ -1,4 +1,4 @@
-"""Tensors whose memory is not what they hold, or that have none: refused, by argument, on every road."""
+"""Tensors that do not hold their values in their memory, or have none: every reader refuses them by argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ncclpy
 
 
 class DLPackTensor:
-    """An object with DLPack's methods that can be lazily negated or conjugated, as torch's on that road."""
+    """An object with DLPack's methods that can be lazily negated or conjugated, as torch's tensors can."""
 
     def __init__(self, array, *, negative=False, conjugate=False):
         self.array, self.negative, self.conjugate = array, negative, conjugate
@@ -31,7 +31,7 @@ class DLPackTensor:
 
 @pytest.mark.parametrize("kind", [*fake_torch.KINDS, DLPackTensor])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.int32])
-def test_lazy_tensors(host_engine, comm, kind, dtype):
+def test_lazy_tensors_are_refused(host_engine, comm, kind, dtype):
     good = np.zeros(3, dtype)
     with rejects("send", "negative", ".resolve_neg()", kind=ValueError):
         quickly(comm.all_reduce, kind(np.ones(3, dtype), negative=True), good)
@@ -71,7 +71,7 @@ def test_tensors_without_plain_memory(host_engine, comm, kind, what):
 
 
 @pytest.mark.parametrize("kind", fake_torch.KINDS)
-def test_a_tensor_without_an_address(host_engine, comm, kind):
+def test_tensor_without_address_is_refused(host_engine, comm, kind):
     class Wrapper(kind):
         refuses = True
 
@@ -84,30 +84,30 @@ def test_a_tensor_without_an_address(host_engine, comm, kind):
     assert "raised from" not in str(caught.value)
 
 
-def test_a_fake_tensor_is_no_null_pointer_for_nccl(host_engine, comm):
+def test_fake_tensor_is_not_passed_to_nccl_as_null(host_engine, comm):
     fake = fake_torch.ExchangeTensor(np.zeros(4, np.float32), fake=True)
     with rejects("send", "NULL pointer", "4 elements", kind=ValueError):
         quickly(comm.all_reduce, fake)
 
 
-def test_a_tensor_that_only_its_c_function_refuses_is_read_by_its_attributes(host_engine):
+def test_tensor_refused_only_by_c_function_is_read_by_attributes(host_engine):
     array = np.zeros(4, np.uint16)
     buffer = ncclpy.Buffer.of(fake_torch.ExchangeTensor(array, dtype="bits16", refuses=True))
     assert (buffer.pointer, buffer.nbytes) == (array.ctypes.data, 8)
 
 
-def test_an_attribute_of_that_name_is_no_question(host_engine):
+def test_is_neg_attribute_that_is_not_a_method_is_ignored(host_engine):
     class Other(DLPackTensor):
         is_neg = is_conj = True
 
     assert ncclpy.Buffer.of(Other(np.zeros(3, np.float32))).count == 3
 
 
-# The same with torch itself.
+# The same tests with torch itself.
 
 
 def test_torch_lazy_negation(torch, comm):
-    # Of a conjugate's imaginary part only the sign is kept: -2 lies in memory as 2.
+    # The imaginary part of a conjugate only flips the sign bit lazily: -2 lies in memory as 2.
     lazy = torch.tensor([1 + 2j]).conj().imag
     assert lazy.is_neg() and lazy.is_contiguous() and lazy.item() == -2
     for tensor in (lazy, torch._neg_view(torch.arange(4.0))):
@@ -118,7 +118,7 @@ def test_torch_lazy_negation(torch, comm):
     assert ncclpy.Buffer.of(lazy.resolve_neg()).count == 1
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of kinds that are new or going
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about experimental or deprecated kinds
 def test_torch_tensors_without_plain_memory(torch, comm):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,4 @@
-"""C functions that read the objects of a type come first, and what they do not know is read as ever."""
+"""C functions that read objects of a type are tried first; objects that they do not know are read the ordinary way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ON_CPU, _FLOAT = -1, 2
 
 
 class _Read(ctypes.Structure):
-    """What abi/tensor_reader.h has as ncclpy_read_tensor."""
+    """ncclpy_read_tensor of abi/tensor_reader.h."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -27,7 +27,7 @@ class _Read(ctypes.Structure):
 
 
 class Function:
-    """A function in a capsule, which tells of other memory than the object has, and knows one dimension alone."""
+    """A reader function in a capsule. It returns memory other than the object's, and knows only one dimension."""
 
     def __init__(self):
         self.memory, self.device, self.calls = np.zeros(16, np.float32), _ON_CPU, 0
@@ -53,7 +53,7 @@ def kind(request):
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_the_function_comes_first(kind, seen):
+def test_reader_function_is_tried_first(kind, seen):
     array, function = np.zeros(3, np.int64), Function()
     if seen:
         assert ncclpy.Buffer.of(kind(array)).pointer == array.ctypes.data
@@ -68,7 +68,7 @@ def test_the_function_comes_first(kind, seen):
     assert function.calls == 2
 
 
-def test_what_it_does_not_know_is_read_as_ever(kind):
+def test_tensor_unknown_to_reader_function_is_read_by_attributes(kind):
     array, function = np.zeros((3, 2), np.int64), Function()
     read_by([kind], function.capsule)
     buffer = ncclpy.Buffer.of(kind(array))
@@ -78,7 +78,7 @@ def test_what_it_does_not_know_is_read_as_ever(kind):
     assert function.calls == 2
 
 
-def test_derived_types_are_not_its(kind):
+def test_reader_function_is_not_used_for_derived_types(kind):
     class Derived(kind):
         pass
 
@@ -90,7 +90,7 @@ def test_derived_types_are_not_its(kind):
     assert function.calls == 0
 
 
-def test_its_memory_is_what_a_call_takes(host_engine, comm1, kind):
+def test_call_uses_memory_from_reader_function(host_engine, comm1, kind):
     function, recv = Function(), np.zeros(16, np.float32)
     function.memory[:] = range(16)
     read_by([kind], function.capsule)
@@ -99,7 +99,7 @@ def test_its_memory_is_what_a_call_takes(host_engine, comm1, kind):
     assert recv.tolist() == list(range(16))
 
 
-def test_memory_that_is_not_there_is_refused(kind):
+def test_null_memory_from_reader_function_is_refused(kind):
     function = Function()
     function.memory = np.zeros(0, np.float32)
     read_by([kind], function.capsule)
@@ -113,6 +113,6 @@ def test_memory_that_is_not_there_is_refused(kind):
         ncclpy.Buffer.of(kind(np.zeros(3)))
 
 
-def test_another_capsule_is_refused(kind):
+def test_capsule_of_another_name_is_refused(kind):
     with pytest.raises(ValueError, match="PyCapsule"):
         read_by([kind], fake_torch.ExchangeTensor.__dlpack_c_exchange_api__)

@@ -1,4 +1,4 @@
-"""A `Buffer` as other packages read it: numpy, DLPack, the CUDA array interface."""
+"""A `Buffer` read by other packages: numpy, DLPack, the CUDA array interface."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from ncclpy import Buffer
 
 
 class Owner(np.ndarray):
-    """An array whose end can be seen."""
+    """An array of which weak references can be made."""
 
 
 def owned(values):
@@ -65,18 +65,18 @@ def test_memory_without_an_array_is_read_on_the_host_engine(host_engine):
 
 
 @pytest.mark.parametrize("read", [np.asarray, np.from_dlpack, lambda buffer: buffer.__dlpack__()])
-def test_the_owner_lives_as_long_as_what_was_read(read):
+def test_owner_lives_as_long_as_exported_memory(read):
     array, alive = owned(np.ones(4))
     taken = read(Buffer.of(array))
     del array
     gc.collect()
     assert alive() is not None
-    del taken  # a capsule that nobody takes is released too
+    del taken  # a capsule that no consumer takes is released too
     gc.collect()
     assert alive() is None
 
 
-def test_a_read_only_buffer_stays_read_only():
+def test_read_only_buffer_stays_read_only():
     array = np.ones(4)
     array.flags.writeable = False
     assert not np.asarray(Buffer.of(array)).flags.writeable
@@ -85,7 +85,7 @@ def test_a_read_only_buffer_stays_read_only():
         Buffer.of(array).__dlpack__()
 
 
-def test_another_type_is_a_copy():
+def test_export_as_another_type_is_a_copy():
     buffer = Buffer.of(np.arange(3, dtype="int32"))
     assert np.asarray(buffer, dtype="float64").tolist() == [0.0, 1.0, 2.0]
     with pytest.raises(ValueError, match="needs a copy"):
@@ -93,7 +93,7 @@ def test_another_type_is_a_copy():
     assert not np.shares_memory(np.array(buffer, copy=True), np.asarray(buffer))
 
 
-def test_what_cannot_be_passed_on_is_refused():
+def test_unsupported_exports_are_refused():
     buffer = Buffer.of(np.ones(4))
     assert buffer.__dlpack_device__() == (1, 0)
     with pytest.raises(BufferError, match="is passed on as it is"):
@@ -110,7 +110,7 @@ def test_empty_memory():
     assert np.from_dlpack(Buffer.of(np.empty(0, "int32"))).shape == (0,)
 
 
-def test_a_buffer_is_read_as_before(comms2, host_engine):
+def test_buffers_and_subclasses_are_accepted_by_calls(comms2, host_engine):
     class Named(Buffer):
         pass
 
@@ -120,7 +120,7 @@ def test_a_buffer_is_read_as_before(comms2, host_engine):
     with ncclpy.group():
         for comm, buffer, stream in zip(comms2, buffers, streams, strict=True):
             comm.all_reduce(buffer, stream=stream)
-    for stream in streams:  # nobody waits for memory of which no place is known
+    for stream in streams:  # calls do not wait for memory of unknown location
         stream.synchronize()
     assert [array.tolist() for array in arrays] == [[3.0, 3.0]] * 2
 

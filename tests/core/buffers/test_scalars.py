@@ -1,4 +1,4 @@
-"""The scalar of pre_mul_sum: rounded to the data type once, to nearest, and refused where it is none of it."""
+"""The scalar of pre_mul_sum: rounded once to the data type, to nearest, and refused where it is not a value of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = {
 
 
 def product(comm, scalar, dtype, one):
-    """Return 1 x scalar as NCCL has it."""
+    """Return 1 x scalar as computed by NCCL."""
     array = np.ones(1, one)
     with comm.pre_mul_sum(scalar, dtype) as op:
         comm.all_reduce(array, op=op)
@@ -36,7 +36,7 @@ def same(a, b):
 def hard_cases(kind):
     """Yield doubles at, and just beside, the middle between two neighbours, and beyond the range; and the right value.
 
-    ml_dtypes itself is no judge: it goes by way of float32, and so rounds twice.
+    ml_dtypes is no reference: it converts by way of float32, and so rounds twice.
     """
     step = 1 if kind.itemsize == 1 else 97
     unsigned = np.uint8 if kind.itemsize == 1 else np.uint16
@@ -69,12 +69,12 @@ def test_small_floats_are_rounded_to_nearest_even(host_engine, comm1, name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_floats_need_no_ml_dtypes(host_engine, comm1, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # an import of it fails now
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # importing it now fails
     assert product(comm1, 0.5, name, SMALL[name]) == 0.5
 
 
-def test_a_number_is_rounded_once(host_engine, comm1):
-    # By way of float32, and an integer by way of a double, each of these becomes a tie and is rounded down.
+def test_number_is_rounded_once(host_engine, comm1):
+    # By way of float32 (an integer: by way of a double), each of these becomes a tie and is rounded down.
     assert product(comm1, 1 + 2**-8 + 2**-30, "bfloat16", SMALL["bfloat16"]) == 1 + 2**-7
     assert product(comm1, 2**60 + 2**36 + 1, "float32", np.float32) == 2**60 + 2**37
 
@@ -83,7 +83,7 @@ def test_a_number_is_rounded_once(host_engine, comm1):
 @pytest.mark.parametrize(
     "scalar", [0.1, -0.0, 1 / 3, 65519.9, 65520.0, 1e-45, 5e-324, math.inf, math.nan, 3, -(2**70), True]
 )
-def test_floats_are_numpys(host_engine, comm1, dtype, scalar):
+def test_floats_are_rounded_as_by_numpy(host_engine, comm1, dtype, scalar):
     with np.errstate(over="ignore"):
         want = np.float64(scalar).astype(dtype)
     assert same(product(comm1, scalar, dtype, dtype), want)
@@ -92,7 +92,7 @@ def test_floats_are_numpys(host_engine, comm1, dtype, scalar):
 @pytest.mark.parametrize(
     "scalar", [np.float32(0.5), np.int8(2), np.bool_(True), ml_dtypes.bfloat16(0.5), np.longdouble(2)]
 )
-def test_numbers_of_numpy(host_engine, comm1, scalar):
+def test_numpy_numbers_are_accepted(host_engine, comm1, scalar):
     assert product(comm1, scalar, "float32", np.float32) == float(scalar)
 
 
@@ -108,12 +108,12 @@ def test_integers(host_engine, comm1, datatype):
 
 
 @pytest.mark.parametrize("scalar", [np.complex64(1), np.str_("2"), np.datetime64(0, "s"), "2", None])
-def test_scalars_that_are_no_number(comm1, scalar):
+def test_scalars_that_are_not_numbers_are_refused(comm1, scalar):
     with rejects("scalar", kind=TypeError):
         comm1.pre_mul_sum(scalar, "float32")
 
 
-def test_a_buffer_of_another_type_is_no_scalar(host_engine, comm1):
+def test_buffers_of_another_type_or_size_are_refused(host_engine, comm1):
     for array in (
         np.ones(2, np.uint8),
         np.ones(1, np.int16),

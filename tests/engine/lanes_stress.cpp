@@ -36,7 +36,7 @@ struct Launch {
   std::atomic<int> remaining{0};
 };
 
-// What has run on each lane, in its order. Nothing guards it but the lanes themselves: the sanitizer sees to that.
+// The launches that ran on each lane, in order. Only the lanes guard it; the sanitizer checks that.
 std::vector<int> ran[lane_count];
 bool inside[lane_count];
 std::atomic<int> by_callers{0}, passed_on{0};
@@ -48,7 +48,7 @@ void run(int lane, int number) {
     std::exit(1);
   }
   inside[lane] = true;
-  if (number % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));  // others come meanwhile
+  if (number % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));  // other threads launch meanwhile
   ran[lane].push_back(number);
   inside[lane] = false;
 }
@@ -59,7 +59,7 @@ void run_part(ncclpy::Job* job) {
   part->launch->remaining--;
 }
 
-// A launch that was borrowed for, on its first lane after all.
+// Runs a launch for which lanes were borrowed, on its first lane after all.
 void run_whole(ncclpy::Job* job) {
   Launch* launch = reinterpret_cast<Part*>(job)->launch;
   for (int lane : launch->lanes) run(lane, launch->number);
@@ -90,7 +90,7 @@ void start(Launch& launch, std::mt19937& random) {
   lanes->push(jobs.data(), launch.lanes.data(), jobs.size());
 }
 
-// Each launch ran once on each of its lanes.
+// Whether each launch ran once on each of its lanes.
 bool is_complete(const std::vector<std::unique_ptr<Launch>>& launches) {
   std::vector<std::vector<int>> found(launches.size());
   for (int lane = 0; lane < lane_count; lane++)
@@ -100,7 +100,7 @@ bool is_complete(const std::vector<std::unique_ptr<Launch>>& launches) {
   return true;
 }
 
-// There is an order of all launches that every lane kept.
+// Whether one order of all launches agrees with the order on every lane.
 bool is_in_order() {
   constexpr int all_launches = thread_count * launch_count;
   std::vector<std::vector<int>> next(all_launches);
@@ -140,7 +140,7 @@ bool round(unsigned seed) {
           if (random() % 3 == 0) launch.lanes.push_back(lane);
         if (launch.lanes.empty()) launch.lanes.push_back(static_cast<int>(random() % lane_count));
         start(launch, random);
-        // Now and then the lanes fall asleep, so that several are borrowed at once.
+        // Now and then let the lanes fall asleep, so that several are borrowed at once.
         while (random() % 8 == 0 && launch.remaining) std::this_thread::yield();
         if (random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
       }

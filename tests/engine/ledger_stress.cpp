@@ -1,5 +1,5 @@
-// One thread begins and ends operations, as those that have the GIL do; others read what is on its way. Whatever is read
-// belongs together, and never goes back.
+// One thread begins and ends operations, as threads with the GIL do; others read the operations under way. Whatever
+// they read belongs together, and never goes back.
 //
 //   ledger_stress SEED ROUNDS
 #include <algorithm>
@@ -59,7 +59,7 @@ int main(int, char** argv) {
           reads++;
           if (found.has_current) {
             check(found.current, false);
-            // Pairs are told of only while there is no collective.
+            // Pairs are reported only while there is no collective.
             if (found.current.beside % 2 == 0) {
               if (found.current.sequence < current) fail("what runs goes back", found.current.sequence);
               current = found.current.sequence;
@@ -94,7 +94,7 @@ int main(int, char** argv) {
           pairs.push_back(ncclpy_ledger_begin(ledger, 1, &pair));
         }
       } else if (!running.empty()) {
-        // A few out of their order; and one is long on its way while all others come and go.
+        // A few end out of order; and one stays under way while all others begin and end.
         const size_t least = round % 2 && begun < operation_count && running.size() > 1;
         end(random() % 3 != 0 ? least : least + random() % (running.size() - least));
       }

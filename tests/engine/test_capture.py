@@ -35,7 +35,8 @@ def raw():
 
 @pytest.fixture(autouse=True)
 def device0(driver):
-    # Memory that happens to be collected in the middle of a capture would spoil it: freeing is not allowed there.
+    # Memory that the garbage collector frees in the middle of a capture would invalidate it: freeing is not allowed
+    # there.
     gc.collect()
     gc.disable()
     with device_module.using(0):
@@ -62,7 +63,7 @@ def ended_with(driver, stream, code):
 
 def instantiate(driver, graph):
     exec_ = driver.get("cuGraphInstantiateWithFlags", ctypes.c_void_p, graph, 0)
-    driver.cuGraphDestroy(graph)  # the executable one lives by itself
+    driver.cuGraphDestroy(graph)  # the executable graph does not need it
     return exec_
 
 
@@ -80,7 +81,7 @@ def streams():
         stream.close()
 
 
-def test_what_is_captured_runs_at_each_launch_and_not_before(driver, raw, streams):
+def test_captured_work_runs_at_each_launch_and_not_before(driver, raw, streams):
     array = raw.make(np.zeros(1000, np.uint8), 0)
     copied = raw.make(np.zeros(1000, np.uint8), 0)
     stream = streams[0]
@@ -169,7 +170,7 @@ def test_launches_of_one_graph_on_two_streams_do_not_overlap(driver, streams):
 
 
 @pytest.mark.parametrize("call", ["cuStreamSynchronize", "cuStreamQuery"])
-def test_a_capturing_stream_cannot_be_waited_for(driver, streams, call):
+def test_capturing_stream_cannot_be_waited_for(driver, streams, call):
     begin(driver, streams[0])
     refused(UNSUPPORTED, getattr(driver, call), streams[0].handle)
     assert status(driver, streams[0]) == INVALIDATED
@@ -178,7 +179,7 @@ def test_a_capturing_stream_cannot_be_waited_for(driver, streams, call):
     streams[0].synchronize()
 
 
-def test_a_captured_event_cannot_be_waited_for(driver, streams):
+def test_captured_event_cannot_be_waited_for(driver, streams):
     event = ncclpy.Event(0)
     begin(driver, streams[0])
     driver.cuEventRecord(event.handle, streams[0].handle)
@@ -187,7 +188,7 @@ def test_a_captured_event_cannot_be_waited_for(driver, streams):
     event.close()
 
 
-def test_a_captured_event_has_no_time(driver, streams, host_engine):
+def test_captured_event_has_no_time(driver, streams, host_engine):
     before, captured = driver.event(), driver.event()
     driver.cuEventRecord(before, streams[0].handle)
     begin(driver, streams[0])
@@ -199,7 +200,7 @@ def test_a_captured_event_has_no_time(driver, streams, host_engine):
         driver.cuEventDestroy_v2(event)
 
 
-def test_unjoined_streams(driver, raw, streams):
+def test_unjoined_streams_are_refused(driver, raw, streams):
     array = raw.make(np.zeros(8, np.uint8), 0)
     event = ncclpy.Event(0)
     begin(driver, streams[0])
@@ -211,7 +212,7 @@ def test_unjoined_streams(driver, raw, streams):
     event.close()
 
 
-def test_an_event_from_outside(driver, streams):
+def test_event_from_outside_the_capture_is_refused(driver, streams):
     event = ncclpy.Event(0)
     event.record(streams[1])
     begin(driver, streams[0])
@@ -231,7 +232,7 @@ def test_two_captures_do_not_merge(driver, streams):
     event.close()
 
 
-def test_where_a_capture_ends(driver, streams):
+def test_capture_ends_once_and_in_the_thread_that_began_it(driver, streams):
     graph = ctypes.c_void_p()
     refused(ILLEGAL_STATE, driver.cuStreamEndCapture, streams[0].handle, ctypes.byref(graph))
     begin(driver, streams[0])
@@ -249,7 +250,7 @@ def test_where_a_capture_ends(driver, streams):
     ended_with(driver, streams[0], ILLEGAL_STATE)  # the capture has ended all the same
 
 
-def test_a_forked_stream_is_not_where_a_capture_ends(driver, streams):
+def test_capture_does_not_end_on_a_forked_stream(driver, streams):
     event = ncclpy.Event(0)
     begin(driver, streams[0])
     driver.cuEventRecord(event.handle, streams[0].handle)
@@ -259,7 +260,7 @@ def test_a_forked_stream_is_not_where_a_capture_ends(driver, streams):
     event.close()
 
 
-def test_the_legacy_stream_cannot_be_captured(driver):
+def test_legacy_stream_cannot_be_captured(driver):
     refused(UNSUPPORTED, driver.cuStreamBeginCapture_v2, None, GLOBAL)
 
 
@@ -300,7 +301,7 @@ def fill(raw, array, value):
 
 
 @pytest.mark.parametrize("count", [4, 100_000])
-def test_an_all_reduce_of_all_ranks_in_one_graph(driver, raw, comms2, count):
+def test_all_reduce_of_all_ranks_in_one_graph(driver, raw, comms2, count):
     sends = [filled(raw, count, rank + 1.0, rank) for rank in range(2)]
     receives = [filled(raw, count, 0.0, rank) for rank in range(2)]
     streams = [ncclpy.Stream(rank) for rank in range(2)]
@@ -334,8 +335,8 @@ def test_an_all_reduce_of_all_ranks_in_one_graph(driver, raw, comms2, count):
         thing.close()
 
 
-def test_a_graph_for_each_rank(driver, raw, comms2):
-    """Each rank captures several operations and replays them beside uncaptured ones."""
+def test_one_graph_per_rank(driver, raw, comms2):
+    """Each rank captures several operations and replays them between uncaptured ones."""
 
     def rank(rank):
         comm, n = comms2[rank.rank], 1000
@@ -363,11 +364,11 @@ def test_a_graph_for_each_rank(driver, raw, comms2):
             driver.cuGraphExecDestroy(exec_)
             return results
 
-    # 1 + 2 = 3; then twice as much by the graph, twice as much by the call, and again.
+    # 1 + 2 = 3; then doubled by the graph, doubled by the call, and so on.
     assert testing.run_threads(2, rank, comms=comms2) == [[3.0, 12.0, 48.0, 192.0]] * 2
 
 
-def test_a_premulsum_in_a_graph(driver, raw, comm1):
+def test_pre_mul_sum_in_a_graph(driver, raw, comm1):
     x, y = filled(raw, 10, 3.0), filled(raw, 10, 0.0)
     with ncclpy.Stream(0) as stream, comm1.pre_mul_sum(2.0, ncclpy.DataType.FLOAT32) as op:
         comm1.all_reduce(x.buffer, y.buffer, op=op, stream=stream)
@@ -395,7 +396,7 @@ def test_streams_of_one_communicator_are_all_captured_or_none(driver, raw, comms
             driver.cuGraphDestroy(graph)
 
 
-def test_a_replay_that_is_stuck_ends_with_the_abort(driver, raw, host_engine):
+def test_abort_ends_a_replay_that_is_stuck(driver, raw, host_engine):
     comms = ncclpy.Communicator.init_all([0, 1])
     x = filled(raw, 10, 1.0)
     stream = ncclpy.Stream(0)

@@ -1,4 +1,4 @@
-"""NCCLPY_DUMP_DIR, read at import: one dump for each process, when something of it has failed and on SIGUSR2."""
+"""NCCLPY_DUMP_DIR, read at import: one dump for each process, after a failure of its operations and on SIGUSR2."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(code, folder, check=True, **env):
     return done.stdout, done.stderr
 
 
-def test_a_group_that_is_aborted_is_dumped_once(tmp_path):
+def test_aborted_group_is_dumped_once(tmp_path):
     out, errors = run(
         """
         group = alone(rank=1, size=3)
@@ -126,7 +126,7 @@ def test_two_groups_of_a_process_are_in_one_file(tmp_path):
     )
 
 
-def test_a_group_that_was_closed_is_told_of_no_more(tmp_path):
+def test_closed_group_is_not_listed(tmp_path):
     run(
         """
         alone("gone").close()
@@ -141,7 +141,7 @@ def test_a_group_that_was_closed_is_told_of_no_more(tmp_path):
     )
 
 
-def test_ranks_that_do_not_meet_in_time_are_in_it(tmp_path):
+def test_dump_has_ranks_that_do_not_meet_in_time(tmp_path):
     run(
         """
         group = alone(rank=0, size=3, timeout=0.3)
@@ -158,7 +158,7 @@ def test_ranks_that_do_not_meet_in_time_are_in_it(tmp_path):
     )
 
 
-def test_a_group_that_goes_on_is_dumped_too(tmp_path):
+def test_group_that_reports_errors_is_dumped_too(tmp_path):
     run(
         """
         group = alone(rank=0, size=3, timeout=0.3, on_error="report")
@@ -172,13 +172,13 @@ def test_a_group_that_goes_on_is_dumped_too(tmp_path):
 
 
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
-def test_a_process_that_ends_by_its_group_has_written_before(tmp_path, on_error):
+def test_dump_is_written_before_its_group_ends_the_process(tmp_path, on_error):
     run(f"alone(timeout=0.3, on_error={on_error!r}).all_reduce(np.ones(4)); time.sleep(60)", tmp_path, check=False)
     (name,) = os.listdir(tmp_path)
     assert "did not come" in json.loads((tmp_path / name).read_text())["reason"]
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_harms_nothing(tmp_path):
+def test_folder_that_cannot_be_written_is_reported_once_and_harms_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     _, errors = run(
         """
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_harms_nothing(tmp_path
     assert "(NCCLPY_DUMP_DIR)" in errors and "Traceback" not in errors
 
 
-def test_a_relative_folder_counts_from_where_the_package_was_imported(tmp_path):
+def test_relative_folder_starts_at_the_folder_of_the_import(tmp_path):
     code = """
     import os
     os.chdir(%r)
@@ -210,9 +210,9 @@ def test_a_relative_folder_counts_from_where_the_package_was_imported(tmp_path):
     assert len(os.listdir(tmp_path / "new")) == 1, "the process's end waits for it"
 
 
-def test_a_folder_of_another_user_is_refused_and_told_once(tmp_path):
+def test_folder_of_another_user_is_refused_and_reported_once(tmp_path):
     me = os.geteuid()
-    if me == 0:  # whose own folder anybody may trust
+    if me == 0:  # every process trusts a folder of root
         os.chown(tmp_path, 4711, 4711)
     _, errors = run(
         f"""
@@ -230,7 +230,7 @@ def test_a_folder_of_another_user_is_refused_and_told_once(tmp_path):
 
 
 def test_dump_follows_no_link_in_the_place_of_its_unfinished_file(tmp_path):
-    """Its name can be guessed, and the folder may be one that others can write to, as /tmp is."""
+    """The name of that file can be guessed, and the folder may be open to others, as /tmp is."""
     folder, victim = tmp_path / "dumps", tmp_path / "victim"
     victim.write_text("untouched")
     run(
@@ -248,7 +248,7 @@ def test_dump_follows_no_link_in_the_place_of_its_unfinished_file(tmp_path):
     assert victim.read_text() == "untouched"
 
 
-def test_a_full_disk_leaves_nothing_behind_and_the_next_dump_is_written(tmp_path):
+def test_full_disk_leaves_no_file_and_the_next_dump_is_written(tmp_path):
     _, errors = run(
         """
         from ncclpy.engine import dumps as writer
@@ -287,7 +287,7 @@ STUCK = {
         for where in STUCK
     ],
 )
-def test_sigusr2_dumps_whatever_the_main_thread_is_in_and_it_goes_on(tmp_path, where):
+def test_sigusr2_dumps_in_any_state_of_the_main_thread_which_continues(tmp_path, where):
     code = f"{BEGIN}\ngroup = alone(timeout=60)\nprint('ready', flush=True)\n{STUCK[where]}"
     env = os.environ | {"NCCLPY_LIBRARY": "host", "NCCLPY_DUMP_DIR": str(tmp_path)}
     env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(testing.__file__), env.get("PYTHONPATH", "")])
@@ -308,7 +308,7 @@ def test_sigusr2_dumps_whatever_the_main_thread_is_in_and_it_goes_on(tmp_path, w
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
-def test_a_handler_of_the_program_is_left_alone(tmp_path, when):
+def test_handler_of_the_program_is_kept(tmp_path, when):
     code = """
     import os, signal, sys
     def install():
@@ -325,7 +325,7 @@ def test_a_handler_of_the_program_is_left_alone(tmp_path, when):
     assert done.stdout == "the program's\n"
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path):
+def test_ignored_signal_stays_ignored(tmp_path):
     env = {"NCCLPY_LIBRARY": "host", "NCCLPY_DUMP_DIR": str(tmp_path)}
     testing.run_python(
         """
@@ -341,7 +341,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_child_of_a_fork_writes_nothing_and_lives(tmp_path):
+def test_forked_child_writes_nothing_and_lives(tmp_path):
     run(
         """
         group = alone(rank=0, size=2)
@@ -358,7 +358,7 @@ def test_a_child_of_a_fork_writes_nothing_and_lives(tmp_path):
     )
 
 
-def test_the_file_is_there_when_the_error_arrives(tmp_path):
+def test_file_is_written_before_the_error_is_raised(tmp_path):
     run(
         """
         comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
@@ -375,14 +375,14 @@ def test_the_file_is_there_when_the_error_arrives(tmp_path):
     )
 
 
-def test_a_deadline_of_the_first_call_names_the_rank(tmp_path):
-    """No communicator was made, and nothing is recorded."""
+def test_deadline_of_the_first_call_names_the_rank(tmp_path):
+    """No communicator was made, and nothing was recorded."""
     run("late(lambda: ncclpy.Communicator.init(6, 5, ncclpy.get_unique_id(), timeout=0.3))", tmp_path)
     (name,) = os.listdir(tmp_path)
     assert name.startswith("rank-5-")
 
 
-def test_a_rank_that_hears_of_another_s_failure_dumps_too(tmp_path):
+def test_rank_that_learns_of_a_remote_failure_dumps_too(tmp_path):
     run(
         """
         (comm,) = ncclpy.Communicator.init_all([0], timeout=30)
@@ -398,7 +398,7 @@ def test_a_rank_that_hears_of_another_s_failure_dumps_too(tmp_path):
     )
 
 
-def test_a_call_that_is_refused_writes_nothing(tmp_path):
+def test_refused_call_writes_nothing(tmp_path):
     run(
         """
         (comm,) = ncclpy.Communicator.init_all([0], timeout=30)
@@ -415,7 +415,7 @@ def test_a_call_that_is_refused_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+def test_file_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     (tmp_path / "file").write_text("")
     _, errors = run(
         """
@@ -428,8 +428,8 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     assert "the recorder's dump cannot be written to" in errors and "file/rank-0-1-" in errors
 
 
-def test_a_file_system_that_hangs_holds_up_neither_the_error_nor_the_end(tmp_path):
-    """A write that never ends would hold up the program until the test's deadline."""
+def test_file_system_that_hangs_delays_neither_the_error_nor_the_exit(tmp_path):
+    """A write without end would hold up the program until the test's deadline."""
     run(
         """
         ncclpy.engine.dumps._PATIENCE = 0.1
@@ -538,7 +538,7 @@ CALLS = {
 }
 
 
-# What is late by itself has its file from elsewhere than what is late in a group, in a plan, and so on.
+# Deadlines of plain calls, of groups, of plans and so on are dumped from different places.
 QUICK = (
     "a group",
     "a plan",
@@ -553,7 +553,7 @@ QUICK = (
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[] if what in QUICK else [pytest.mark.slow]) for what in CALLS]
 )
-def test_what_can_be_late(tmp_path, what):
+def test_each_kind_of_timeout_is_dumped(tmp_path, what):
     run(
         f"""
         comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
@@ -566,8 +566,8 @@ def test_what_can_be_late(tmp_path, what):
 
 
 @pytest.mark.slow
-def test_works_of_the_manager_that_are_late_together(tmp_path):
-    """Their file is written a few times, not hundreds, and in the end tells of all of them."""
+def test_many_late_works_of_a_manager_are_dumped_together(tmp_path):
+    """The file is written a few times, not hundreds, and finally has all of them."""
     run(
         """
         written = []
@@ -601,7 +601,7 @@ def test_works_of_the_manager_that_are_late_together(tmp_path):
     )
 
 
-def test_the_end_of_the_process_writes_what_waits_for_its_turn(tmp_path):
+def test_exit_writes_the_dump_that_is_still_queued(tmp_path):
     run(
         """
         ncclpy.engine.dumps._SPACING = 1000.0
@@ -621,7 +621,7 @@ def test_the_end_of_the_process_writes_what_waits_for_its_turn(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_is_written_once_a_second_and_never_half(tmp_path):
+def test_file_is_written_once_per_second_and_never_half(tmp_path):
     run(
         """
         def rounds(number):
@@ -662,7 +662,7 @@ def test_a_file_is_written_once_a_second_and_never_half(tmp_path):
     )
 
 
-def test_a_forked_child_writes_its_own(tmp_path):
+def test_forked_child_writes_its_own_file(tmp_path):
     run(
         """
         if os.fork() == 0:
@@ -678,7 +678,7 @@ def test_a_forked_child_writes_its_own(tmp_path):
     )
 
 
-def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
+def test_forked_child_leaves_the_parents_dump_to_the_parent(tmp_path):
     run(
         """
         ncclpy.engine.dumps._SPACING, ncclpy.engine.dumps._PATIENCE = 1000.0, 30.0
@@ -743,11 +743,12 @@ os._exit(0)
 """
 
 
-def test_trace_names_the_rank_that_did_not_come(tmp_path, capsys):
-    """Once from the dumps of all, and once without that of the rank that is missing."""
+def test_trace_names_the_missing_rank(tmp_path, capsys):
+    """Once with the dumps of all ranks, and once without that of the missing rank."""
 
     def start(rank):
-        # Without a store the first to abort may complete the other's operation, which has no deadline to tell of then.
+        # Without a store the first abort may complete the other rank's operation, which then has no deadline to
+        # report.
         variables = {"RANK": str(rank), "ID": str(tmp_path / "id"), "NCCLPY_HOST_ABORT_CORRUPTS": "0"}
         return run(RANK, tmp_path / "dumps", **variables)
 

@@ -1,4 +1,4 @@
-"""What the engine asks of NCCL and of the driver, counted by a library that does nothing else."""
+"""Calls of the engine to NCCL and to the driver, counted by a library that does nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path):
     return lambda code: testing.run_python(SETUP + code, env={"NCCLPY_LIBRARY": library}, warm=True)
 
 
-def test_events_are_used_again(run):
+def test_events_are_reused(run):
     run("""
     before = count("noopEvents")
     for step in range(2000):  # 8,000 works
@@ -44,7 +44,7 @@ def test_events_are_used_again(run):
 
 
 def test_communicators_are_aborted_together(run):
-    """As one group, after another one of their guards, which gets everybody out of them."""
+    """The communicators are aborted as one group, after one group of their guards, which ends their calls."""
     run("""
     before = count("noopGroups")
     manager.abort("enough")

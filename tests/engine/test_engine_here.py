@@ -1,4 +1,4 @@
-"""Launches by the thread that asks for them: their order, and what holds it up and what does not."""
+"""Launches in the calling thread: their order, and what holds them up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from callers import DEADLINE, check_usable, finish, one_error, some_devices, sum
 import ncclpy
 import testing
 
-STUCK = "rank=1 call=AllReduce do=hang"  # in the call itself
+STUCK = "rank=1 call=AllReduce do=hang"  # stuck in the call, not on the device
 
 
-def test_a_first_operation_of_its_kind_does_not_hold_up_who_adds(make_manager, host_engine):
-    """NCCL connects the ranks in it, and waits for them all."""
+def test_first_operation_of_its_kind_does_not_block_the_adding_thread(make_manager, host_engine):
+    """NCCL connects the ranks in it, and waits for all of them."""
     manager = make_manager()
     sum_works(manager, "sum", range(2))[1]()
     for options in ({"op": "max"}, {"op": "min", "timeout": 0.3}):
@@ -27,7 +27,7 @@ def test_a_first_operation_of_its_kind_does_not_hold_up_who_adds(make_manager, h
             )
             testing.wait_for(lambda fired=faults: fired.fired, "the call")
             if "timeout" not in options:
-                # With a lane for each device rank 0's call has been made by then; rank 1's has not.
+                # With a lane for each device, rank 0's call has been made by now; rank 1's has not.
                 assert works[1].state == "pending"
                 manager.abort()
             assert isinstance(one_error(works), (ncclpy.NcclAborted, ncclpy.NcclTimeout))
@@ -35,8 +35,8 @@ def test_a_first_operation_of_its_kind_does_not_hold_up_who_adds(make_manager, h
     check_usable(manager, "last", range(2))
 
 
-def test_an_operation_that_has_run_before_is_called_by_who_adds(make_manager, host_engine):
-    """The call is made when the last participant is in: its `Work` is launched by then."""
+def test_operation_that_has_run_before_is_launched_by_the_adding_thread(make_manager, host_engine):
+    """The call is made when the last participant is added: its `Work` is launched when the method returns."""
     manager = make_manager(timeout=DEADLINE)
     sum_works(manager, "warm", range(2))[1]()
     launched = 0
@@ -48,7 +48,7 @@ def test_an_operation_that_has_run_before_is_called_by_who_adds(make_manager, ho
     assert launched == 50
 
 
-def test_a_deadline_ends_a_call_that_the_adding_thread_is_in(make_manager, host_engine):
+def test_deadline_ends_a_call_that_the_adding_thread_is_in(make_manager, host_engine):
     manager = make_manager(timeout=DEADLINE)
     sum_works(manager, "warm", range(2))[1]()
     time.sleep(2e-3)
@@ -60,7 +60,7 @@ def test_a_deadline_ends_a_call_that_the_adding_thread_is_in(make_manager, host_
     check_usable(manager, "after", range(2))
 
 
-def test_an_abort_ends_a_call_that_another_thread_is_in(make_manager, host_engine):
+def test_abort_ends_a_call_that_another_thread_is_in(make_manager, host_engine):
     manager = make_manager()
     sum_works(manager, "warm", range(3))[1]()
     time.sleep(2e-3)
@@ -69,7 +69,7 @@ def test_an_abort_ends_a_call_that_another_thread_is_in(make_manager, host_engin
         adder = threading.Thread(target=lambda: given.append(sum_works(manager, "k", range(3))[0]), daemon=True)
         adder.start()
         testing.wait_for(lambda: faults.fired, "the call")
-        # Nobody else is held up: not who adds to another key, looks, or puts something on the same devices.
+        # Other threads are not held up: neither to add to another key, nor to look, nor to launch on the same devices.
         other = testing.run_with_deadline(lambda: manager.all_reduce("l", np.ones(3), device=0, num_local=2), DEADLINE)
         behind = testing.run_with_deadline(lambda: sum_works(manager, "behind", range(3))[0], DEADLINE)
         assert not given and manager.stats()["in_flight"] == 2
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_a_call_that_the_main_thread_is_in(host_engine):
     )
 
 
-def test_the_current_device_of_who_adds_stays(manager):
+def test_current_device_of_the_adding_thread_is_unchanged(manager):
     some_devices(2)
     from ncclpy.core.runtime import device as devices
 
@@ -136,7 +136,7 @@ def test_the_current_device_of_who_adds_stays(manager):
 def play(manager, seed: int, steps: int) -> None:
     """Add in-place operations on the same arrays, each behind the last one on all its devices; compare with numpy.
 
-    Threads bring the participants but for the last ones, which come in the order of the program.
+    Threads add all participants but the last ones, which are added in the order of the program.
     """
     choose = random.Random(seed)
     n = some_devices(4)
@@ -147,9 +147,9 @@ def play(manager, seed: int, steps: int) -> None:
     program = []
     for step in range(steps):
         devices = choose.sample(range(n), choose.randint(1, n))
-        op = choose.choice(["max", "min", "sum"] if step < 24 else ["max", "min"])  # whose sums fit into 64 bits
+        op = choose.choice(["max", "min", "sum"] if step < 24 else ["max", "min"])  # later sums overflow 64 bits
         program.append((f"{seed}/{step}", devices, choose.randrange(len(counts)), op))
-    for _, devices, _, _ in program:  # what waits for its communicators is overtaken
+    for _, devices, _, _ in program:  # an operation that waits for its communicators is overtaken
         check_usable(manager, f"{seed}/warm", sorted(devices))
     works: list = []
     early = threading.Semaphore(0)
@@ -188,8 +188,8 @@ def play(manager, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_random_programs_of_several_threads(make_manager, seed):
-    """Two Managers with overlapping sets of devices: some launches go by lanes, some by who adds."""
-    some_devices(4)  # what a thread skips would be its failure
+    """Two Managers with overlapping sets of devices: lanes make some launches, the adding threads the others."""
+    some_devices(4)  # skip here: in a thread it would be a failure
     failures: list[BaseException] = []
 
     def body(number: int) -> None:

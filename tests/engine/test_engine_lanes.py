@@ -1,4 +1,4 @@
-"""Lanes, driven from C++: one order for launches that are pushed and launches that borrow, and nothing run twice."""
+"""Lanes, driven from C++: pushed and borrowed launches have one order, and none runs twice."""
 
 import pytest
 from sanitizers import ROOT, build, flags_of, numbers_of
@@ -9,7 +9,7 @@ INCLUDES = [f"-I{ROOT / 'ncclpy'}", f"-I{ROOT}"]
 
 def run(program, seed, rounds):
     callers, passed_on = numbers_of(program, seed, rounds)
-    # Some hundreds a round on idle cores; how many depends on who gets the processor.
+    # Some hundreds a round on idle cores; how many depends on thread scheduling.
     assert callers > rounds and passed_on > rounds, "both ways are to be met"
 
 

@@ -1,4 +1,4 @@
-"""What a rank does, driven from C++: who reads it without the GIL never sees it torn, nor going back."""
+"""The ledger of a rank's operations, driven from C++: reads without the GIL are never torn and never go back."""
 
 import pytest
 from sanitizers import ROOT, build, flags_of, numbers_of
@@ -12,13 +12,13 @@ def run(program, seed, rounds):
     assert reads > rounds, "it is read while it is written"
 
 
-def test_a_ledger_is_read_whole(tmp_path):
+def test_ledger_is_read_whole(tmp_path):
     build(tmp_path / "ledger", ["-O0", *INCLUDES], [SOURCE])
     run(tmp_path / "ledger", 1, 20)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_a_ledger_is_read_whole_under_a_sanitizer(sanitizer, tmp_path):
+def test_ledger_is_read_whole_under_a_sanitizer(sanitizer, tmp_path):
     build(tmp_path / "ledger", [*INCLUDES, *flags_of(sanitizer, tmp_path)], [SOURCE])
     run(tmp_path / "ledger", 100, 50)

@@ -1,4 +1,4 @@
-"""The recorder: what it keeps, that a dump never waits, and what ``ncclpy trace`` makes of a real dump."""
+"""The recorder: its entries, dumps that never wait, and the output of ``ncclpy trace`` for a real dump."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def entries(**wanted):
     return [entry for entry in found if all(entry[name] == value for name, value in wanted.items())]
 
 
-def test_what_is_recorded(manager):
+def test_entries_of_works(manager):
     n = some_devices(2)
     sum_works(manager, "first", range(n))[1]()
     data = Data(n, count=100, dtype=np.float64)
@@ -70,12 +70,12 @@ def test_errors_are_recorded(manager):
     data = Data(2)
     works = [manager.all_reduce("k", data.input(r), device=r, num_local=2, num_global=2 + r) for r in range(2)]
     error = one_error(works)
-    text = testing.without_line(str(error))  # an entry has that for itself
+    text = testing.without_line(str(error))  # an entry has the line in a field of its own
     assert [entry["error"] for entry in entries(state="failed")] == [text] * 2
     assert all(entry["launched"] is None and entry["sequence"] is None for entry in entries())
 
 
-def test_the_ring_wraps(manager):
+def test_ring_wraps(manager):
     n = some_devices(2)
     ncclpy.recorder.resize(10)
     for step in range(20):
@@ -85,7 +85,7 @@ def test_the_ring_wraps(manager):
     assert [entry["id"] for entry in dump["entries"]] == list(range(20 * n - 10, 20 * n))
 
 
-def test_no_recorder(manager):
+def test_recorder_of_capacity_0_records_nothing(manager):
     n = some_devices(2)
     ncclpy.recorder.resize(0)
     sum_works(manager, 0, range(n))[1]()
@@ -111,7 +111,7 @@ def test_resizing_while_others_record(manager):
 
     thread = threading.Thread(target=resize, daemon=True)
     thread.start()
-    step, end = 0, time.monotonic() + 0.7  # the other thread seldom lets go of the GIL: a step may take long
+    step, end = 0, time.monotonic() + 0.7  # the other thread seldom releases the GIL: a step may take long
     while time.monotonic() < end:
         sum_works(manager, step, range(n))[1]()
         step += 1
@@ -121,7 +121,7 @@ def test_resizing_while_others_record(manager):
     assert step
 
 
-def test_a_key_that_cannot_be_shown(manager):
+def test_key_with_a_failing_repr_is_shown_by_its_type(manager):
     n = some_devices(2)
 
     class Key:
@@ -136,12 +136,12 @@ def test_a_key_that_cannot_be_shown(manager):
 
 
 @pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang"], ids=["on the device", "in the call"])
-def test_a_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
+def test_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
     sum_works(manager, "warm", range(3))[1]()
     with ncclpy.faults(f"rank=1 call=AllReduce {fault}") as faults:
         works, _ = sum_works(manager, "hangs", range(3), op="max")  # the first of its kind: a lane makes the call
         testing.wait_for(lambda: faults.fired)
-        if "run" in fault:  # the device may be quicker than who tells of the launch
+        if "run" in fault:  # the device may be quicker than the report of the launch
             testing.wait_for(lambda: works[1].state != "pending")
         manager.all_reduce("gathers", np.ones(3), device=2, num_local=3)
         path = tmp_path / "dump.json"
@@ -191,8 +191,8 @@ def test_trace_when_nothing_is_stuck(manager, tmp_path, capsys):
     assert "nothing is stuck" in capsys.readouterr().out
 
 
-def test_a_dump_from_several_processes(tmp_path, host_engine, capsys):
-    """Two nodes, of which one does not come to a collective: the trace says which."""
+def test_dump_of_several_processes_names_the_missing_rank(tmp_path, host_engine, capsys):
+    """Two nodes, of which one does not call a collective: the trace names it."""
     name = ncclpy.Manager.generate_communicator_key()
     paths = testing.run_processes(2, node, name, str(tmp_path))
     assert main(["trace", *paths]) == 1
@@ -222,8 +222,8 @@ def node(rank, name, folder):
     return path
 
 
-def test_a_dump_is_written_by_c(manager, monkeypatch):
-    """json writes an indent in Python: with a full ring that took most of the time of a dump."""
+def test_dump_is_encoded_by_c(manager, monkeypatch):
+    """json writes indents in Python: with a full ring that took most of the time of a dump."""
     sum_works(manager, "k", range(some_devices(2)))[1]()
 
     def slow(*args, **options):
@@ -235,7 +235,7 @@ def test_a_dump_is_written_by_c(manager, monkeypatch):
     assert json.loads(text)["entries"]
 
 
-# Which line of the program has made a call.
+# The line of the program that made a call.
 
 
 def calls(comm, array):
@@ -265,7 +265,7 @@ def test_site_of_plain_calls_in_a_group_is_the_line_of_each(plain_calls):
         with ncclpy.group():
             calls(plain_calls, np.ones(2))
             with pytest.raises(ZeroDivisionError), ncclpy.group():
-                plain_calls.barrier()  # which is dropped
+                plain_calls.barrier()  # this call is dropped
                 raise ZeroDivisionError
             plain_calls.all_reduce(np.ones(2))
 
@@ -273,7 +273,7 @@ def test_site_of_plain_calls_in_a_group_is_the_line_of_each(plain_calls):
     assert [entry["site"] for entry in entries(operation="all_reduce")] == [site_in(calls), site_in(body, 6)]
 
 
-def test_site_of_a_groups_call_from_before_calls_were_recorded_is_its_end(plain_calls):
+def test_site_of_a_groups_call_made_before_recording_is_its_end(plain_calls):
     def body():
         with ncclpy.group():
             ncclpy.recorder.record_all(False)

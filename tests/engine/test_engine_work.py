@@ -1,4 +1,4 @@
-"""Work, monitor and lanes, as the Manager's users see them."""
+"""Work, monitor and lanes, as users of the Manager see them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ncclpy.engine import monitor
 HANG = "rank=1 call=AllReduce at=run do=hang"
 
 
-def test_the_states_of_a_work(manager, host_engine):
+def test_states_of_a_work(manager, host_engine):
     sum_works(manager, "warm", range(2))[1]()
     data = Data(2)
     with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:500ms"):
@@ -38,14 +38,14 @@ def test_the_states_of_a_work(manager, host_engine):
             work.wait(0.02)
         finish([work, other])
         assert work.state == "completed" and work.is_completed()
-    for _ in range(2):  # as often as one likes
+    for _ in range(2):  # any number of times
         assert work.wait() is None and work.exception() is None and work.result() is data.input(0)
     with pytest.raises(TypeError, match="made by"):
         type(work)()
 
 
 def test_is_completed_asks_the_device(manager):
-    """The monitor, which sees works to their end otherwise, is held up by a callback."""
+    """The monitor, which otherwise notices that works are done, is held up by a callback."""
     n = some_devices(2)
     sum_works(manager, "warm", range(n))[1]()
     inside, go_on = threading.Event(), threading.Event()
@@ -123,8 +123,8 @@ def test_other_threads_run_while_one_waits(manager, host_engine):
     assert counted > 10_000, "waiting must not hold the GIL"
 
 
-def test_an_error_does_not_grow_with_its_waits(make_manager):
-    """A traceback that grew would keep the frames of all who waited."""
+def test_error_does_not_grow_with_its_waits(make_manager):
+    """A traceback that grew would keep the frames of all waiting threads."""
     some_devices(1)
     work = make_manager(timeout=0.01).all_reduce("k", Data(1).input(0), device=0, num_local=2)
     for _ in range(50):
@@ -170,7 +170,7 @@ def test_duration(make_manager, host_engine):
 
 
 class Watched(np.ndarray):
-    """An array that weak references may point to."""
+    """An array of which weak references can be made."""
 
 
 def test_buffers_are_kept_until_the_work_is_done_and_not_longer(manager, host_engine):
@@ -197,7 +197,7 @@ def test_buffers_of_a_disagreement_are_not_kept(manager, host_engine):
     testing.wait_for(lambda: all(reference() is None for reference in alive), "letting go of the buffers")
 
 
-def test_a_work_that_nobody_keeps_is_freed(manager):
+def test_work_without_references_is_freed(manager):
     n = some_devices(2)
     works, check = sum_works(manager, 0, range(n))
     check()
@@ -217,7 +217,7 @@ def test_timers_of_the_monitor():
     assert happened == ["first", "second"]
 
 
-def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
+def test_timer_that_raises_harms_no_other_work(monkeypatch, manager):
     n = some_devices(2)
     seen = []
     monkeypatch.setattr("sys.excepthook", lambda *what: seen.append(what))
@@ -231,7 +231,7 @@ def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
     sum_works(manager, 0, range(n))[1]()
 
 
-def test_a_hook_that_raises_does_not_end_the_monitor(monkeypatch, make_manager):
+def test_hook_that_raises_does_not_end_the_monitor(monkeypatch, make_manager):
     testing.need_devices(2)
     called = threading.Event()
 
@@ -247,7 +247,7 @@ def test_a_hook_that_raises_does_not_end_the_monitor(monkeypatch, make_manager):
     assert isinstance(late.exception(DEADLINE), ncclpy.NcclTimeout)
 
 
-def test_an_abort_that_fails_is_logged(manager, host_engine, caplog):
+def test_abort_that_fails_is_logged(manager, host_engine, caplog):
     sum_works(manager, "warm", range(2))[1]()
     with ncclpy.faults("rank=0 call=CommAbort do=error:ncclSystemError"):
         with caplog.at_level(logging.WARNING, logger="ncclpy.engine"):
@@ -256,7 +256,7 @@ def test_an_abort_that_fails_is_logged(manager, host_engine, caplog):
     assert any("for the test" in record.getMessage() for record in caplog.records)
 
 
-def test_an_abort_that_fails_spares_no_other(manager, host_engine):
+def test_abort_that_fails_spares_no_other_communicator(manager, host_engine):
     sum_works(manager, "warm", range(3))[1]()
     with ncclpy.faults("rank=0 call=CommAbort do=error; rank=2 call=CommAbort do=delay:1ms") as faults:
         manager.abort()
@@ -264,8 +264,8 @@ def test_an_abort_that_fails_spares_no_other(manager, host_engine):
         assert any("rank 2 CommAbort" in fault for fault in faults.fired)
 
 
-def test_collectives_behind_one_that_fails(make_manager, host_engine):
-    """All of a long queue end, without recursion, and the devices are free for others."""
+def test_collectives_queued_behind_one_that_fails_end(make_manager, host_engine):
+    """All of a long queue end, without recursion, and their devices can be used again."""
     manager = make_manager(timeout=0.5)
     sum_works(manager, "warm", range(2), timeout=DEADLINE)[1]()
     with ncclpy.faults(HANG):
@@ -279,7 +279,7 @@ def test_collectives_behind_one_that_fails(make_manager, host_engine):
 
 
 def test_device_errors_do_not_pass_for_results(manager, host_engine):
-    """A rank whose peer has failed is not done, although its stream has run dry."""
+    """The operation of a rank with a failed peer is not done, although its stream has run dry."""
     for number in range(20):
         sum_works(manager, "warm", range(3))[1]()
         with ncclpy.faults(f"rank={number % 3} call=AllReduce at=run do=error:ncclRemoteError"):
@@ -288,14 +288,14 @@ def test_device_errors_do_not_pass_for_results(manager, host_engine):
 
 
 def test_lanes_get_no_signals(manager):
-    """They are for the program's threads: Python's handlers want the main one."""
+    """Signals are for the program's threads: Python's handlers need the main thread."""
     n = some_devices(2)
     sum_works(manager, "k", range(n))[1]()
     faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSTOP}
     wanted = sum(1 << number - 1 for number in range(1, 32) if number not in faults)
     lanes = []
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of an earlier test, and just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # an earlier test's, just ended
             if (thread / "comm").read_text() == "ncclpy-lane\n":
                 lanes.append(thread)
     assert lanes
@@ -305,8 +305,8 @@ def test_lanes_get_no_signals(manager):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "the thread that started them blocks none"
 
 
-def test_a_launch_of_many_works_of_one_lane(host_engine):
-    """They reach the monitor a few at a time."""
+def test_launch_of_many_works_on_one_lane(host_engine):
+    """The works reach the monitor a few at a time."""
     testing.run_python(
         """
         import os

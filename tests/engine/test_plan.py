@@ -14,7 +14,7 @@ from ncclpy.core.runtime import device as device_module
 
 
 class Ranks:
-    """Communicators of one process with a buffer to send from, one to receive in, and a stream each."""
+    """Communicators of one process, each with a send buffer, a receive buffer and a stream."""
 
     def __init__(self, comms, lib, count=1000):
         self.comms, self.lib = comms, lib
@@ -34,7 +34,7 @@ class Ranks:
             stream.synchronize()
 
     def received(self):
-        """Return what each rank holds, one value each, and set it back to 0."""
+        """Return the value that each rank has received, one for each, and reset it to 0."""
         self.synchronize()
         found = [np.unique(self.lib.read(recv)).tolist() for recv in self.recv]
         assert all(len(values) == 1 for values in found), found
@@ -69,7 +69,7 @@ def deadline(function, *arguments):
     return testing.run_with_deadline(lambda: function(*arguments), 30)
 
 
-def test_recording_launches_nothing_and_a_launch_all(ranks):
+def test_recording_launches_nothing_and_a_launch_everything(ranks):
     plan = recorded(ranks.all_reduce)
     assert len(plan) == 2
     assert ranks.received() == [0, 0]
@@ -88,7 +88,7 @@ def test_streams_of_the_arrays_themselves(ranks):
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "no streams"])
-def test_a_graph_replays_it(ranks, streams):
+def test_graph_replays_the_plan(ranks, streams):
     plan = recorded(lambda: ranks.all_reduce(streams))
     deadline(plan.launch)  # NCCL connects the ranks
     ranks.received()
@@ -147,7 +147,7 @@ def test_lists_of_buffers(comms2, host_engine):
 
 
 def exchange_lists(comm, row, column, total, given):
-    """Call with views that nobody else holds, and note them."""
+    """Call with views that are referenced nowhere else, and note weak references to them."""
     lists = [[part.view() for part in parts] for parts in (row, column, row)]
     given += [weakref.ref(view) for views in lists for view in views]
     comm.all_to_all(lists[0], lists[1])
@@ -183,7 +183,7 @@ def test_many_small_operations_of_one_communicator(comm1, arrays):
     assert [float(arrays.read(b)[0]) for b in out] == list(range(64))
 
 
-def test_all_devices_there_are(arrays):
+def test_all_available_devices(arrays):
     count = ncclpy.device_count()
     for comms in testing.communicators(count):
         ranks = Ranks(comms, arrays)
@@ -197,7 +197,7 @@ def test_all_devices_there_are(arrays):
             assert ranks.received() == [count * (count + 1) / 2] * count
 
 
-def test_what_is_wrong_is_said_at_recording(ranks):
+def test_invalid_call_raises_at_recording(ranks):
     plan = ncclpy.Plan()
     with pytest.raises(ValueError, match="recv: all_reduce needs 1000 elements"):
         with plan.record():
@@ -209,7 +209,7 @@ def test_what_is_wrong_is_said_at_recording(ranks):
         plan.launch()
 
 
-def test_places_where_it_does_not_fit(ranks):
+def test_plan_is_refused_in_groups_and_twice(ranks):
     plan = recorded(ranks.all_reduce)
     with pytest.raises(RuntimeError, match="recorded already"):
         plan.record()
@@ -224,7 +224,7 @@ def test_places_where_it_does_not_fit(ranks):
         ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
 
 
-def test_a_graph_needs_one_stream_a_device(ranks):
+def test_graph_needs_one_stream_per_device(ranks):
     def body():
         ranks.all_reduce()
         Ranks(ranks.comms, ranks.lib).all_reduce()
@@ -234,8 +234,8 @@ def test_a_graph_needs_one_stream_a_device(ranks):
         plan.capture()
 
 
-def test_a_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
-    """As one group NCCL refuses them; by a thread a device it does not, and which one it is depends on the moment."""
+def test_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
+    """NCCL refuses them as one group but not launched by one thread per device; which of the two depends on timing."""
     arrays = ranks.lib
     data = arrays.make(np.ones(7, np.float32), 1)
     config = ncclpy.Config(blocking=False)
@@ -248,7 +248,7 @@ def test_a_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
             plan.launch()
 
 
-def test_a_communicator_with_a_deadline_can_be_captured(arrays):
+def test_communicator_with_a_deadline_can_be_captured(arrays):
     with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=20) as comm:
         array = arrays.make(np.full(4, 3, np.float32), 0)
         twice = comm.pre_mul_sum(2.0, "float32")
@@ -259,7 +259,7 @@ def test_a_communicator_with_a_deadline_can_be_captured(arrays):
         assert (arrays.read(array) == 6).all()
 
 
-def test_a_nonblocking_communicator_cannot_be_captured(arrays):
+def test_nonblocking_communicator_cannot_be_captured(arrays):
     config = ncclpy.Config(blocking=False)
     with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, config=config).wait_ready(20) as comm:
         array = arrays.make(np.ones(4, np.float32), 0)
@@ -270,7 +270,7 @@ def test_a_nonblocking_communicator_cannot_be_captured(arrays):
         ncclpy.synchronize(0)
 
 
-def test_a_closed_communicator_or_stream_is_named(ranks):
+def test_closed_communicator_or_stream_is_named(ranks):
     plan = recorded(ranks.all_reduce)
     deadline(plan.launch)
     graph = deadline(plan.capture)
@@ -286,8 +286,8 @@ def test_a_closed_communicator_or_stream_is_named(ranks):
         graph.launch()
 
 
-def test_a_closed_operator_is_named(ranks):
-    """NCCL gives its number to the next one, which would be used silently."""
+def test_closed_operator_is_named(ranks):
+    """NCCL gives its number to the next operator, which would be used silently."""
     operators = [comm.pre_mul_sum(2.0, "float32") for comm in ranks.comms]
 
     def body():
@@ -308,7 +308,7 @@ def test_a_closed_operator_is_named(ranks):
     del others
 
 
-def test_a_plan_is_recorded_once(ranks):
+def test_plan_is_recorded_once(ranks):
     plan = ncclpy.Plan()
     first, second = plan.record(), plan.record()
     with first:
@@ -321,14 +321,14 @@ def test_a_plan_is_recorded_once(ranks):
     ranks.synchronize()
 
 
-def test_an_aborted_communicator_is_named(ranks):
+def test_aborted_communicator_is_named(ranks):
     plan = recorded(ranks.all_reduce)
     testing.abort_all(ranks.comms)
     with pytest.raises(ncclpy.NcclAborted):
         plan.launch()
 
 
-def test_the_plan_keeps_what_it_needs(ranks):
+def test_plan_keeps_its_streams(ranks):
     plan = recorded(ranks.all_reduce)
     streams = [weakref.ref(stream) for stream in ranks.streams]
     deadline(plan.launch)
@@ -364,20 +364,20 @@ def test_threads_may_launch_one_plan(ranks):
 
 
 def test_capturing_takes_its_turn_on_a_communicator(ranks, host_engine):
-    """NCCL wants the calls on one communicator one after the other, captured ones too."""
+    """NCCL requires the calls on one communicator to be made one after the other, captured ones too."""
     plan = recorded(ranks.all_reduce)
     testing.check_takes_its_turn(
         ranks.comms, lambda: ranks.comms[1].all_reduce(ranks.recv[1], stream=ranks.streams[1]), plan.capture
     )
 
 
-def test_the_current_device_stays(arrays):
+def test_current_device_is_unchanged(arrays):
     testing.need_devices(2)
     array = arrays.make(np.ones(4, np.float32), 1)
     with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1) as comm, ncclpy.Stream(1) as stream:
         plan = recorded(lambda: comm.all_reduce(arrays.argument(array), stream=stream))
         with device_module.using(0):
-            deadline(plan.launch)  # of one device: in this thread
+            deadline(plan.launch)  # one device: launched by this thread
             plan.launch()
             assert device_module.current() == 0
             with plan.capture() as graph:
@@ -386,7 +386,7 @@ def test_the_current_device_stays(arrays):
         stream.synchronize()
 
 
-def test_an_error_of_nccl_is_raised(ranks, host_engine):
+def test_error_of_nccl_is_raised(ranks, host_engine):
     plan = recorded(ranks.all_reduce)
     with ncclpy.faults("rank=1 call=AllReduce nth=1 do=error:ncclSystemError"):
         with pytest.raises(ncclpy.NcclError, match="unhandled system error"):
@@ -395,7 +395,7 @@ def test_an_error_of_nccl_is_raised(ranks, host_engine):
 
 
 def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
-    """Waking the devices' threads takes longer than one group for all; in a row each device's own thread launches."""
+    """Waking the devices' threads takes longer than one group for all; without a pause each thread launches."""
     testing.run_python(
         """
         import os, time
@@ -436,7 +436,7 @@ def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
 def late(devices, timeout_of_comms=1.0, **options):
     """Launch a plan on lanes, with some ranks in progress for longer than the deadline; return the error's text.
 
-    The devices' own threads launch only right behind another launch, which is tried until it is so.
+    The devices' own threads launch only right after another launch, so this is tried until they do.
     """
     done = testing.run_python(
         f"""
@@ -489,15 +489,15 @@ def late(devices, timeout_of_comms=1.0, **options):
     ids=str,
 )
 def test_all_communicators_that_are_late_are_aborted(host_engine, devices):
-    """The error names the communicator that was late first, its notes the others that were late; no other is named."""
+    """The error names the communicator that was late first, and its notes the other late ones; no others are named."""
     assert "not done after 1 s" in late(devices)
 
 
-def test_a_deadline_of_one_launch(host_engine):
+def test_deadline_of_one_launch(host_engine):
     assert "not done after 1.2 s" in late([1, 2], timeout_of_comms=30.0, timeout=1.2)
 
 
-def test_a_deadline_of_one_launch_is_refused_by_communicators_that_cannot_be_ended(ranks):
+def test_deadline_of_one_launch_is_refused_by_communicators_that_cannot_be_ended(ranks):
     plan = recorded(ranks.all_reduce)
     with pytest.raises(ValueError, match=r"timeout: .* cannot be ended"):
         plan.launch(timeout=1.0)

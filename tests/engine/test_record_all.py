@@ -1,4 +1,4 @@
-"""Plain calls in the recorder: off until asked for, with names and numbers that ranks have in common."""
+"""Plain calls in the recorder: off by default, with names and numbers that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_nothing_is_recorded_unless_asked(pair, host_engine):
     assert len(entries()) == 2
 
 
-def test_what_an_entry_says(pair, host_engine):
-    everywhere(pair, lambda comm, _: comm.all_reduce(np.ones(4)))  # counts, although nobody records it
+def test_fields_of_an_entry(pair, host_engine):
+    everywhere(pair, lambda comm, _: comm.all_reduce(np.ones(4)))  # counts, although it is not recorded
     ncclpy.recorder.record_all()
     everywhere(pair, lambda comm, _: comm.all_reduce(np.ones(6, np.float32), op="max"))
     everywhere(pair, lambda comm, _: comm.broadcast(np.ones(3, np.int8), root=1))
@@ -68,7 +68,7 @@ def test_what_an_entry_says(pair, host_engine):
     assert len({entry["communicator"] for entry in entries()}) == 1
 
 
-def test_on_a_stream_a_call_is_called_and_not_completed(pair, host_engine):
+def test_call_on_a_stream_is_called_and_not_completed(pair, host_engine):
     ncclpy.recorder.record_all()
     with ncclpy.Stream(0) as a, ncclpy.Stream(1) as b:
         with ncclpy.group():
@@ -80,7 +80,7 @@ def test_on_a_stream_a_call_is_called_and_not_completed(pair, host_engine):
     assert [(entry["rank"], entry["sequence"]) for entry in entries()] == [(0, 0), (1, 0)]
 
 
-def test_a_group_is_recorded_when_it_ends(pair, host_engine):
+def test_group_is_recorded_when_it_ends(pair, host_engine):
     ncclpy.recorder.record_all()
     arrays = [np.ones(4), np.ones(4)]
     with ncclpy.group():
@@ -117,7 +117,7 @@ def test_names_of_children_are_the_same_on_all_ranks(host_engine):
     assert {name.split("/")[0] for name in names} == {parent}
 
 
-def test_a_call_that_fails_says_why(pair, host_engine):
+def test_call_that_fails_says_why(pair, host_engine):
     ncclpy.recorder.record_all()
     with ncclpy.faults("rank=0 call=AllReduce do=error:ncclSystemError"), pytest.raises(ncclpy.NcclError):
         pair[0].all_reduce(np.ones(4))
@@ -126,7 +126,7 @@ def test_a_call_that_fails_says_why(pair, host_engine):
     testing.abort_all(pair)
 
 
-def test_a_call_that_is_stuck_is_pending(host_engine):
+def test_call_that_is_stuck_is_pending(host_engine):
     def call(comm):
         with pytest.raises(ncclpy.NcclError):
             comm.all_reduce(np.ones(4))
@@ -144,8 +144,8 @@ def test_a_call_that_is_stuck_is_pending(host_engine):
     assert [entry["state"] for entry in entries()] == ["failed"]
 
 
-def test_a_call_that_is_stuck_has_its_number(host_engine):
-    """So that a dump that is asked for meanwhile can be compared with those of other ranks."""
+def test_call_that_is_stuck_has_its_number(host_engine):
+    """A dump requested meanwhile can then be compared with those of other ranks."""
 
     def call(comm):
         with pytest.raises(ncclpy.NcclError):

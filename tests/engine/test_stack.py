@@ -1,4 +1,4 @@
-"""Where a thread's Python is, as text that other ranks and dumps have."""
+"""The Python stack of a thread, as text for other ranks and for dumps."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_stack_of_deep_recursion_with_long_names_is_cut_to_two_kib(name):
 
 
 @pytest.mark.parametrize("told", [None, 7, "text", {"a": 1}, ["fine", 3], [["nested"]]])
-def test_what_another_process_tells_that_is_no_stack_is_nothing(told):
+def test_invalid_stack_of_another_process_is_ignored(told):
     assert as_stack(told) == ()
 
 
-def test_what_another_process_tells_is_kept_within_the_same_bounds():
+def test_stack_of_another_process_is_cut_to_the_same_size():
     found = as_stack(["\x1b[2J" + "a" * 10**6] * 10**4)
     assert 0 < len(json.dumps(found)) <= 2048 and all(each.isprintable() for each in found)
 

@@ -1,4 +1,4 @@
-"""The error of an operation says where this rank has called it, on every road on which calls are recorded."""
+"""The error of an operation says where this rank called it, in every class that records calls."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_deadline_of_a_groups_operation_says_where_each_was_called():
     assert run_groups(2, with_deadline, **options) == [[[first], [first, second], [first]], []]
 
 
-def test_rank_that_is_told_of_a_groups_end_says_where_it_waits_itself():
-    """The other rank's own line is not its line."""
+def test_rank_told_of_a_groups_end_says_where_it_waits():
+    """The other rank's line is not named as this rank's."""
 
     def body(group):
         if group.rank == 0:
@@ -140,8 +140,8 @@ def test_group_that_reports_logs_where_the_operation_was_called(caplog):
     assert said("all_reduce #0", reduces) in caplog.text
 
 
-def test_nothing_is_said_where_nothing_was_noted():
-    """A call that no Python has made has no line."""
+def test_call_without_python_has_no_line():
+    """A call from a thread without a Python frame has no line."""
     import _thread
 
     works = []
@@ -156,7 +156,7 @@ def test_nothing_is_said_where_nothing_was_noted():
 # A Manager.
 
 
-def test_participants_of_a_manager_each_say_where_they_came():
+def test_participants_of_a_manager_each_say_where_they_were_added():
     testing.need_devices(3)
 
     def comes(device):
@@ -165,7 +165,7 @@ def test_participants_of_a_manager_each_say_where_they_came():
     with ncclpy.Manager(timeout=0.2) as manager:
         works = [comes(0), manager.all_reduce("k", np.ones(2), device=1, num_local=3)]
         found = [places(work.exception(DEADLINE)) for work in works]
-    here = test_participants_of_a_manager_each_say_where_they_came
+    here = test_participants_of_a_manager_each_say_where_they_were_added
     assert found == [[said("all_reduce", comes)], [said("all_reduce", here, 7)]]
 
 
@@ -187,7 +187,7 @@ def test_operation_of_a_coordinator_says_where_it_was_called():
     assert run_coordinators(2, body, timeout=0.3) == [[said("all_reduce", reduces)], []]
 
 
-# A Communicator, whose calls are recorded when that is asked for.
+# A Communicator: its calls are recorded on request.
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_deadline_of_a_group_says_where_its_operations_were_called(pair):
 
 
 def test_operation_that_is_stuck_on_its_stream_says_where_it_was_called(pair):
-    """Nobody waits for it: the next call is told."""
+    """No thread waits for the operation: the next call raises."""
     ncclpy.recorder.record_all()
     with ncclpy.Stream(0) as stream:
         with pytest.raises(ncclpy.NcclTimeout) as caught:
@@ -235,7 +235,7 @@ def test_operation_that_waits_as_another_rank_fails_says_where_it_was_called():
         with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 has failed") as caught:
             reduces(comms[0], np.ones(2), stream=stream)
             thread = threading.Thread(target=abort_for, args=(comms[0], ncclpy.NcclRemoteError("rank 1 has failed")))
-            thread.start()  # the thread that hears of it
+            thread.start()  # a thread that learns of the failure
             testing.wait_for(lambda: False, "the error, which is raised in this thread")
         assert places(caught.value) == [said("all_reduce #0", reduces)]
         thread.join()

@@ -24,7 +24,7 @@ def registry():
     before = registry.counters()
     yield registry
     deadline = time.monotonic() + LONG
-    while True:  # a work has its end a moment before the thread that saw it lets its buffers go
+    while True:  # a work is done shortly before the thread that noticed it releases its buffers
         gc.collect()
         assert registry.drain(), registry.counters()
         after = registry.counters()
@@ -37,7 +37,7 @@ def registry():
 
 @pytest.fixture(scope="module")
 def run():
-    """Return a function that has two processes run a program, and returns their results."""
+    """Return a function that runs a program in two processes and returns their results."""
     framework()
     processes = Processes(2)
     yield processes.run

@@ -1,7 +1,9 @@
-"""Random programs of segments and communicators beside a model that says what must be registered at each step.
+"""Random programs of segments and communicators, compared with a model of what must be registered at each step.
 
-python segment_runs.py SEED RUNS: ends with an error at the first seed that fails; prints how often memory was let go
-of that an operation still used, and how often that of an allocator to which hooks are attached.
+    python segment_runs.py SEED RUNS
+
+It ends with an error at the first seed that fails. It prints how often memory was freed that an operation still used,
+and how often that was memory of an allocator to which hooks are attached.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ncclpy.memory import registry as allocator
 
 COUNT = 64
 STEPS = 60
-ODD = 4097  # bytes of what threads allocate in a storm: of which the model knows nothing
+ODD = 4097  # bytes of each allocation in `storm`, which the model does not know
 
 
 class CommunicatorSet:
@@ -38,11 +40,11 @@ class CommunicatorSet:
         self.comms = comms
         self.children = []
         self.streams = [ncclpy.Stream(comm.device) for comm in comms]
-        self.expected = [set(), set()]  # registered, by pointers
-        self.early = None  # what rank 1 is to bring for what rank 0 has asked for
+        self.expected = [set(), set()]  # pointers of registered segments
+        self.early = None  # arrays of an operation that rank 0 has begun and rank 1 has not
 
     def reduce(self, arrays, single=None):
-        """All ranks, or one alone."""
+        """Reduce on all ranks, or on one alone."""
         if single is not None:
             self.comms[single].all_reduce(arrays[single], stream=self.streams[single])
             return
@@ -65,13 +67,13 @@ class Program:
     def __init__(self, seed, torch):
         self.torch = torch
         self.hooks = None
-        self.torchs = [{}, {}]  # of each device: buffers over segments of torch's, by their addresses
+        self.torchs = [{}, {}]  # per device: buffers over segments of torch, by address
         self.hooked = 0
         self.stormy = False
         self.random = random.Random(seed)
         self.registry = memory.SegmentRegistry.default()
         self.cliques = []
-        self.arrays = [[], []]  # of each device: buffers over memory of ours
+        self.arrays = [[], []]  # per device: buffers over memory of `memory.alloc`
         self.foreign = [{}, {}]
         self.did = []
         self.in_use = 0
@@ -133,7 +135,7 @@ class Program:
                 got = {pointer for pointer, nbytes, _ in self.registry.registered(comm) if nbytes != ODD}
                 assert got == expected, (self.did, comm, got, expected)
 
-    # What happens.
+    # The steps of a program.
 
     def pick(self):
         return self.random.choice(self.cliques) if self.cliques else None
@@ -143,7 +145,7 @@ class Program:
         return {buffer.pointer for buffer in self.arrays[device]} | set(self.foreign[device]) | torchs
 
     def called(self, clique, ranks=(0, 1)):
-        """A call was made: everything that is there is registered."""
+        """Note a call: it has registered everything that is there."""
         for rank in ranks:
             clique.expected[rank] |= self.live(rank)
 
@@ -171,7 +173,7 @@ class Program:
         clique.children.append(self.cliques[-1])
 
     def end(self, clique):
-        """Close a clique, and with it those that were made from it."""
+        """Close a clique, and the cliques that were split from it."""
         for each in clique.family():
             if each in self.cliques:
                 each.settle()
@@ -180,7 +182,7 @@ class Program:
 
     def forget(self, clique):
         for each in clique.family():
-            each.early = None  # its parent may have it still
+            each.early = None  # the parent may still refer to it
             if each in self.cliques:
                 self.cliques.remove(each)
                 each.early = None
@@ -211,7 +213,7 @@ class Program:
         self.arrays[device].append(made.buffer("float32"))
 
     def free(self):
-        """Let memory go, also what is in use: it stays registered until that is over."""
+        """Free memory, which may be in use: it stays registered until the use is over."""
         device = self.random.randrange(2)
         if not self.arrays[device]:
             return
@@ -236,11 +238,11 @@ class Program:
             clique.expected[device].discard(pointer)
 
     def users(self, device, pointer):
-        """Return the cliques that may be at work on it."""
+        """Return the cliques that may be using the memory."""
         return [clique for clique in self.cliques if clique.early is not None and pointer in clique.expected[device]]
 
     def usable(self):
-        """Return a buffer of each device; torch's only as long as hooks see to it that it is not freed in use."""
+        """Return a buffer for each device; of torch's memory only while hooks keep it from being freed in use."""
         torchs = self.torchs if self.hooks is not None else ({}, {})
         return tuple(self.random.choice([*self.arrays[device], *torchs[device].values()]) for device in (0, 1))
 
@@ -253,14 +255,14 @@ class Program:
         clique.reduce(self.usable())
 
     def begin(self):
-        """Rank 0 comes, and rank 1 does not yet."""
+        """Begin an operation on rank 0, and not yet on rank 1."""
         clique = self.pick()
         if clique is None or clique.early is not None or not all(self.arrays):
             return
         arrays = self.usable()
         clique.reduce(arrays, 0)
         self.called(clique, (0,))
-        # Rank 1's is kept for it; rank 0's may be let go of.
+        # Rank 1's array is kept for its call; rank 0's may be freed.
         clique.early = (None, arrays[1])
 
     def come(self):
@@ -287,7 +289,7 @@ class Program:
             clique.expected[device].discard(pointer)
 
     def drain(self):
-        """Threads come with memory of their own and go with it."""
+        """Let threads allocate memory and free it."""
 
         def visit(seed):
             own = random.Random(seed)
@@ -301,7 +303,7 @@ class Program:
         assert threading.active_count() < 1000
 
     def storm(self):
-        """Threads allocate and free by the functions of attachments, beside communicators that come, call and go."""
+        """Let threads allocate and free by functions of attachments while communicators are made, used and closed."""
         for clique in self.cliques:
             self.settle(clique)
         self.stormy, enough = True, threading.Event()
@@ -330,7 +332,7 @@ class Program:
         assert self.registry.drain(20), (self.did, self.registry.counters())
 
     def attach(self):
-        """Attach to torch, or close that: then its segments are registered no longer."""
+        """Attach to torch; or close the hooks, after which torch's segments are no longer registered."""
         if self.hooks is None:
             self.hooks = torch_hooks.attach_hooks(timeout=20)
             return
@@ -348,14 +350,14 @@ class Program:
         self.torchs[device][pointer] = ncclpy.Buffer(pointer, COUNT, "float32", device=device)
 
     def torch_frees(self):
-        """Its call comes back when nobody uses the segment any more."""
+        """Free a segment: the call returns when no operation uses the segment any more."""
         device = self.random.randrange(2)
         if not self.torchs[device]:
             return
         pointer = self.random.choice(list(self.torchs[device]))
         for clique in self.cliques:
             if clique.early is not None and clique.early[1].pointer == pointer:
-                self.settle(clique)  # rank 1 has yet to ask for it
+                self.settle(clique)  # rank 1 has yet to use it
         del self.torchs[device][pointer]
         used = self.users(device, pointer) if device == 0 else []
         with ThreadPoolExecutor(1) as pool:
@@ -374,7 +376,7 @@ class Program:
 
 
 def main(seed, runs, root=None):
-    """Run so many programs; `root` is that of a stand-in for torch, which is built otherwise."""
+    """Run `runs` programs; `root` is the folder of a stand-in for torch, by default a new one."""
     with contextlib.ExitStack() as ends:
         if root is None:
             folder = os.environ["XDG_CACHE_HOME"] = ends.enter_context(tempfile.TemporaryDirectory())

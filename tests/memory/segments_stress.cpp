@@ -1,5 +1,5 @@
-// Threads that bring segments and take them away, beside communicators that come, call, let out and go: a segment is gone
-// when nobody has it registered, each registration has its end, and nothing is lost where memory runs out.
+// Threads add and remove segments beside communicators that are made, make calls, leave and end: a segment is gone
+// when no communicator has it registered, each registration is ended, and nothing is lost when memory runs out.
 //
 //   segments_stress SEED ROUNDS
 #include <atomic>
@@ -15,7 +15,7 @@
 
 #include "ncclpy/memory/segments.hpp"
 
-// Every so many allocations of a thread that asks for it, one fails.
+// In a thread that sets it, one of every `fails_every` allocations fails.
 thread_local unsigned fails_every = 0, allocations = 0;
 
 static void* allocate(size_t size) {
@@ -105,12 +105,12 @@ void bring_and_take(ncclpy::Segments& segments, int seed, int first, int end) {
       if (added == ncclpy::segment_overlaps) expect(other == base, "another one's memory");
     } else {
       const uint64_t number = segments.of_pool(slot + 1).at(0).number;
-      // A window is over some, or their allocator's stream has yet to come past an event.
+      // Some have a window over them, or their allocator's stream has yet to pass an event.
       const bool held = owned && random() % 3 == 0 && segments.hold(base, number);
       expect(!segments.hold(base, number + 1), "another one was held");
       fails_every = random() % 3 ? 0 : 1;
       if (owned && random() % 3 == 0) segments.hold_until(base, &there);
-      fails_every = 1;  // nothing that leaves needs memory
+      fails_every = 1;  // removals need no memory
       expect(segments.remove(base, !owned) == ncclpy::segment_unknown, "somebody else's was taken away");
       uint64_t taken = 0;
       const auto state = segments.remove(base, owned, &taken);
@@ -155,7 +155,7 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
     }
     fails_every = 1;
     const unsigned move = random() % 40;
-    if (move == 0) {  // a close, or an abort, which takes registrations with it
+    if (move == 0) {  // a close; or an abort, which ends registrations too
       if (random() % 2) {
         segments.deregister_all(*resident, &communicator);
       } else {
@@ -215,7 +215,7 @@ void round_of(int seed) {
   for (int slot = 0; slot < slots; ++slot) expect(!is_registered(slot), "a registration has no end");
 }
 
-// An abort need not wait for who is inside, in the middle of a registration or of its end.
+// An abort need not wait for a thread in the middle of a registration or a deregistration.
 ncclpy::Segments* aborted_in;
 ncclpy::Resident* aborted;
 
@@ -241,7 +241,7 @@ void abort_while_inside(int count) {
   expect(!segments.has_leaving() && counters.registrations == 0, "an aborted communicator has kept something");
 }
 
-// Several take away what begins at one address, and comes there again: each segment was taken by one of them.
+// Several threads remove the segment at one address, where others are added: each segment is removed by one thread.
 void take_away_at_once() {
   ncclpy::Segments segments({add, drop, over, forget});
   std::vector<uint64_t> taken[3];

@@ -1,4 +1,4 @@
-"""memory.alloc and memory.empty: who has the memory, how others read it, and when it goes."""
+"""memory.alloc and memory.empty: what keeps the memory, how others read it, and when it is freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import testing
 from ncclpy import memory
 
 
-def test_memory_goes_with_the_last_array_that_has_it(registry, host_engine):
+def test_memory_is_freed_with_its_last_array(registry, host_engine):
     made = memory.alloc(10_000, device=1)
     pointer = made.pointer
     assert (made.nbytes, made.device, made.count) == (10_000, 1, 10_000)
@@ -28,14 +28,14 @@ def test_memory_goes_with_the_last_array_that_has_it(registry, host_engine):
     assert made.closed
     del array
     assert registry.segments(1) and is_allocated(pointer)
-    part[:] = 2  # it is all there
+    part[:] = 2  # all of it is still there
     del part
     assert registry.drain() and registry.segments(1) == []
     assert not is_allocated(pointer)
 
 
-def test_who_reads_the_address_keeps_the_object(registry):
-    """As CuPy and numba do with the CUDA array interface."""
+def test_cuda_array_interface_keeps_the_memory(registry):
+    """CuPy and numba read the address and keep the object."""
     made = memory.alloc(64)
     if ncclpy.library().engine == "host":
         with pytest.raises(AttributeError, match="CPU memory"):
@@ -48,7 +48,7 @@ def test_who_reads_the_address_keeps_the_object(registry):
         assert registry.segments() == [(address, 64, made.device)]
 
 
-def test_what_is_closed_gives_nothing_any_more(comm1):
+def test_closed_allocation_gives_nothing(comm1):
     with memory.alloc(64) as made:
         assert f"at {made.pointer:#x}" in repr(made)
     for use in (lambda: made.pointer, made.buffer, made.__dlpack__, lambda: np.asarray(made)):
@@ -59,7 +59,7 @@ def test_what_is_closed_gives_nothing_any_more(comm1):
     assert "closed" in repr(made)
 
 
-def test_collectives_take_it_as_it_is(comms2, arrays):
+def test_collectives_take_allocations_as_they_are(comms2, arrays):
     sent = [memory.alloc(4000, comm.device) for comm in comms2]
     got = [memory.alloc(8000, comm.device) for comm in comms2]
     for rank, each in enumerate(sent):
@@ -85,7 +85,7 @@ def test_empty_has_its_shape_and_type(host_engine, registry, shape, dtype):
     assert array.size == 0 or registry.counters()["segments"] == before + 1
 
 
-def test_empty_as_torch_has_it(host_engine):
+def test_empty_makes_tensors_of_torch(host_engine):
     torch = pytest.importorskip("torch")
     tensor = memory.empty((2, 3), "bfloat16", framework="torch")
     assert tensor.shape == (2, 3) and tensor.dtype == torch.bfloat16
@@ -108,12 +108,12 @@ def test_dlpack_keeps_the_memory(host_engine, registry):
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 62])
-def test_sizes_that_are_none(nbytes):
+def test_invalid_sizes_are_refused(nbytes):
     with pytest.raises(ValueError, match="nbytes"):
         memory.alloc(nbytes)
 
 
-def test_more_than_there_is(host_engine, registry):
+def test_allocation_of_too_much_memory_raises(host_engine, registry):
     before = registry.counters()
     with pytest.raises(ncclpy.NcclError, match="ncclMemAlloc"):
         memory.alloc(1 << 50)
@@ -146,7 +146,7 @@ def test_bad_arguments_lose_nothing(registry):
             pickle.dumps(there)
 
 
-def test_a_child_of_a_fork_is_not_held_up(host_engine):
+def test_child_of_a_fork_is_not_held_up(host_engine):
     """Another thread may have been inside the registry at the fork."""
     testing.run_python(
         """
@@ -178,8 +178,8 @@ def test_a_child_of_a_fork_is_not_held_up(host_engine):
     )
 
 
-def test_a_child_of_a_fork_frees_nothing(host_engine):
-    """It has its parent's arrays, and no part in their memory."""
+def test_child_of_a_fork_frees_nothing(host_engine):
+    """The child has its parent's arrays, but their memory is not its own."""
     testing.run_python(
         """
         import os

@@ -28,11 +28,11 @@ def functions():
     return alloc, free
 
 
-def test_the_functions_are_found_by_name(functions):
+def test_functions_are_found_by_name(functions):
     assert tuple(ctypes.cast(each, ctypes.c_void_p).value for each in functions) == allocator.addresses()
 
 
-def test_what_they_allocate_is_in_the_registry(comm1, functions, registry, host_engine):
+def test_memory_of_the_functions_is_in_the_registry(comm1, functions, registry, host_engine):
     alloc, free = functions
     pointer = alloc(5000, 0, None)
     assert (pointer, 5000, 0) in registry.segments(0)
@@ -43,18 +43,18 @@ def test_what_they_allocate_is_in_the_registry(comm1, functions, registry, host_
     assert registry.drain() and not is_allocated(pointer)
 
 
-def test_more_than_there_is_is_null(functions, registry, host_engine):
+def test_too_much_memory_is_null(functions, registry, host_engine):
     alloc, free = functions
     before = registry.counters()
     assert alloc(1 << 50, 0, None) is None
     assert alloc(64, 10_000, None) is None and alloc(64, -1, None) is None
     free(None, 0, 0, None)
-    free(12345, 0, 0, None)  # not ours
+    free(12345, 0, 0, None)  # not allocated here
     assert registry.counters() == before
 
 
-def test_what_is_on_its_way_out_makes_room(functions, registry, host_engine):
-    """Who frees and asks again at once, as torch does where memory is short."""
+def test_memory_being_freed_makes_room_for_the_next_allocation(functions, registry, host_engine):
+    """Free and allocate again at once, as torch does when memory is short."""
     alloc, free = functions
     for _ in range(50):
         pointer = alloc(1 << 20, 0, None)
@@ -62,7 +62,7 @@ def test_what_is_on_its_way_out_makes_room(functions, registry, host_engine):
     assert registry.drain()
 
 
-def test_a_free_is_behind_its_stream(functions, registry, host_engine):
+def test_free_waits_for_its_stream(functions, registry, host_engine):
     alloc, free = functions
     pointer = alloc(1 << 16, 0, None)
     comms = ncclpy.Communicator.init_all(range(2), abortable=True)
@@ -83,8 +83,8 @@ def test_a_free_is_behind_its_stream(functions, registry, host_engine):
     testing.close_all(comms)
 
 
-def test_no_python_runs_there(host_engine):
-    """A thread that Python knows nothing of gives memory back, while the GIL is held until it has done so."""
+def test_functions_run_no_python(host_engine):
+    """A thread unknown to Python frees memory while another thread holds the GIL until that is done."""
     testing.run_python(
         """
         import ctypes
@@ -124,8 +124,8 @@ def test_threads_allocate_at_once(functions, registry, host_engine):
     assert registry.drain()
 
 
-def test_no_wait_for_a_communicator(functions, registry, host_engine):
-    """A thread is in a call of the communicator that waits for its peer, and has its lock."""
+def test_functions_do_not_wait_for_a_communicator(functions, registry, host_engine):
+    """A thread is in a call of the communicator, waits for its peer, and has the communicator's lock."""
     alloc, free = functions
     comms = ncclpy.Communicator.init_all(range(2), abortable=True)
     testing.connect(comms)
@@ -150,14 +150,14 @@ def test_no_wait_for_a_communicator(functions, registry, host_engine):
     assert registry.drain()
 
 
-def test_the_pythonic_pair(registry, host_engine):
+def test_take_and_give(registry, host_engine):
     pointer = allocator.take(100, 1)
     assert registry.segments(1) == [(pointer, 100, 1)]
     allocator.give(pointer, 1)
     assert registry.drain() and registry.segments(1) == []
 
 
-def test_a_forked_child_allocates_nothing(host_engine):
+def test_forked_child_allocates_nothing(host_engine):
     testing.run_python(
         """
         import ctypes, os
@@ -183,7 +183,7 @@ def test_a_forked_child_allocates_nothing(host_engine):
 
 
 @pytest.mark.parametrize("framework", ["torch", "cupy", "rmm", "cuda.core"])
-def test_the_host_engine_has_none(host_engine, framework):
+def test_host_engine_has_no_allocators_of_gpus(host_engine, framework):
     with pytest.raises(ncclpy.NcclUnsupported, match=f"{framework}'s allocator is one of GPUs"):
         memory.attach(framework)
 
@@ -198,7 +198,7 @@ def test_bad_arguments(host_engine):
 
 
 class Stub:
-    """A framework whose current allocator is a list's last word."""
+    """A framework with its current allocator at the end of a list."""
 
     def __init__(self):
         self.current = ["its own"]
@@ -239,7 +239,7 @@ def test_attached_once(monkeypatch):
 
 
 class TheirBuffer:
-    """A buffer of cuda.core's, over numpy's memory."""
+    """A buffer of cuda.core, over numpy's memory."""
 
     def __init__(self, pointer, size, owner, mr=None):
         self.handle, self.size, self.owner, self.mr, self.closed = pointer, size, owner, mr, []
@@ -255,7 +255,7 @@ class TheirBuffer:
 
 
 class TheirResource:
-    """A memory resource of cuda.core's."""
+    """A memory resource of cuda.core."""
 
     device_id = 0
 
@@ -271,8 +271,8 @@ class TheirResource:
         raise AssertionError("their buffer does that")
 
 
-def test_a_resource_of_others_is_registered(monkeypatch, comms2, registry, host_engine):
-    """What it allocates goes back to it when no communicator uses it any more, and nobody waits for that."""
+def test_memory_of_another_resource_is_registered(monkeypatch, comms2, registry, host_engine):
+    """The memory returns to its resource when no communicator uses it any more; no thread waits for that."""
     core = types.ModuleType("cuda.core")
     core.Buffer, core.MemoryResource = TheirBuffer, type("MemoryResource", (), {})
     cuda = types.ModuleType("cuda")
@@ -284,7 +284,7 @@ def test_a_resource_of_others_is_registered(monkeypatch, comms2, registry, host_
     assert isinstance(attached.resource, core.MemoryResource) and attached.framework == "TheirResource"
     with pytest.raises(RuntimeError, match="attached already"):
         memory.attach(theirs)
-    testing.connect(comms2)  # before there is a segment: what registers that is the call that uses it
+    testing.connect(comms2)  # before there is a segment, so that the call that uses it also registers it
     buffer = attached.resource.allocate(4000, stream=None)
     unused = attached.resource.allocate(64, stream=None)
     assert sorted(registry.segments()) == sorted([(buffer.handle, 4000, 0), (unused.handle, 64, 0)])
@@ -304,8 +304,8 @@ def test_a_resource_of_others_is_registered(monkeypatch, comms2, registry, host_
     assert registry.drain() and first.closed == ["t"]
 
 
-def test_an_absent_framework_is_named(monkeypatch):
-    """Each as it is on a machine with GPUs that has not got the package."""
+def test_missing_framework_is_named(monkeypatch):
+    """As on a machine with GPUs where the package is not installed."""
     monkeypatch.setattr("ncclpy.memory.frameworks.library", lambda: types.SimpleNamespace(engine="cuda"))
     monkeypatch.setattr("ncclpy.core.runtime.device.current", lambda: 0)
     for framework, package in (("torch", "torch"), ("cupy", "cupy"), ("rmm", "rmm"), ("cuda.core", "cuda")):

@@ -40,7 +40,7 @@ def lies_in(pointer, nbytes, segments):
 
 
 def known(registry, comm, segments):
-    """Return whether a communicator has been told of segments, which NCCL may have refused."""
+    """Return whether a communicator has registered the segments, or NCCL has refused some."""
     return set(segments) <= set(registry.registered(comm)) or bool(registry.counters()["refused"])
 
 
@@ -68,14 +68,14 @@ def test_torchs_pool(torch, comm1, registry):
     more = pool.empty((10, 10), "bfloat16")
     assert more.dtype == torch.bfloat16 and lies_in(more.data_ptr(), more.nbytes, pool.segments)
     pool.close()
-    tensor.add_(1)  # it outlives the pool
+    tensor.add_(1)  # the tensor outlives the pool
     assert tensor.sum().item() == 2 << 20
     del tensor, odd, more
     assert emptied(registry, torch)
 
 
-def test_torchs_pool_is_entered_while_this_thread_is_in_it(torch, comm1, registry):
-    """torch itself would refuse that."""
+def test_torchs_pool_may_be_entered_again_inside_it(torch, comm1, registry):
+    """torch itself refuses that."""
     pool = memory.pool("torch", comm1)
     with pool:
         inner = pool.empty(1000)
@@ -138,7 +138,7 @@ def test_torchs_windows_of_two_ranks(torch, registry):
 
 
 def test_torch_with_expandable_segments():
-    """The default pool's segments grow in place; those of a pool over our allocator do not."""
+    """The default pool's segments grow in place; those of a pool over ncclpy's allocator do not."""
     pytest.importorskip("torch")
     testing.run_python(
         """
@@ -160,8 +160,8 @@ def test_torch_with_expandable_segments():
     )
 
 
-def test_torch_goes_while_a_pool_is_there():
-    """At Python's end, pools, tensors and communicators go in any order."""
+def test_exit_with_a_pool_of_torch():
+    """At exit, pools, tensors and communicators are freed in any order."""
     pytest.importorskip("torch")
     testing.run_python(
         """
@@ -204,8 +204,8 @@ def test_torch_attached(torch, comm1, registry):
     assert emptied(registry, torch)
 
 
-def test_memory_goes_behind_its_stream(torch, registry):
-    """As a caching allocator gives it back, while a kernel still writes there."""
+def test_memory_is_freed_after_its_stream(torch, registry):
+    """A caching allocator frees memory while a kernel still writes to it."""
     stream = torch.cuda.Stream()
     pointer = allocator.take(1 << 20, 0)
     with torch.cuda.stream(stream):
@@ -230,8 +230,8 @@ def test_torch_frees_while_its_stream_is_captured(torch, registry):
     assert registry.drain()
 
 
-def test_memory_that_is_short(torch, comm1, registry):
-    """NULL is torch's OutOfMemoryError, and the pool is as good as ever."""
+def test_shortage_of_memory_is_an_error_of_torch(torch, comm1, registry):
+    """NULL becomes torch's OutOfMemoryError, and the pool stays usable."""
     pool = memory.pool("torch", comm1)
     with pool:
         with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -321,7 +321,7 @@ def test_cuda_cores_resource(cuda_core, comm1, registry):
     assert emptied(registry)
 
 
-def test_a_resource_of_cuda_core_is_registered(cuda_core, comm1, registry):
+def test_memory_resource_of_cuda_core_is_registered(cuda_core, comm1, registry):
     device = cuda_core.Device(0)
     device.set_current()
     stream = device.create_stream()
@@ -353,7 +353,7 @@ def test_rmm_attached(comm1, registry):
     assert emptied(registry)
 
 
-#: What NCCL says of a call that uses what is registered: of a segment, with each peer; of a window.
+#: What NCCL logs for a call with registered memory: for a segment, with each peer; for a window.
 USED = {"plain": "IPC re(use|gister) buffer|NVLS reuse|Symmetric]", "segments": "IPC re(use|gister) buffer|NVLS reuse",
         "windows": r"AllReduce \[Symmetric]"}  # fmt: skip
 LOOP = """
@@ -380,14 +380,14 @@ LOOP = """
 
 
 @pytest.mark.parametrize("kind", USED)
-def test_what_is_registered_is_used(torch, kind, tmp_path, monkeypatch):
-    """NCCL says of each of five calls whether it goes by memory that it knows; of the others it says nothing."""
+def test_nccl_uses_registered_memory(torch, kind, tmp_path, monkeypatch):
+    """NCCL logs for each of five calls that it uses registered memory; for calls with other memory it logs nothing."""
     testing.need_processes(2)
     for name, value in {"": "INFO", "_SUBSYS": "REG,TUNING", "_FILE": str(tmp_path / "said.%p")}.items():
         monkeypatch.setenv("NCCL_DEBUG" + name, value)
     code, said = launched(tmp_path, 2, LOOP.format(kind=kind))
     assert code == 0, said
-    told = "".join(path.read_text() for path in tmp_path.glob("said.*"))  # of its kernels rank 0's alone
+    told = "".join(path.read_text() for path in tmp_path.glob("said.*"))  # NCCL logs kernels on rank 0 only
     assert len(re.findall(r"AllReduce.*Bytes ->", told)) >= 5, "NCCL has said nothing of its calls"
     lines = [line for line in told.splitlines() if re.search(USED[kind], line)]
     assert len(lines) >= 5 if kind != "plain" else not lines, told[-3000:]

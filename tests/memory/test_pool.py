@@ -1,4 +1,4 @@
-"""memory.pool: arrays in segments of a pool, windows over them once all ranks have compared what they allocated."""
+"""memory.pool: arrays in segments of a pool, and windows over them after all ranks have compared their allocations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ncclpy.memory.pool import difference
 
 
 def run(nranks, body, **options):
-    """Call ``body(comm, rank)`` in a thread a rank, each with a communicator that can be ended."""
+    """Call ``body(comm)`` in one thread per rank, each with a communicator that can be ended."""
     return testing.run_threads(nranks, lambda rank: body(rank.init(timeout=30, **options)))
 
 
-def test_what_is_allocated_inside_is_the_pools(comm1, registry, host_engine):
+def test_allocations_inside_belong_to_the_pool(comm1, registry, host_engine):
     pool = memory.pool("numpy", comm1)
     outside = memory.empty(10, device=comm1.device)
     with pool:
@@ -39,13 +39,13 @@ def test_what_is_allocated_inside_is_the_pools(comm1, registry, host_engine):
     pool.close()
     pool.close()
     assert pool.closed and pool.resource is None
-    first[:] = 7  # arrays outlive it
+    first[:] = 7  # arrays outlive the pool
     for use in (pool.__enter__, pool.commit, lambda: pool.empty(3)):
         with pytest.raises(ValueError, match="closed"):
             use()
 
 
-def test_another_thread_is_not_inside(comm1, host_engine):
+def test_other_threads_are_not_inside_the_pool(comm1, host_engine):
     with memory.pool("numpy", comm1) as pool:
         arrays = []
         thread = threading.Thread(target=lambda: arrays.append(memory.empty(10, device=0)))
@@ -54,7 +54,7 @@ def test_another_thread_is_not_inside(comm1, host_engine):
         assert pool.segments == [] and arrays
 
 
-def test_pools_in_pools(comm1, host_engine):
+def test_nested_pools(comm1, host_engine):
     outer, inner = memory.pool("numpy", comm1), memory.pool("numpy", comm1)
     with outer:
         a = memory.empty(1)
@@ -66,7 +66,7 @@ def test_pools_in_pools(comm1, host_engine):
     del a, b, c
 
 
-def test_windows_are_registered_at_the_blocks_end(host_engine):
+def test_windows_are_registered_when_the_block_ends(host_engine):
     def body(comm):
         pool = memory.pool("numpy", comm, symmetric=True)
         with pool:
@@ -78,7 +78,7 @@ def test_windows_are_registered_at_the_blocks_end(host_engine):
             comm.all_reduce(array)
             assert (array == 6).all()
         before = pool.windows
-        with pool:  # nothing twice
+        with pool:  # registers nothing twice
             pass
         assert pool.windows == before and pool.commit() == []
         with pool:
@@ -97,7 +97,7 @@ def test_windows_are_registered_at_the_blocks_end(host_engine):
         assert seen == [[float(rank)] * 7 for rank in range(3)]
 
 
-def test_a_world_of_one_needs_no_deadline(comm1, host_engine):
+def test_world_of_one_needs_no_deadline(comm1, host_engine):
     pool = memory.pool("numpy", comm1, symmetric=True)
     array = pool.empty(100)
     (window,) = pool.commit()
@@ -120,7 +120,7 @@ def test_a_world_of_one_needs_no_deadline(comm1, host_engine):
         ({2: [200, 100]}, "number 0 has 100 bytes on rank 0 and 200 bytes on rank 2"),
     ],
 )
-def test_a_difference_is_an_error_on_every_rank(host_engine, sizes, words):
+def test_difference_is_an_error_on_every_rank(host_engine, sizes, words):
     def body(comm):
         pool = memory.pool("numpy", comm, symmetric=True)
         pool.__enter__()
@@ -131,19 +131,19 @@ def test_a_difference_is_an_error_on_every_rank(host_engine, sizes, words):
         assert time.monotonic() - begun < 10
         assert words in str(caught.value) and "nothing was registered" in str(caught.value)
         assert pool.windows == []
-        # It stands as it was: once the lists are the same, the commit goes through.
+        # The pool is unchanged: once the lists are the same, the commit succeeds.
         del arrays
         gc.collect()
         kept = pool.empty(64, "uint8")
         assert len(pool.commit()) == 1
-        comm.barrier()  # the communicator is as good as ever
+        comm.barrier()  # the communicator is still usable
         pool.close()
         return kept
 
     run(3, body)
 
 
-def test_a_rank_that_does_not_come_is_a_timeout(host_engine):
+def test_rank_that_does_not_commit_is_a_timeout(host_engine):
     def body(comm):
         pool = memory.pool("numpy", comm, symmetric=True)
         array = pool.empty(10)
@@ -155,7 +155,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(host_engine):
             assert 0.3 < time.monotonic() - begun < 5
             assert pool.windows == []
             waited.set()
-        assert waited.wait(testing.LONG)  # an abort before would be what ends the wait
+        assert waited.wait(testing.LONG)  # an earlier abort would end the wait instead
         pool.close()
         comm.abort()
         return array
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(host_engine):
     run(2, body)
 
 
-def test_an_exception_registers_nothing(comm1, host_engine):
+def test_exception_registers_nothing(comm1, host_engine):
     pool = memory.pool("numpy", comm1, symmetric=True)
     with pytest.raises(KeyError), pool:
         array = memory.empty(10)
@@ -174,8 +174,8 @@ def test_an_exception_registers_nothing(comm1, host_engine):
     pool.close()
 
 
-def test_a_window_holds_its_segment(comm1, registry, host_engine):
-    """Whatever the framework does: the memory goes when the window does."""
+def test_window_keeps_its_segment(comm1, registry, host_engine):
+    """Whatever the framework frees, the memory is freed with the window."""
     pool = memory.pool("numpy", comm1, symmetric=True)
     with pool:
         array = memory.empty(5000)
@@ -188,7 +188,7 @@ def test_a_window_holds_its_segment(comm1, registry, host_engine):
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_the_communicators_end_is_that_of_its_windows(registry, host_engine, end):
+def test_windows_end_with_their_communicator(registry, host_engine, end):
     comm = ncclpy.Communicator.init_all([0], abortable=True)[0]
     pool = memory.pool("numpy", comm, symmetric=True)
     with pool:
@@ -204,14 +204,14 @@ def test_the_communicators_end_is_that_of_its_windows(registry, host_engine, end
 
 
 def symmetric_pool(comm, count=3):
-    """A pool over `comm`, with so many windows and their arrays."""
+    """Return a symmetric pool over `comm`, and `count` arrays in it."""
     pool = memory.pool("numpy", comm, symmetric=True)
     return pool, [pool.empty(10 + n) for n in range(count)]
 
 
-def test_a_close_that_fails_closes_the_others(comm1, host_engine):
+def test_close_that_fails_closes_the_other_windows(comm1, host_engine):
     class Stubborn:
-        """A window that cannot be closed at first."""
+        """A window that cannot be closed at the first try."""
 
         def __init__(self, window):
             self.window, self.tried = window, False
@@ -237,7 +237,7 @@ def test_a_close_that_fails_closes_the_others(comm1, host_engine):
     assert all(window.closed for window in windows)
 
 
-def test_a_pool_that_is_closed_while_a_commit_waits_for_its_turn(comm1, host_engine):
+def test_pool_closed_while_a_commit_waits_for_its_turn(comm1, host_engine):
     pool, arrays = symmetric_pool(comm1)
     pool._check_open()
     refused = []
@@ -250,7 +250,7 @@ def test_a_pool_that_is_closed_while_a_commit_waits_for_its_turn(comm1, host_eng
     with pool._alone:
         thread = threading.Thread(target=commit)
         thread.start()
-        time.sleep(0.1)  # it has seen that the pool is open
+        time.sleep(0.1)  # the thread has seen that the pool is open
         pool.close()
     thread.join(10)
     assert refused and pool.windows == [] and arrays
@@ -258,8 +258,8 @@ def test_a_pool_that_is_closed_while_a_commit_waits_for_its_turn(comm1, host_eng
 
 @pytest.mark.parametrize("call", ["close", "commit"])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
-    """It is in the main thread, where handlers run; the other rank comes only when the handler has."""
+def test_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
+    """The commit is in the main thread, where handlers run; the other rank commits only after the handler."""
     testing.run_python(
         f"""
         import signal, threading, time
@@ -315,7 +315,7 @@ def test_a_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
     )
 
 
-def test_a_groups_pool(host_engine):
+def test_pool_of_a_process_group(host_engine):
     store = LocalStore()
 
     def body(rank):

@@ -1,4 +1,4 @@
-"""memory.pool between processes, on any engine; two processes may share a GPU, where the arrays are torch's."""
+"""memory.pool between processes, on any engine; two processes may share a GPU, where arrays are torch tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ncclpy
 import testing
 from ncclpy import memory
 
-#: Elements of the gradients of a step: they grow beyond what there was, and shrink.
+#: Elements of the gradients of a step: they grow beyond the memory of earlier steps, and shrink.
 SIZES = [1000, 3000, 100_000, 20, 700_000, 1_500_000, 1_500_000, 40_000, 3000, 2_000_000]
 
 
@@ -22,13 +22,13 @@ def reduce(group, array):
 
 
 def since(before, after):
-    """Return how often something was registered and deregistered meanwhile, and whether NCCL has refused to."""
+    """Return the numbers of registrations and deregistrations in between, and whether NCCL has accepted them all."""
     new = {name: after[name] - before[name] for name in ("registered", "deregistered")}
     return new["registered"], new["deregistered"], after["refused"] == before["refused"]
 
 
 def train(world, group, frame, step_of):
-    """All-reduce gradients of each size on side streams, as `step_of` makes them; return what was found wrong."""
+    """All-reduce gradients of each size, made by `step_of`, on side streams; return what was wrong."""
     wrong = []
     kept = None
     for number, count in enumerate(SIZES):
@@ -64,22 +64,22 @@ def trains(world):
         wrong = train(world, group, frame, step)
         pool.close()
         clean = gone(frame, registry)
-        counted = since(before, registry.counters())  # by the communicator, which is there still
+        counted = since(before, registry.counters())  # by the communicator, which still exists
     return wrong, all(inside), seen, counted, clean
 
 
-def test_a_training_loop(run):
+def test_training_loop(run):
     for wrong, inside, seen, (registered, deregistered, willing), clean in run(trains):
         assert wrong == [] and inside
         assert clean is True
         assert registered == deregistered
         if willing:  # NCCL may refuse memory; then there is less to count
-            # Of numpy each array is a segment; torch's pool divides its own.
+            # Each numpy array is a segment; torch's pool divides its segments.
             assert registered >= (len(SIZES) if framework() == "numpy" else 2) and seen >= 1
 
 
 def two_groups(world):
-    """Use one pool's memory on two groups, close one, and go on with the other."""
+    """Use one pool's memory on two groups, close one, and continue with the other."""
     frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     refused = registry.counters()["refused"]
     first, second = world.group(name="first"), world.group(name="second")
@@ -102,7 +102,7 @@ def two_groups(world):
     sums += [summed(first, more, 3), summed(second, more, 4)]
     known += [knows(first), knows(second), len(pool.segments) >= 2]
     world.meet()
-    first.close(LONG)  # the pool was made with this one
+    first.close(LONG)  # the pool was made with this group
     known.append(knows(second))
     registrations = registry.counters()["registrations"] == len(registry.registered(second.communicator))
     sums += [summed(second, array, 5), summed(second, more, 6)]
@@ -128,7 +128,7 @@ def test_two_groups_use_one_pool(run):
 
 
 def one_ends(world, how):
-    """Let rank 1 abort, or end its process, while rank 0 waits in an all-reduce; return what that hears and keeps."""
+    """Let rank 1 abort, or end its process, while rank 0 waits in an all-reduce; return the error and what is left."""
     frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     group = world.group(name="one ends")
     pool = memory.pool(framework(), group)
@@ -143,7 +143,7 @@ def one_ends(world, how):
     world.meet()
     if world.rank == 1:
         if how == "exit":
-            time.sleep(0.5)  # so that the other one waits inside
+            time.sleep(0.5)  # so that the other rank waits inside
             os._exit(0)
         time.sleep(0.5)
         group.abort("it is enough")
@@ -154,7 +154,7 @@ def one_ends(world, how):
     testing.wait_for(lambda: registry.registered(comm) == [], "the end of its registrations", LONG)
     group.close(LONG)
     del array
-    # torch's pool keeps what its tensors have given back until it goes, which is looked at behind its end below.
+    # torch's pool keeps memory of freed tensors until the pool ends; that is checked at the end, below.
     freed = gone(frame, registry, but=() if frame.torch is None else ("segments", "bytes"))
     again = goes_on(world, frame, pool, registry, alone=how == "exit")
     pool.close()
@@ -162,7 +162,7 @@ def one_ends(world, how):
 
 
 def goes_on(world, frame, pool, registry, alone):
-    """Use the same pool on a new group: with the other rank, or, if that has gone, without it."""
+    """Use the same pool on a new group: with the other rank or, if that has exited, without it."""
     if alone:
         group = ncclpy.ProcessGroup(world.store, 0, 1, device=world.device, name="afterwards", timeout=LONG)
     else:
@@ -197,7 +197,7 @@ def test_one_ranks_process_ends(run):
 
 
 def compares(world, over):
-    """Commit what the ranks have allocated alike, then what they have not, then nothing more."""
+    """Commit allocations that agree between the ranks, then some that differ, then no new ones."""
     frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     with contextlib.ExitStack() as ends:
         if over == "group":
@@ -212,7 +212,7 @@ def compares(world, over):
         with pool:
             same = frame.new(5000)
         before = pool.windows
-        odd = pool.empty(10_000_000 * (1 + world.rank))  # no room for it in what there is
+        odd = pool.empty(10_000_000 * (1 + world.rank))  # no existing segment has room for it
         nbytes = pool.segments[-1][1]
         said, seconds = failure_of(ValueError, pool.commit, LONG)
         kept = len(before) == 1 and pool.windows == before
@@ -233,7 +233,7 @@ def compares(world, over):
 
 
 @pytest.mark.parametrize("over", ["group", "communicator"])
-def test_lists_that_differ(run, over):
+def test_lists_that_differ_are_refused(run, over):
     testing.need_function("ncclCommWindowRegister")
     found = run(compares, over)
     sizes = [nbytes for _, _, nbytes, *_ in found]
@@ -246,7 +246,7 @@ def test_lists_that_differ(run, over):
 
 
 def one_stays_away(world, connected):
-    """Let rank 1 commit only when rank 0 has given up; then both, and use what has become a window."""
+    """Let rank 1 commit only after rank 0 has timed out; then let both commit, and use the window."""
     frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     with world.group() as group:
         pool = memory.pool(framework(), group, symmetric=True)
@@ -271,8 +271,8 @@ def one_stays_away(world, connected):
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_a_rank_that_does_not_commit_is_named(run, connected):
-    """Whether or not the group has a communicator by then: it goes on, and so does the pool."""
+def test_rank_that_does_not_commit_is_named(run, connected):
+    """With or without a communicator of the group by then: the group and the pool stay usable."""
     testing.need_function("ncclCommWindowRegister")
     for said, seconds, *good, clean in run(one_stays_away, connected):
         assert "rank 1 of 2 did not come to commit" in said, said
@@ -296,7 +296,7 @@ def one_ends_before_it_commits(world):
     return said, seconds, gone(frame, registry)
 
 
-def test_a_rank_that_ends_is_not_waited_for(run):
+def test_rank_that_ends_is_not_waited_for(run):
     testing.need_function("ncclCommWindowRegister")
     (said, seconds, clean), _ = run(one_ends_before_it_commits, ends=(1,))
     assert "rank 1" in said and seconds < LONG / 2, (said, seconds)
@@ -304,7 +304,7 @@ def test_a_rank_that_ends_is_not_waited_for(run):
 
 
 def trains_under_hooks(world):
-    """Do the same loop with tensors of torch's own pool, whose segments torch tells of; return what became of them."""
+    """Run the same loop with tensors of torch's own pool, with segments reported by torch; return the results."""
     frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     seen = 0
     with world.group() as group:
@@ -324,7 +324,7 @@ def trains_under_hooks(world):
             reduce(group, stays)
             counters = hooks.counters()
         left = registry.segments(), registry.registered(group.communicator)
-        outside = frame.new(30_000_000)  # told of to nobody
+        outside = frame.new(30_000_000)  # reported to no registry
         frame.fill(outside, 1 + world.rank)
         for each in (outside, stays):
             reduce(group, each)
@@ -334,7 +334,7 @@ def trains_under_hooks(world):
 
 
 @pytest.mark.gpu
-def test_a_training_loop_under_hooks(run):
+def test_training_loop_under_hooks(run):
     for wrong, seen, counters, left, refused in run(trains_under_hooks):
         assert wrong == []
         assert counters["followed"] >= 2 and (seen >= 1 or refused)

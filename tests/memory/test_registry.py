@@ -1,4 +1,4 @@
-"""The registry of segments: which communicators have them, and when these let them go."""
+"""The registry of segments: which communicators register them, and when they deregister them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COUNT = 1000
 
 
 def segments_of(comms, nbytes=4 * COUNT):
-    """One segment a device, as buffers."""
+    """Return one segment for each device, as buffers."""
     return [memory.alloc(nbytes, comm.device).buffer("float32") for comm in comms]
 
 
-def test_a_segment_is_registered_by_each_communicators_next_call(registry, comms2):
+def test_segment_is_registered_by_each_communicators_next_call(registry, comms2):
     buffers = segments_of(comms2)
     for comm in comms2:
         assert comm in registry.communicators(comm.device) and registry.registered(comm) == []
@@ -39,14 +39,14 @@ def test_a_segment_is_registered_by_each_communicators_next_call(registry, comms
     synchronize(comms2)
 
 
-def test_a_single_call_registers_too(registry, comm1):
+def test_single_call_registers_too(registry, comm1):
     (buffer,) = segments_of([comm1])
     comm1.all_reduce(buffer)
     assert pointers(registry, comm1) == {buffer.pointer}
     synchronize([comm1])
 
 
-def test_communicators_made_later_have_what_was_there(registry, comms2):
+def test_new_communicators_register_existing_segments(registry, comms2):
     buffers = segments_of(comms2)
     with ncclpy.group():
         children = [comm.split(0) for comm in comms2]
@@ -60,8 +60,8 @@ def test_communicators_made_later_have_what_was_there(registry, comms2):
     assert registry.counters()["registrations"] == 2, "those of the parents, whose split was a call"
 
 
-def test_communicators_come_in_an_order_that_ranks_share(registry):
-    """By their names, which they have in common."""
+def test_communicators_are_listed_in_an_order_that_ranks_share(registry):
+    """Sorted by name, which the ranks have in common."""
     testing.need_devices(2)
     names = []
     for _ in range(2):
@@ -74,8 +74,8 @@ def test_communicators_come_in_an_order_that_ranks_share(registry):
     assert names[0] == names[1]
 
 
-def test_memory_in_use_goes_when_the_operation_is_over(registry, host_engine, comms2):
-    """Rank 0's array is let go of while its all-reduce waits for rank 1."""
+def test_memory_in_use_is_freed_when_the_operation_is_over(registry, host_engine, comms2):
+    """Rank 0's array is released while its all-reduce waits for rank 1."""
     mine, others = segments_of(comms2)
     pointer = mine.pointer
     with ncclpy.Stream(0) as stream, ncclpy.Stream(1) as other:
@@ -95,7 +95,7 @@ def test_memory_in_use_goes_when_the_operation_is_over(registry, host_engine, co
     assert registry.counters()["leaving"] == 0
 
 
-def test_a_call_that_is_refused_keeps_nothing(registry, host_engine, comm1):
+def test_refused_call_keeps_nothing(registry, host_engine, comm1):
     (buffer,) = segments_of([comm1])
     fault = "rank=0 call=AllReduce do=error:ncclInvalidUsage"
     with ncclpy.faults(fault), pytest.raises(ncclpy.NcclError, match="invalid usage"):
@@ -105,8 +105,8 @@ def test_a_call_that_is_refused_keeps_nothing(registry, host_engine, comm1):
     assert registry.drain(LONG)
 
 
-def test_what_is_issued_later_does_not_keep_it(registry, comms2):
-    """Operations that come one after the other without a pause would keep it for ever."""
+def test_later_operations_do_not_keep_memory(registry, comms2):
+    """Operations issued without a pause would keep it without end."""
     mine, others = segments_of(comms2)
     stays = segments_of(comms2)
     reduce_all(comms2, (mine, others))
@@ -147,7 +147,7 @@ def test_memory_of_others_is_out_of_use_when_remove_returns(registry, host_engin
         with pytest.raises(ValueError, match="no segment"):
             registry.remove(arrays[0].ctypes.data)
         with pytest.raises(ValueError, match="overlap"):
-            registry.add(arrays[0].ctypes.data, 4, 0)  # it is still on its way out
+            registry.add(arrays[0].ctypes.data, 4, 0)  # still leaving
         comms2[1].all_reduce(buffers[1], stream=other)
         for each in (stream, other):
             each.synchronize()
@@ -203,7 +203,7 @@ def test_close_deregisters_and_an_abort_only_forgets(registry, comms2):
     assert registry.counters()["registrations"] == 0
 
 
-def test_an_abort_frees_what_a_stuck_operation_had(registry, host_engine, comms2):
+def test_abort_frees_memory_of_a_stuck_operation(registry, host_engine, comms2):
     mine, others = segments_of(comms2)
     pointer = mine.pointer
     with ncclpy.Stream(0) as stream:
@@ -216,8 +216,8 @@ def test_an_abort_frees_what_a_stuck_operation_had(registry, host_engine, comms2
     del others
 
 
-def test_a_communicator_that_is_in_a_call_holds_up_nobody(registry, host_engine, comms2):
-    """Memory is let go of while a thread is inside the communicator, waiting for its peer."""
+def test_communicator_inside_a_call_holds_up_no_other_thread(registry, host_engine, comms2):
+    """Memory is released while a thread is inside the communicator and waits for its peer."""
     buffers = segments_of(comms2)
     reduce_all(comms2, buffers)
     synchronize(comms2)
@@ -230,7 +230,7 @@ def test_a_communicator_that_is_in_a_call_holds_up_nobody(registry, host_engine,
     with ncclpy.faults("rank=0 call=AllReduce do=hang") as faults, ThreadPoolExecutor(1) as pool:
         call = pool.submit(stuck)
         testing.wait_for(lambda: faults.fired, "the call")
-        extra = memory.alloc(64, 0)  # comes and goes, also with that communicator's lock taken
+        extra = memory.alloc(64, 0)  # allocated and freed while that communicator's lock is taken
         del extra
         comms2[0].abort()
         call.result(LONG)
@@ -239,7 +239,7 @@ def test_a_communicator_that_is_in_a_call_holds_up_nobody(registry, host_engine,
     comms2[1].abort()
 
 
-def test_what_a_graph_may_use_stays_as_long_as_the_communicator(registry, host_engine, comms2):
+def test_memory_of_a_graph_stays_as_long_as_the_communicator(registry, host_engine, comms2):
     buffers = segments_of(comms2)
     extra = segments_of(comms2)
     pointer, other = buffers[0].pointer, extra[0].pointer
@@ -296,8 +296,8 @@ def test_plans_and_the_manager_register_too(registry, host_engine, comms2):
     del plan
 
 
-def test_threads_that_come_and_go(registry, host_engine, comms2):
-    """Allocations, communicators and operations in threads: what is left in the end is what should be."""
+def test_threads_allocate_and_communicate_at_once(registry, host_engine, comms2):
+    """Allocations, communicators and operations in threads: in the end exactly what is in use remains."""
     rng = np.random.default_rng(1)
     seeds = rng.integers(1 << 30, size=3)
 
@@ -328,8 +328,8 @@ def test_threads_that_come_and_go(registry, host_engine, comms2):
     assert (counters["segments"], counters["leaving"]) == (0, 0)
 
 
-def test_register_shares_what_the_registry_has_registered(registry, host_engine, comm1):
-    """NCCL is told of no memory twice, in whichever order; the engine's checks would refuse that."""
+def test_register_shares_registrations_of_the_registry(registry, host_engine, comm1):
+    """NCCL is given no memory twice, in either order; the engine's checks would refuse that."""
     refused = registry.counters()["refused"]  # by tests before this one
     (buffer,) = segments_of([comm1])
     pointer = buffer.pointer
@@ -346,7 +346,7 @@ def test_register_shares_what_the_registry_has_registered(registry, host_engine,
     del buffer, first, part
     assert registry.drain(LONG) and not is_allocated(pointer)
 
-    array = np.ones(COUNT, np.float32)  # now the other way round
+    array = np.ones(COUNT, np.float32)  # now in the other order
     with comm1.register(array) as registration:
         registry.add(array.ctypes.data, array.nbytes, comm1.device)
         comm1.all_reduce(array)
@@ -355,8 +355,8 @@ def test_register_shares_what_the_registry_has_registered(registry, host_engine,
     registry.remove(array.ctypes.data)
 
 
-def test_a_refusal_is_counted_and_holds_the_memory_no_less(registry, host_engine, comm1):
-    """A segment that overlaps in part what is registered already is refused, by the engine's checks."""
+def test_refusal_is_counted_and_keeps_the_segment(registry, host_engine, comm1):
+    """A segment that partly overlaps registered memory is refused by the engine's checks."""
     array = np.ones(COUNT, np.float32)
     with comm1.register(array[: COUNT // 2]):
         registry.add(array.ctypes.data, array.nbytes, comm1.device)
@@ -368,7 +368,7 @@ def test_a_refusal_is_counted_and_holds_the_memory_no_less(registry, host_engine
         registry.remove(array.ctypes.data)
 
 
-def test_memory_of_ours_is_not_taken_away_from_its_arrays(registry, host_engine):
+def test_remove_refuses_memory_of_alloc(registry, host_engine):
     allocation = memory.alloc(64, 0)
     with pytest.raises(ValueError, match="no segment that was added"):
         registry.remove(allocation.pointer)
@@ -376,7 +376,7 @@ def test_memory_of_ours_is_not_taken_away_from_its_arrays(registry, host_engine)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
+def test_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
     testing.need_devices(2)
     comms = ncclpy.Communicator.init_all([0, 1])
     buffers = segments_of(comms)
@@ -392,7 +392,7 @@ def test_an_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
     assert registry.drain(LONG), registry.counters()
 
 
-def test_a_close_keeps_its_deadline_with_segments(registry, host_engine, comms2, monkeypatch):
+def test_close_keeps_its_deadline_with_segments(registry, host_engine, comms2, monkeypatch):
     monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
     (mine, others) = segments_of(comms2)
     with ncclpy.Stream(0) as stream:
@@ -407,7 +407,7 @@ def test_a_close_keeps_its_deadline_with_segments(registry, host_engine, comms2,
     del others
 
 
-def test_a_close_that_is_interrupted_aborts(registry, host_engine, comms2):
+def test_interrupted_close_aborts(registry, host_engine, comms2):
     (mine, others) = segments_of(comms2)
 
     def interrupt(*_):
@@ -429,8 +429,8 @@ def test_a_close_that_is_interrupted_aborts(registry, host_engine, comms2):
     del others
 
 
-def test_a_close_that_is_refused_leaves_the_segments(registry, comms2):
-    """A communicator that goes on is waited for, before memory that it uses is freed."""
+def test_refused_close_keeps_the_segments_registered(registry, comms2):
+    """A communicator that stays open is waited for before memory that it uses is freed."""
     buffers = segments_of(comms2)
     reduce_all(comms2, buffers)
     windows = []
@@ -446,8 +446,8 @@ def test_a_close_that_is_refused_leaves_the_segments(registry, comms2):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed")
-def test_a_finaliser_may_close_its_communicators(registry):
-    """The garbage collector voids references that keep nothing before it calls a finaliser."""
+def test_finaliser_may_close_its_communicators(registry):
+    """The garbage collector clears weak references before it calls a finaliser."""
     testing.need_devices(2)
 
     class Owner:

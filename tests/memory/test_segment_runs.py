@@ -1,4 +1,4 @@
-"""Random programs of segments and communicators, beside a model that says what must be registered at each step."""
+"""Random programs of segments and communicators, compared with a model of what must be registered at each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "segment_runs.py"
         *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 1 + testing.share(4))),
     ],
 )
-def test_what_is_registered_is_what_should_be(host_engine, tmp_path_factory, seed, runs):
+def test_registered_segments_match_the_model(host_engine, tmp_path_factory, seed, runs):
     root, cache = torch_stand_in.shared(tmp_path_factory)
     done = subprocess.run(
         [sys.executable, SCRIPT, str(seed), str(runs), root],

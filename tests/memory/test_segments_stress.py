@@ -1,4 +1,4 @@
-"""Segments, driven from C++: nothing is freed while it is registered, and what leaves needs no memory."""
+"""Segments, driven from C++: nothing is freed while it is registered, and removals need no memory."""
 
 import pytest
 from sanitizers import ROOT, build, flags_of, numbers_of

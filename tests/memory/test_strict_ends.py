@@ -1,7 +1,7 @@
 """Communicators that end with memory registered, on NCCL or on an engine that ends the process where NCCL may do so.
 
-Each rank is a process of its own, since NCCL frees those of one process together. One comes to all ends, one after the
-other: an engine that is strict ends it at the one that leaves something.
+Each rank is a process of its own, since NCCL frees memory of ranks in one process together. One process runs all ends,
+one after the other: a strict engine ends the process at the end that leaves something registered.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def registered(comm, frame):
 
 
 def freed_by_its_allocator(comm):
-    """A segment of an allocator's is given back while an operation that never ends uses it."""
+    """Free a segment of another allocator while an operation that never ends uses it."""
     take_in, take_out = registry.functions()
-    array = np.ones(COUNT, np.float32)  # of the host engine's: torch's hooks have tests of their own
+    array = np.ones(COUNT, np.float32)  # on the host engine; torch's hooks have tests of their own
     assert (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)(
             array.ctypes.data, array.nbytes, comm.device
@@ -72,9 +72,9 @@ def ends(rank, way, options):
         if rank.rank == 0:
             with pytest.raises(ncclpy.NcclTimeout):
                 comm.all_reduce(kept[0][0], timeout=0.3)
-                ncclpy.synchronize(comm.device, timeout=20)  # on GPUs it has begun, and is ended there
+                ncclpy.synchronize(comm.device, timeout=20)  # on GPUs the operation has begun, and is ended here
                 comm.barrier()
-        rank.unique_id()  # rank 1 stays until rank 0 has come here
+        rank.unique_id()  # rank 1 waits until rank 0 is here
         comm.abort()
     elif way == "its allocator frees":
         if rank.rank == 0:
@@ -90,7 +90,7 @@ def ends(rank, way, options):
             other.abort()
         del more
     else:
-        if way == "close early":  # what was registered is not given back: nobody has the registrations any more
+        if way == "close early":  # the registrations are dropped without being closed
             kept = kept[:2]
             gc.collect()
         comm.close()
@@ -115,17 +115,17 @@ def all_ends(rank, ways, options):
 )
 def test_nothing_is_left_to_ncclcommabort(monkeypatch, options):
     ways = list(WAYS)
-    if framework() == "torch":  # of CPU memory; those of torch's allocator are in test_torch_hooks_gpu.py
+    if framework() == "torch":  # needs CPU memory; torch's allocator has tests in test_torch_hooks_gpu.py
         ways.remove("its allocator frees")
     ended = ["config", "timeout"] if ncclpy.library().engine == "host" else ["timeout"]
-    if not set(options) & set(ended):  # what is in flight of such a communicator is not ended at a deadline
+    if not set(options) & set(ended):  # a deadline does not end operations of such a communicator
         ways.remove("a deadline")
     monkeypatch.setenv("NCCLPY_HOST_STRICT_ENDS", "1")
     testing.run_processes(2, all_ends, ways, options)
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_a_strict_engine_says_so(host_engine, value):
+def test_strict_engine_reports_itself(host_engine, value):
     code = """
     import ctypes, ncclpy
     engine = ctypes.CDLL(ncclpy.library().path)
@@ -136,7 +136,7 @@ def test_a_strict_engine_says_so(host_engine, value):
 
 
 def leaves(rank):
-    """As NCCL's own functions are called: with what they do nobody else has a part."""
+    """Use NCCL's functions themselves, without the rest of ncclpy."""
     from ncclpy import bindings
 
     comm = rank.init()
@@ -145,7 +145,7 @@ def leaves(rank):
     bindings.comm_abort(comm.handle)
 
 
-def test_a_strict_engine_ends_the_process(host_engine, monkeypatch):
+def test_strict_engine_ends_the_process(host_engine, monkeypatch):
     monkeypatch.setenv("NCCLPY_HOST_STRICT_ENDS", "1")
     with pytest.raises(AssertionError, match="died with exit code -6"):
         testing.run_processes(2, leaves)

@@ -1,4 +1,4 @@
-"""Memory that its allocator frees by a thread that keeps the GIL: what waits for the GIL cannot be waited for."""
+"""Memory freed by its allocator in a thread that keeps the GIL: work that needs the GIL cannot be waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held(host_engine):
 
 
 def used(take_in, comms):
-    """Return an array for each communicator, which is registered and used by it."""
+    """Return an array for each communicator, registered and used by that communicator."""
     arrays = [np.ones(COUNT, np.float32) for _ in comms]
     for comm, array in zip(comms, arrays, strict=True):
         assert take_in(array.ctypes.data, array.nbytes, comm.device) == 0
@@ -55,8 +55,8 @@ def test_memory_of_aborted_communicators_is_out_of_use(held, comms2, together):
     assert time.monotonic() - begun < 1
 
 
-def test_memory_of_communicators_whose_group_is_being_aborted(held, comms2):
-    """Whoever aborts them is between two of them, or at the last one, while the thread that frees has the GIL."""
+def test_memory_of_communicators_that_are_being_aborted_is_out_of_use(held, comms2):
+    """The abort is between two communicators, or at the last one, while the thread that frees has the GIL."""
     take_in, take_out = held
     arrays = used(take_in, comms2)
     with ncclpy.faults("rank=0 call=CommAbort do=delay:300ms") as faults:
@@ -69,8 +69,8 @@ def test_memory_of_communicators_whose_group_is_being_aborted(held, comms2):
     assert freed == [0, 0] and seconds < 3
 
 
-def test_memory_of_a_communicator_that_was_busy_when_it_was_closed(held, comm1):
-    """Another thread is inside a call of it, so that nothing is deregistered before it is destroyed."""
+def test_memory_of_a_communicator_closed_while_busy_is_out_of_use(held, comm1):
+    """Another thread is inside a call, so that nothing is deregistered before the communicator is destroyed."""
     take_in, take_out = held
     arrays = [np.ones(COUNT, np.float32) for _ in range(2)]
     buffers = [ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm1.device) for array in arrays]
@@ -94,7 +94,7 @@ def test_memory_of_a_communicator_that_was_busy_when_it_was_closed(held, comm1):
 
 @contextlib.contextmanager
 def no_more_threads():
-    """A stack as large as all addresses, for each thread of C or C++ that is started now."""
+    """Make thread starts of C and C++ fail: the default stack is as large as the address space."""
     libc = ctypes.CDLL(None)
     usual, huge = ((ctypes.c_uint64 * 16)() for _ in range(2))
     for attributes in (usual, huge):
@@ -107,8 +107,8 @@ def no_more_threads():
         assert libc.pthread_setattr_default_np(usual) == 0
 
 
-def test_an_abort_for_which_there_is_no_thread_at_first(host_engine, comms2, caplog):
-    """The communicator is as it was until its abort can be begun, and the memory is out of use then."""
+def test_abort_without_a_thread_at_first_is_done_later(host_engine, comms2, caplog):
+    """The communicator is unchanged until its abort can begin; then the memory is out of use."""
     take_in, take_out = registry.functions()
     array, other = (np.ones(COUNT, np.float32) for _ in range(2))
     bring = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)
@@ -122,7 +122,7 @@ def test_an_abort_for_which_there_is_no_thread_at_first(host_engine, comms2, cap
         freed.append(free(array.ctypes.data, comms2[0].device, 0.1))
 
     with ncclpy.Stream(comms2[0].device) as stream:
-        comms2[0].all_reduce(array, stream=stream)  # which nobody meets
+        comms2[0].all_reduce(array, stream=stream)  # the other rank does not call
         thread = threading.Thread(target=wait_and_free)
         thread.start()
         with no_more_threads():

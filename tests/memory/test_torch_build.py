@@ -1,4 +1,4 @@
-"""The shim of torch's hooks is built once for each torch and compiler, and says what is missing where it cannot be."""
+"""The shim of torch's hooks is built once for each torch and compiler; an error says what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kept(tmp_path):
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch, real):
+def test_shim_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch, real):
     if not real:
         monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
@@ -44,7 +44,7 @@ def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch, r
 
 
 @pytest.mark.parametrize("what", ["torch", "compiler", "source"])
-def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, monkeypatch, what):
+def test_other_torch_compiler_or_source_has_a_shim_of_its_own(torch, tmp_path, monkeypatch, what):
     monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
     if what == "torch":
@@ -59,8 +59,8 @@ def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
-    """Each loads what it got, which lacks nothing."""
+def test_processes_that_build_at_once_load_a_complete_shim(torch, root, tmp_path):
+    """Each process loads the shim that it got, which lacks nothing."""
     script = """
         import ctypes, sys, torch_stand_in
         from pathlib import Path
@@ -91,20 +91,20 @@ def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
     assert kept(tmp_path) == [Path(said[0][0].strip()).name]
 
 
-def test_without_a_compiler_it_says_what_to_install(torch, tmp_path, monkeypatch):
+def test_without_a_compiler_the_error_says_what_to_install(torch, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler: install one .*CXX.*without hooks"):
         torch_build.built(torch)
 
 
-def test_a_compiler_that_is_not_there_is_named(torch, monkeypatch):
+def test_missing_compiler_is_named(torch, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/c++ -pipe")
     with pytest.raises(RuntimeError, match=r"CXX=/nowhere/c\+\+ is not there"):
         torch_build.built(torch)
 
 
-def test_what_the_compiler_complains_of_is_shown(torch, tmp_path):
+def test_errors_of_the_compiler_are_shown(torch, tmp_path):
     broken = tmp_path / "broken"
     (broken / "include" / "c10" / "cuda").mkdir(parents=True)
     (broken / "include" / "c10" / "cuda" / "CUDACachingAllocator.h").write_text("#error this torch is broken\n")
@@ -114,7 +114,7 @@ def test_what_the_compiler_complains_of_is_shown(torch, tmp_path):
     assert kept(tmp_path) == []
 
 
-def test_headers_of_cuda_that_are_missing_are_named(torch, tmp_path):
+def test_missing_headers_of_cuda_are_named(torch, tmp_path):
     lacking = tmp_path / "lacking"
     (lacking / "include" / "c10" / "cuda").mkdir(parents=True)
     header = lacking / "include" / "c10" / "cuda" / "CUDACachingAllocator.h"
@@ -141,8 +141,8 @@ def test_cudas_headers_are_found_beside_torch(tmp_path, monkeypatch):
     assert torch_build._cuda_include() == str(tmp_path / "nvidia" / "cu13" / "include")
 
 
-def test_of_processes_that_want_one_at_once_one_builds(torch, root, tmp_path):
-    """The others wait, and take what it has built."""
+def test_one_of_several_processes_builds_the_shim(torch, root, tmp_path):
+    """The others wait, and load the shim that it has built."""
     script = """if True:
         import os, sys, time, torch_stand_in
         from pathlib import Path
@@ -176,14 +176,14 @@ def test_of_processes_that_want_one_at_once_one_builds(torch, root, tmp_path):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Return where temporary files are."""
+    """Return the folder for temporary files."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(torch_build.tempfile, "tempdir", str(place))
     return place
 
 
-def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path, elsewhere):
+def test_shim_is_not_loaded_from_a_folder_that_others_can_write_to(torch, tmp_path, elsewhere):
     folder = tmp_path / "cache" / "ncclpy"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -195,7 +195,7 @@ def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path, elsewhere)
     assert third != other and third.parent == elsewhere and third.stat().st_mode & 0o077 == 0
 
 
-def test_folder_for_one_process_is_made_once_and_goes_with_it(torch, tmp_path, elsewhere):
+def test_folder_for_one_process_is_made_once_and_removed_at_exit(torch, tmp_path, elsewhere):
     testing.run_python(f"""
         import os, tempfile
         from pathlib import Path
@@ -215,7 +215,7 @@ def test_folder_for_one_process_is_made_once_and_goes_with_it(torch, tmp_path, e
     assert list(elsewhere.iterdir()) == []
 
 
-def test_folder_below_one_that_others_can_change_is_not_loaded_from(torch, tmp_path, elsewhere):
+def test_shim_is_not_loaded_from_below_a_folder_that_others_can_change(torch, tmp_path, elsewhere):
     assert torch_build.cache_folder() == tmp_path / "cache" / "ncclpy"
     (tmp_path / "cache").chmod(0o777)
     assert torch_build.cache_folder().parent == elsewhere
@@ -226,8 +226,8 @@ def test_folder_below_one_that_others_can_change_is_not_loaded_from(torch, tmp_p
     assert torch_build.cache_folder().parent == elsewhere
 
 
-def test_folder_of_another_user_is_told_where_none_is_left(torch, tmp_path, elsewhere, monkeypatch, caplog):
-    """As in a container whose home is a folder of the machine: who owns it, and who should."""
+def test_folder_of_another_user_is_logged_where_no_other_is_left(torch, tmp_path, elsewhere, monkeypatch, caplog):
+    """As in a container with a home folder of the host machine: the log names the owner and this process's user."""
     torch_build.cache_folder()
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -238,13 +238,13 @@ def test_folder_of_another_user_is_told_where_none_is_left(torch, tmp_path, else
     assert told in caplog.text and f"Set XDG_CACHE_HOME to a folder of user {me + 1}" in caplog.text
 
 
-def test_a_link_of_somebody_is_not_followed(torch, tmp_path, elsewhere):
+def test_link_of_another_user_is_not_followed(torch, tmp_path, elsewhere):
     folder = tmp_path / "cache"
-    folder.touch()  # there can be no folder of ours
+    folder.touch()  # so this user's cache folder cannot be made
     (elsewhere / f"ncclpy-{os.getuid()}").symlink_to(tmp_path)
     found = torch_build.cache_folder()
     assert not found.is_symlink() and found.parent == elsewhere
 
 
-def test_the_source_is_part_of_the_package():
+def test_source_is_part_of_the_package():
     assert torch_build.SOURCE == ROOT / "ncclpy" / "interop" / "torch_shim.cpp" or torch_build.SOURCE.is_file()

@@ -1,4 +1,4 @@
-"""Hooks of torch's allocator, on one that stands for it: what comes is registered, what goes is out of use before."""
+"""Hooks of torch's allocator, on a stand-in: new segments are registered, and freed ones are out of use before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ncclpy.interop.torch import hooks as torch_hooks
 COUNT = 1000
 
 
-# One a process: the shim stays loaded, with the first library of its torch, however often this file's tests begin.
+# One per process: the shim stays loaded, with the first library of its torch, however often this file's tests begin.
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory):
     return torch_stand_in.Fake(torch_stand_in.shared(tmp_path_factory)[0]).load()
@@ -35,7 +35,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def torch(fake, cache, registry, host_engine, monkeypatch):
-    """The fake, whose segments go with the test."""
+    """Yield the fake; its segments are freed after the test."""
     fake.stand_in(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     yield fake
@@ -51,7 +51,7 @@ def as_buffer(base, device, count=COUNT):
 
 
 def one_each(torch, comms):
-    """One segment a device, as buffers of ones."""
+    """Return one segment for each device, as buffers of ones."""
     buffers = []
     for comm in comms:
         base = torch.allocate(8192, comm.device)
@@ -60,7 +60,7 @@ def one_each(torch, comms):
     return buffers
 
 
-def test_segments_of_before_and_of_later_are_registered_by_the_next_call(registry, torch, comms2):
+def test_existing_and_new_segments_are_registered_by_the_next_call(registry, torch, comms2):
     before = one_each(torch, comms2)
     with torch_hooks.attach_hooks() as hooks:
         left_alone = hooks.counters()["not_followed"]
@@ -78,7 +78,7 @@ def test_segments_of_before_and_of_later_are_registered_by_the_next_call(registr
         assert registry.segments() == [] and registry.counters()["registrations"] == 0
 
 
-def test_communicators_of_later_have_them_too(registry, torch, comms2):
+def test_new_communicators_register_segments_too(registry, torch, comms2):
     with torch_hooks.attach_hooks():
         buffers = one_each(torch, comms2)
         with ncclpy.group():
@@ -106,7 +106,7 @@ def test_torch_is_attached_to_once(registry, torch):
     second.close()
 
 
-def test_after_close_nothing_is_registered_and_arrays_go_on(registry, torch, comms2):
+def test_after_close_nothing_is_registered_and_arrays_stay_usable(registry, torch, comms2):
     hooks = torch_hooks.attach_hooks()
     buffers = one_each(torch, comms2)
     reduce_all(comms2, buffers)
@@ -122,7 +122,7 @@ def test_after_close_nothing_is_registered_and_arrays_go_on(registry, torch, com
     assert testing.read(buffers[0].pointer, COUNT, np.float32, 0)[0] == 4
 
 
-def test_what_goes_while_the_snapshot_is_taken_does_not_come_back(registry, torch):
+def test_segments_freed_during_the_snapshot_are_not_added(registry, torch):
     gone, again, stays = (torch.allocate() for _ in range(3))
     came = []
 
@@ -143,7 +143,7 @@ def test_what_goes_while_the_snapshot_is_taken_does_not_come_back(registry, torc
         assert hooks.counters()["not_followed"] == left_alone
 
 
-def test_a_free_waits_for_what_was_asked_for_until_then(registry, torch, comms2):
+def test_free_waits_for_operations_issued_before(registry, torch, comms2):
     """Rank 0's segment is freed while its all-reduce waits for rank 1."""
     with torch_hooks.attach_hooks() as hooks, ncclpy.Stream(0) as stream, ncclpy.Stream(1) as other:
         mine, others = one_each(torch, comms2)
@@ -163,8 +163,8 @@ def test_a_free_waits_for_what_was_asked_for_until_then(registry, torch, comms2)
 
 
 @pytest.mark.parametrize("gil", [False, True])
-def test_past_the_deadline_the_communicator_is_aborted(torch, comms2, caplog, gil):
-    """Nobody meets the all-reduce; whoever frees may hold the GIL all the while."""
+def test_communicator_is_aborted_past_the_deadline(torch, comms2, caplog, gil):
+    """The other rank does not join the all-reduce; the freeing thread may hold the GIL all the while."""
     with torch_hooks.attach_hooks(timeout=0.3) as hooks, ncclpy.Stream(0) as stream:
         mine, others = one_each(torch, comms2)
         reduce_all(comms2, (mine, others))
@@ -184,8 +184,8 @@ def test_past_the_deadline_the_communicator_is_aborted(torch, comms2, caplog, gi
             comm.abort()
 
 
-def test_a_thread_inside_a_call_is_brought_back(torch, comms2):
-    """It has the communicator's lock, which nobody waits for."""
+def test_thread_inside_a_call_is_brought_back(torch, comms2):
+    """That thread has the communicator's lock, which the free does not wait for."""
     with torch_hooks.attach_hooks(timeout=0.3):
         mine, others = one_each(torch, comms2)
         reduce_all(comms2, (mine, others))
@@ -219,8 +219,8 @@ def test_several_communicators_are_aborted_together(torch, comms2):
             comm.abort()
 
 
-def test_other_threads_go_on_while_a_free_waits(registry, torch, comms2):
-    """A segment of another device comes, and a communicator there registers it."""
+def test_other_threads_run_while_a_free_waits(registry, torch, comms2):
+    """A segment of another device is allocated, and a communicator there registers it."""
     with torch_hooks.attach_hooks(timeout=LONG), ncclpy.Stream(0) as stream, ncclpy.Stream(1) as other:
         mine, others = one_each(torch, comms2)
         reduce_all(comms2, (mine, others), (stream, other))
@@ -234,8 +234,8 @@ def test_other_threads_go_on_while_a_free_waits(registry, torch, comms2):
         assert mallocs.pointer in pointers(registry, comms2[1])
 
 
-def test_what_a_graph_may_use_leaves_when_its_allocator_says_so(torch, comm1):
-    """torch frees what no graph is launched with any more; `SegmentRegistry.remove` cannot know that."""
+def test_memory_of_a_graph_leaves_when_its_allocator_frees_it(torch, comm1):
+    """torch frees memory when its graphs are launched no more; `SegmentRegistry.remove` cannot know that."""
     with torch_hooks.attach_hooks(timeout=LONG):
         (buffer,) = one_each(torch, [comm1])
         other = torch.allocate()
@@ -254,7 +254,7 @@ def test_what_a_graph_may_use_leaves_when_its_allocator_says_so(torch, comm1):
     comm1.close()
 
 
-def test_a_communicator_that_was_dropped_holds_nothing_up(registry, torch):
+def test_dropped_communicator_does_not_delay_a_free(registry, torch):
     with torch_hooks.attach_hooks(timeout=LONG) as hooks:
         aborted = hooks.counters()["aborted_for"]
         comm = ncclpy.Communicator.init_all([0])[0]
@@ -270,7 +270,7 @@ def test_a_communicator_that_was_dropped_holds_nothing_up(registry, torch):
         assert hooks.counters()["aborted_for"] == aborted
 
 
-def test_an_aborted_communicator_holds_nothing_up(torch, comms2):
+def test_aborted_communicator_does_not_delay_a_free(torch, comms2):
     with torch_hooks.attach_hooks(timeout=LONG) as hooks, ncclpy.Stream(0) as stream:
         aborted = hooks.counters()["aborted_for"]
         mine, others = one_each(torch, comms2)
@@ -282,7 +282,7 @@ def test_an_aborted_communicator_holds_nothing_up(torch, comms2):
         comms2[1].abort()
 
 
-def test_memory_of_ours_in_a_pool_of_torchs_is_left_alone(registry, torch, comm1):
+def test_memory_of_alloc_in_a_pool_of_torch_is_left_alone(registry, torch, comm1):
     with torch_hooks.attach_hooks() as hooks:
         counters = hooks.counters()
         allocation = memory.alloc(8192, 0)
@@ -294,7 +294,7 @@ def test_memory_of_ours_in_a_pool_of_torchs_is_left_alone(registry, torch, comm1
         synchronize([comm1])
 
 
-def test_what_overlaps_others_is_counted_and_left_alone(registry, torch):
+def test_overlapping_segments_are_counted_and_left_alone(registry, torch):
     with torch_hooks.attach_hooks() as hooks:
         before = hooks.counters()["not_followed"]
         registry.add(0x10000, 4096, 0)
@@ -310,7 +310,7 @@ def test_expandable_segments_are_refused_and_later_ones_left_alone(registry, tor
     with pytest.raises(ValueError, match="expandable segments"):
         torch_hooks.attach_hooks()
     torch.expandable = False
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {})  # of a torch that does not say
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {})  # as in a torch without these settings
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
     with pytest.raises(ValueError, match="expandable segments"):
         torch_hooks.attach_hooks()
@@ -322,20 +322,20 @@ def test_expandable_segments_are_refused_and_later_ones_left_alone(registry, tor
         assert hooks.counters()["expandable"] == before + 1 and registry.segments() == []
 
 
-def test_another_allocator_is_refused(torch):
+def test_allocator_of_another_backend_is_refused(torch):
     torch.backend = "cudaMallocAsync"
     with pytest.raises(ValueError, match="cudaMallocAsync"):
         torch_hooks.attach_hooks()
 
 
 @pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan")])
-def test_a_wait_under_torchs_lock_has_an_end(timeout):
+def test_infinite_wait_under_torchs_lock_is_refused(timeout):
     with pytest.raises(ValueError, match="timeout"):
         torch_hooks.attach_hooks(timeout=timeout)
 
 
-def test_what_cannot_be_let_go_of_is_not_freed(torch):
-    """Where not even an abort has helped: torch's call raises and keeps the memory."""
+def test_memory_that_stays_in_use_is_not_freed(torch):
+    """Where not even an abort has helped, torch's call raises and keeps the memory."""
     torch_hooks.attach_hooks().close()
     shim = torch_hooks._shim
     take_in = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(lambda *_: 0)
@@ -349,7 +349,7 @@ def test_what_cannot_be_let_go_of_is_not_freed(torch):
         assert f"{base:#x}" in refusal and "1.5 s" in refusal
         assert is_mapped(base)
     finally:
-        torch_hooks.attach_hooks().close()  # its functions again
+        torch_hooks.attach_hooks().close()  # restores the shim's functions
 
 
 def test_threads_allocate_and_free_beside_calls_and_communicators(registry, torch):

@@ -1,4 +1,4 @@
-"""Hooks of the real torch's allocator, on one GPU: its segments are the registry's."""
+"""Hooks of the real torch's allocator, on one GPU: the registry's segments are torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def empty_cache():
-    """Each test begins and ends with as little as torch keeps."""
+    """Begin and end each test with torch's cache emptied."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -50,7 +50,7 @@ def check(registry):
 
 
 def holds(registry, comm, tensor):
-    """Whether a communicator has registered a segment with this tensor in it, or was refused that by NCCL."""
+    """Return whether a communicator has registered a segment with this tensor in it."""
     at = tensor.data_ptr()
     return any(pointer <= at < pointer + nbytes for pointer, nbytes, _ in registry.registered(comm))
 
@@ -74,7 +74,7 @@ def test_segments_are_those_of_torch(registry, comm):
     assert before[0].item() == 1
 
 
-def test_the_cache_is_emptied_in_the_middle(registry, comm):
+def test_cache_may_be_emptied_while_operations_run(registry, comm):
     with torch_hooks.attach_hooks(timeout=LONG) as hooks:
         aborted = hooks.counters()["aborted_for"]
         stays = torch.ones(4 * MIB, device="cuda")
@@ -84,7 +84,7 @@ def test_the_cache_is_emptied_in_the_middle(registry, comm):
                 comm.all_reduce(goes)
                 comm.all_reduce(stays)
             del goes
-            torch.cuda.empty_cache()  # what was issued may still run
+            torch.cuda.empty_cache()  # issued operations may still run
             check(registry)
         torch.cuda.synchronize()
         assert stays[0].item() == 1
@@ -93,7 +93,7 @@ def test_the_cache_is_emptied_in_the_middle(registry, comm):
 
 
 def test_memory_that_runs_out_is_given_back_by_torch_itself(registry, comm):
-    """An allocation for which there is no room frees what is cached, in the middle of it."""
+    """An allocation without room frees cached memory before it goes on."""
     free, _ = torch.cuda.mem_get_info()
     with torch_hooks.attach_hooks(timeout=LONG):
         first = torch.empty(int(free * 0.6), dtype=torch.uint8, device="cuda")
@@ -120,7 +120,7 @@ def test_side_streams(registry, comm):
         check(registry)
 
 
-def test_a_pool_is_followed(registry, comm):
+def test_pool_is_followed(registry, comm):
     if not hasattr(torch.cuda, "MemPool"):
         pytest.skip("this torch has no MemPool")
     with torch_hooks.attach_hooks(timeout=LONG):
@@ -137,8 +137,8 @@ def test_a_pool_is_followed(registry, comm):
         check(registry)
 
 
-def test_the_pool_of_a_graph_is_followed(registry, comm):
-    """The cache is emptied while there is a graph, and again when it has gone."""
+def test_pool_of_a_graph_is_followed(registry, comm):
+    """The cache is emptied while the graph exists, and again after it is freed."""
     with torch_hooks.attach_hooks(timeout=LONG) as hooks:
         aborted = hooks.counters()["aborted_for"]
         tensor = torch.ones(4 * MIB, device="cuda")
@@ -166,7 +166,7 @@ def test_the_pool_of_a_graph_is_followed(registry, comm):
         assert hooks.counters()["aborted_for"] == aborted
         comm.all_reduce(tensor)
         torch.cuda.synchronize()
-        comm.close()  # it was captured: until then it keeps what it has registered
+        comm.close()  # captured, so it keeps its registrations until now
 
 
 def test_after_close_the_hooks_do_nothing(registry, comm):

@@ -1,16 +1,16 @@
-"""Training-like loops of two processes, a device and two groups each, with segments that come and go all the time.
+"""Training-like loops of two processes, each with a device and two groups; segments are allocated and freed often.
 
 What is registered is compared with a model after each call (`training.py`). The loops run on the host engine with
 numpy's arrays; on two GPUs with torch's, by its hooks and by a pool, and with CuPy's.
 
-On GPUs the short ones are for memcheck too, with those of one GPU, which take longer than all else here:
+On GPUs run the short loops, and the tests of one GPU, under memcheck too; that takes longer than all other tests here:
 
     NCCLPY_TEST_PATIENCE=8 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \
-      --error-exitcode 9 --log-file memcheck.%p python -m pytest -n 0 --timeout 900 \
-      tests/memory/test_training_gpu.py tests/memory/test_torch_hooks_gpu.py -k "short or hooks_gpu and not runs_out"
-    grep -h "ERROR SUMMARY" memcheck.* | sort | uniq -c   # of 0 errors all
+        --error-exitcode 9 --log-file memcheck.%p python -m pytest -n 0 --timeout 900 \
+        tests/memory/test_training_gpu.py tests/memory/test_torch_hooks_gpu.py -k "short or hooks_gpu and not runs_out"
+    grep -h "ERROR SUMMARY" memcheck.* | sort | uniq -c   # 0 errors in each
 
-Calls that fail are left out: torch, CuPy and NCCL ask for what a device may not have, and look at the answer.
+Failing calls are not reported: torch, CuPy and NCCL ask a device for features that it may lack, and check the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training import SOURCES, loops
 import ncclpy
 import testing
 
-#: What each engine's arrays can come from.
+#: The sources of arrays on each engine.
 KINDS = {"host": ["pool"], "cuda": ["torch hooks", "torch pool", "cupy"]}
 
 
@@ -35,7 +35,7 @@ def need(kind):
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("steps", [pytest.param(8, id="short"), pytest.param(60, id="long")])
-def test_a_loop_on_two_groups(run, kind, steps):
+def test_loop_on_two_groups(run, kind, steps):
     need(kind)
     first, second = run(loops, [kind], [130], steps)
     assert first == second and len(first[0]) == steps + 2
@@ -43,7 +43,7 @@ def test_a_loop_on_two_groups(run, kind, steps):
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    # On GPUs half a minute: most loops make communicators anew.
+    # On GPUs this takes half a minute: most loops make communicators anew.
     [
         (100, 4),
         pytest.param(100, 12, marks=[pytest.mark.slow]),
@@ -51,10 +51,10 @@ def test_a_loop_on_two_groups(run, kind, steps):
     ],
 )
 def test_random_loops(run, seed, count):
-    """Memory of torch comes by hooks in one loop and from a pool in the next, in one process."""
+    """Torch's memory is registered by hooks in one loop, and comes from a pool in the next, in one process."""
     kinds = [kind for kind in KINDS[ncclpy.library().engine] if kind != "cupy"]
     done = set()
-    for some in range(seed, seed + count, 12):  # what fits into one deadline
+    for some in range(seed, seed + count, 12):  # as many as fit into one deadline
         first, second = run(loops, kinds, range(some, min(some + 12, seed + count)), 25)
         assert first == second
         done.update(*first)
@@ -65,8 +65,8 @@ def test_random_loops(run, seed, count):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in KINDS["host"] else []) for kind in SOURCES]
 )
-def test_an_abort_with_segments_registered(kind, tmp_path):
-    """Also the processes come to their ends, by themselves and with no error."""
+def test_abort_with_segments_registered(kind, tmp_path):
+    """The processes also end by themselves, without an error."""
     testing.need_processes(2)
     need(kind)
     program = f"""

@@ -1,4 +1,4 @@
-"""A torch of which only the caching allocator is there, over CPU memory: as much as hooks see of the real one."""
+"""A torch with nothing but its caching allocator, over CPU memory: as much as hooks use of the real one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shared(factory) -> tuple[Path, Path]:
 
 
 class Fake(types.ModuleType):
-    """The package; what a test is to do to the allocator is beside what users see of it."""
+    """The package; methods by which a test acts on the allocator are beside the names that users see."""
 
     def __init__(self, root: Path):
         super().__init__("torch")
@@ -57,7 +57,7 @@ class Fake(types.ModuleType):
         )
 
     def stand_in(self, monkeypatch):
-        """Be what a test imports as torch, also where the process has a real one and knows the folders of that."""
+        """Make this module what a test imports as torch, also in a process that has a real torch and its folders."""
         monkeypatch.setitem(sys.modules, "torch", self)
         monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
 
@@ -80,7 +80,7 @@ class Fake(types.ModuleType):
         return base
 
     def free(self, base, *, gil=False):
-        """Free a segment; return what a tracker had against it, or None."""
+        """Free a segment; return a tracker's objection, or None."""
         words = ctypes.create_string_buffer(500)
         result = (self.with_gil if gil else self.library).fake_free(base, words, len(words))
         assert result < 2, "freed twice"
@@ -93,7 +93,7 @@ class Fake(types.ModuleType):
         return self.library.fake_trackers()
 
     def segments(self):
-        """Return (pointer, nbytes, device) of all, by their addresses."""
+        """Return (pointer, nbytes, device) of all segments, by address."""
         bases, sizes, devices = (ctypes.c_size_t * ROOM)(), (ctypes.c_size_t * ROOM)(), (ctypes.c_int * ROOM)()
         count = self.library.fake_snapshot(bases, sizes, devices, ctypes.c_size_t(ROOM))
         return [(bases[i], sizes[i], devices[i]) for i in range(count)]

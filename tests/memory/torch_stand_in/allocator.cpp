@@ -1,4 +1,4 @@
-// An allocator that stands for torch's: segments of pages, and trackers that are called under its lock, before memory is
+// A stand-in for torch's allocator: segments of pages, and trackers that are called under its lock, before memory is
 // given back. A tracker that throws keeps the memory.
 #include <sys/mman.h>
 
@@ -37,7 +37,7 @@ void allocator::attachAllocatorTraceTracker(AllocatorTraceTracker tracker) {
 
 extern "C" {
 
-// At an address, or anywhere; 0 without memory.
+// Allocates at an address, or anywhere if that is 0. Returns 0 without memory.
 uintptr_t fake_allocate(uintptr_t at, size_t bytes, int device) {
   const std::lock_guard<std::mutex> hold(lock);
   void* base = mmap(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE,
@@ -49,7 +49,7 @@ uintptr_t fake_allocate(uintptr_t at, size_t bytes, int device) {
   return reinterpret_cast<uintptr_t>(base);
 }
 
-// 0, or 1 if a tracker has refused, with its words.
+// Returns 0; 1 if a tracker has refused, with its words; 2 if no segment begins there.
 int fake_free(uintptr_t base, char* words, size_t room) {
   const std::lock_guard<std::mutex> hold(lock);
   const auto found = segments.find(base);
@@ -65,7 +65,7 @@ int fake_free(uintptr_t base, char* words, size_t room) {
   return 0;
 }
 
-// Memory of somebody else, as of a pool with an allocator of its own, comes or goes.
+// Reports that memory of another allocator, such as a pool's own, is allocated or freed.
 void fake_tell(int action, uintptr_t base, size_t bytes, int device) {
   const std::lock_guard<std::mutex> hold(lock);
   tell(static_cast<allocator::TraceEntry::Action>(action), base, Segment{bytes, device});

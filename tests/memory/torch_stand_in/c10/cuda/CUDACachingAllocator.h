@@ -1,4 +1,4 @@
-// What of torch's caching allocator its trace hooks see, by torch's names.
+// The part of torch's caching allocator that its trace hooks use, by torch's names.
 #pragma once
 
 #include <cstddef>

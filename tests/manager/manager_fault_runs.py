@@ -1,8 +1,8 @@
 """Random collectives through Managers under random faults: ``python manager_fault_runs.py SEED RUNS [CORES]``.
 
 Every Work ever returned must end before its deadline, in a result, an error or an abort; a result must be right unless
-a fault has corrupted it; nothing may be left behind. Prints one JSON object a run; a run that fails is repeated with
-its own seed and one run. With so many CORES there is a native thread for launching for each device.
+a fault has corrupted it; nothing may be left behind. Prints one JSON object for each run; repeat a run that fails with
+its own seed and one run. CORES is how many cores the process sees: with enough, each device has a lane of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import ncclpy
 DEADLINE = 8.0  # by which a run has to be over, whatever happens in it
 ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,hang:20ms,corrupt"
 CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Reduce", "Gather", "Scatter")
-# Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
+# ncclpy cannot end a hang while there is no communicator yet, as may be the case at the end of a group, too.
 BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
 BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
@@ -66,7 +66,7 @@ class Collective:
         watch.add(method(self.key, *takes.get(name, (send, recv)), **options), functools.partial(self.right, rank))
 
     def right(self, rank):
-        """Return whether a participant has got what it should."""
+        """Return whether a participant has the right result."""
         n, got = self.n, self.outputs[rank]
         ranks = np.arange(1, n + 1, dtype=np.float32)
         if self.kind in ("reduce", "gather") and rank != self.root:
@@ -81,7 +81,7 @@ class Collective:
 
 
 def close(manager):
-    """Close it; it raises what has failed and was not asked for."""
+    """Close a Manager, which raises failures that the program has not read."""
     with contextlib.suppress(ncclpy.NcclError):
         manager.close(1.0)
 
@@ -91,7 +91,7 @@ def run(seed):
     often = choose.choice([0.005, 0.02, 0.1, 0.3])
     rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
     rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
-    rules.append(f"random seed={seed} p={often / 10} call=GroupEnd do={BRIEF_ACTIONS}")  # in destroying, too
+    rules.append(f"random seed={seed} p={often / 10} call=GroupEnd do={BRIEF_ACTIONS}")  # also while destroying
     rules += [f"random seed={seed} p={often} call={call} do={END_ACTIONS}" for call in END_CALLS]
     watch, begun = WorkWatch(), time.monotonic()
     sets = [(0, 1), (1, 2, 3), (0, 1, 2), (4, 5)]
@@ -105,7 +105,7 @@ def run(seed):
             devices = choose.choice(sets)
             some = Collective(choose, key, devices).calls(manager, watch)
             if choose.random() < 0.1:
-                some.pop(choose.randrange(len(some)))  # one that never comes
+                some.pop(choose.randrange(len(some)))  # a participant that is never added
             calls += some
         choose.shuffle(calls)
         threads = [threading.Thread(target=make, args=(calls[part::3],), daemon=True) for part in range(3)]
@@ -151,7 +151,7 @@ def left_over():
 
 if __name__ == "__main__":
     sys.setswitchinterval(1e-4)  # threads change places often
-    # Communicators whose end has failed by a fault (the end of a group that is in it) are told there.
+    # Logs name communicators that a fault kept from ending: one at the end of the group in which they end.
     told: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = told.append  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 3:
         cores = set(range(int(sys.argv[3])))
         os.sched_getaffinity = lambda pid: cores
-    with ncclpy.Manager() as manager:  # what is opened once for the whole process
+    with ncclpy.Manager() as manager:  # opens what is opened once for the whole process
         works = [manager.all_reduce("first", np.ones(3), device=device, num_local=6) for device in range(6)]
         for work in works:
             work.wait(30)

@@ -20,7 +20,7 @@ import testing
 
 
 class Ends:
-    """Count how works end; more than one end of a work would be seen."""
+    """Count the ends of works, so that a second end of a work is noticed."""
 
     def __init__(self):
         self.works = []
@@ -37,7 +37,7 @@ class Ends:
             self.calls[id(work)] += 1
 
     def check(self, seconds=DEADLINE):
-        """Wait for all; return how many have succeeded and how many were aborted."""
+        """Wait for all works; return the number that succeeded and the number that were aborted."""
         deadline = time.monotonic() + seconds
         found = collections.Counter()
         for work in self.works:
@@ -48,14 +48,14 @@ class Ends:
         while sum(self.calls.values()) < len(self.works) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert set(self.calls.values()) <= {1} and len(self.calls) == len(self.works)
-        for work in self.works:  # what has ended stays as it is
+        for work in self.works:  # an ended work does not change
             assert work.state == ("completed" if work.exception() is None else "failed")
         return found[True], found[False]
 
 
 @pytest.fixture
 def restless():
-    """Let threads change places often."""
+    """Switch between threads often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -79,7 +79,7 @@ def test_abort_at_a_random_moment(make_manager, restless, seed):
     for number in range(25 if ncclpy.library().engine == "host" else 4):
         ends = Ends()
         if choose.random() < 0.7:
-            check_usable(manager, "first", range(n))  # else the abort meets the making of communicators
+            check_usable(manager, "first", range(n))  # otherwise the abort happens while communicators are made
         ones = np.ones(choose.choice([8, 20_000]), np.float32)
         parts = [lib.argument(lib.make(ones, device)) for device in range(n)]
         ready = threading.Barrier(n + 1)
@@ -108,7 +108,7 @@ def test_abort_at_a_random_moment(make_manager, restless, seed):
     check_usable(manager, "last", range(n))
 
 
-@pytest.mark.filterwarnings("ignore:the fault")  # an abort may come before the call that the fault is for
+@pytest.mark.filterwarnings("ignore:the fault")  # the abort may come before the call with the fault
 @pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang", "at=run do=delay:2ms", "do=delay:2ms"])
 def test_abort_while_ranks_hang(make_manager, host_engine, restless, fault):
     manager = make_manager()
@@ -116,7 +116,7 @@ def test_abort_while_ranks_hang(make_manager, host_engine, restless, fault):
         ends = Ends()
         with ncclpy.faults(f"rank={number % 3} call=AllReduce nth=3+ {fault}"):
             for key in range(6):
-                # Each the first of its kind: then a lane makes the call, and nobody who adds is in it.
+                # Each is the first of its kind: then a lane makes the call, and no adding thread is inside it.
                 works, _ = sum_works(manager, key, range(3), op=("sum", "max", "min", "prod", "avg", "sum")[key])
                 for work in works:
                     ends.add(work).add_done_callback(ends.told)
@@ -130,13 +130,13 @@ def test_abort_while_ranks_hang(make_manager, host_engine, restless, fault):
 
 
 def test_communicators_stay_while_a_lane_may_use_them(make_manager, host_engine):
-    """A launch that was aborted may still be in the queue of a lane that another one holds up."""
+    """A launch that was aborted may still be in the queue of a lane that another launch holds up."""
     stuck, other = make_manager(), ncclpy.Manager()
     sum_works(stuck, "warm", (0, 1))[1]()
     known = weakref.WeakSet(found for found in gc.get_objects() if type(found) is ncclpy.Communicator)
     sum_works(other, "warm", (1, 2))[1]()
     with ncclpy.faults("rank=1 call=AllReduce do=hang") as faults:
-        works, _ = sum_works(stuck, "stuck", (0, 1), op="max")  # the first of its kind is the lane's
+        works, _ = sum_works(stuck, "stuck", (0, 1), op="max")  # a lane launches the first of its kind
         testing.wait_for(lambda: faults.fired)
         queued, _ = sum_works(other, "queued", (1, 2))
         alive = [
@@ -185,7 +185,7 @@ def test_abort_in_a_callback(make_manager):
     waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=n)
     works, _ = sum_works(manager, "k", range(n), on_done=lambda work: manager.abort("from a callback"))
     assert "from a callback" in str(waiting.exception(DEADLINE))
-    for work in works:  # whichever was done first has ended the others
+    for work in works:  # the first that was done has ended the others
         assert work.exception(DEADLINE) is None or isinstance(work.exception(), ncclpy.NcclAborted)
     testing.run_with_deadline(manager.reset, DEADLINE)
 

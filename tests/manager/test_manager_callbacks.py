@@ -16,7 +16,7 @@ import testing
 
 
 class Told:
-    """A callback that counts, and knows in which thread it was called."""
+    """A callback that counts its calls and notes their threads."""
 
     def __init__(self):
         self.works, self.threads, self.happened = [], set(), threading.Condition()
@@ -32,7 +32,7 @@ class Told:
             assert self.happened.wait_for(lambda: len(self.works) >= count, DEADLINE), f"{len(self.works)} of {count}"
 
 
-def test_each_participant_is_told_once(manager):
+def test_each_participant_is_called_back_once(manager):
     n = some_devices(3)
     told = Told()
     works, check = sum_works(manager, "k", range(n), on_done=told)
@@ -45,7 +45,7 @@ def test_each_participant_is_told_once(manager):
     assert len(told.works) == n
 
 
-def test_callbacks_are_told_of_errors(manager):
+def test_callbacks_receive_errors(manager):
     n = some_devices(2)
     told = Told()
     data = Data(n)
@@ -71,7 +71,7 @@ def test_callbacks_run_in_their_order(manager):
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_callback_added_after_the_end_is_called_at_once(manager):
+def test_callback_added_after_the_end_is_called_at_once(manager):
     n = some_devices(2)
     works, check = sum_works(manager, "k", range(n))
     check()
@@ -107,13 +107,13 @@ def test_callbacks_behind_one_that_raises_are_called(manager, monkeypatch, capfd
     bad = sum_works(manager, "bad", range(n), on_done=Unspeakable())[1]
     good = sum_works(manager, "good", range(n), on_done=told)[1]
     bad(), good()
-    go_on.set()  # from here on their callbacks come in one go
+    go_on.set()  # from here on their callbacks are called together
     told.wait(n)
-    told.works[0].add_done_callback(Unspeakable())  # nor is one who adds a callback to blame for it
+    told.works[0].add_done_callback(Unspeakable())  # it does not raise in the thread that adds it either
     assert ("of the user" in capfd.readouterr().err) == (hook is not unhelpful)
 
 
-def test_a_callback_that_raises_harms_nobody(manager, monkeypatch):
+def test_callback_that_raises_harms_no_other(manager, monkeypatch):
     n = some_devices(2)
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable))
@@ -140,7 +140,7 @@ def test_a_callback_that_raises_harms_nobody(manager, monkeypatch):
     check_usable(manager, "k", range(n))
 
 
-def test_a_hook_that_raises_harms_nobody(manager, monkeypatch, capfd):
+def test_hook_that_raises_harms_no_other_callback(manager, monkeypatch, capfd):
     n = some_devices(2)
 
     def hook(unraisable):
@@ -161,7 +161,7 @@ def test_a_hook_that_raises_harms_nobody(manager, monkeypatch, capfd):
     assert "of the hook" in capfd.readouterr().err
 
 
-def test_a_callback_may_add_participants(manager):
+def test_callback_may_add_participants(manager):
     n = some_devices(3)
     steps = 50
     data = Data(n)
@@ -188,7 +188,7 @@ def test_a_callback_may_add_participants(manager):
     assert all(work.exception() is None for work in told.works)
 
 
-def test_a_callback_may_wait_for_other_work(manager):
+def test_callback_may_wait_for_other_work(manager):
     n = some_devices(2)
     told = Told()
 
@@ -202,7 +202,7 @@ def test_a_callback_may_wait_for_other_work(manager):
 
 
 def in_a_callback(manager, body):
-    """Return what a function gives, or raises, when a callback calls it."""
+    """Return what a function returns, or raises, when a callback calls it."""
     told: list = []
     done = threading.Event()
 
@@ -219,7 +219,7 @@ def in_a_callback(manager, body):
     return told[0]
 
 
-def test_a_callback_may_wait_for_work_that_fails(manager, host_engine):
+def test_callback_may_wait_for_work_that_fails(manager, host_engine):
     """Errors, deadlines and asynchronous errors reach works by the very thread in which the callback waits."""
 
     def wait():
@@ -241,7 +241,7 @@ def test_a_callback_may_wait_for_work_that_fails(manager, host_engine):
     check_usable(manager, "after", range(2))
 
 
-def test_a_callback_may_close_the_manager(make_manager):
+def test_callback_may_close_the_manager(make_manager):
     some_devices(2)
     manager = make_manager()
     checks = []
@@ -309,14 +309,14 @@ def test_asyncio(manager):
         pending = manager.all_reduce("pending", data.input(0), device=0, num_local=n)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(pending, 0.05)
-        assert pending.state == "pending"  # who waits no more has not ended the operation
+        assert pending.state == "pending"  # the end of the wait has not ended the operation
         rest = [manager.all_reduce("pending", data.input(r), device=r, num_local=n) for r in range(1, n)]
         await asyncio.gather(pending, *rest)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE))
 
 
-def test_the_event_loop_goes_on_meanwhile(manager, host_engine):
+def test_event_loop_runs_meanwhile(manager, host_engine):
     async def main():
         with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:400ms"):
             works, _ = sum_works(manager, "k", range(2))
@@ -332,7 +332,7 @@ def test_the_event_loop_goes_on_meanwhile(manager, host_engine):
     assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) > 5, "a loop that is held up ticks once"
 
 
-def test_a_loop_that_is_gone_when_the_work_ends(manager):
+def test_work_may_end_after_its_event_loop(manager):
     n = some_devices(2)
     data = Data(n)
     work = manager.all_reduce("k", data.input(0), device=0, num_local=n)

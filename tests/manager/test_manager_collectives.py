@@ -1,4 +1,4 @@
-"""Every collective of the Manager beside numpy, with participants from several threads."""
+"""Every collective of the Manager compared with numpy, with participants from several threads."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_any_hashable_is_a_key(manager):
         manager.all_reduce([1], Data(1).input(0), device=0, num_local=1)
 
 
-def test_the_device_is_that_of_the_array(manager):
+def test_device_is_that_of_the_array(manager):
     n = some_devices(2)
     lib = testing.RawArrays()
     parts = [lib.make(np.ones(4, np.float32), device) for device in range(n)]
@@ -171,14 +171,14 @@ def test_the_device_is_that_of_the_array(manager):
     assert all(np.all(lib.read(part) == n) for part in parts)
 
 
-def test_an_array_in_cpu_memory_is_on_the_current_device(manager, host_engine):
+def test_array_in_cpu_memory_is_on_the_current_device(manager, host_engine):
     with ncclpy.core.runtime.device.using(3):
         work = manager.all_reduce("k", np.ones(3), num_local=1)
     assert work.device == 3
     finish([work])
 
 
-def test_the_current_device_is_left_alone(manager):
+def test_current_device_is_unchanged(manager):
     n = some_devices(2)
     device = ncclpy.core.runtime.device
     with device.using(n - 1):
@@ -186,7 +186,7 @@ def test_the_current_device_is_left_alone(manager):
         works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n)]
         assert device.current() == n - 1
         finish(works)
-        # An error on the way must not leave another device behind.
+        # An error must not leave another device current.
         with pytest.raises(ValueError, match="device"):
             manager.all_reduce("k", data.input(0), device=10_000, num_local=n)
         with pytest.raises(TypeError, match="stream"):
@@ -234,7 +234,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "said"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_is_refused_leaves_the_key_as_it_was(manager, host_engine, call, said):
+def test_refused_call_leaves_the_key_unchanged(manager, host_engine, call, said):
     ncclpy.recorder.resize(2000)
     with pytest.raises((TypeError, ValueError), match=said):
         call(manager)

@@ -1,4 +1,4 @@
-"""Participants that do not agree: each of them gets the same error, which says who brought what."""
+"""Participants that disagree: all get the same error, which names the devices and what each brought."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = ("step", 7)
 
 
 class Case:
-    """Three participants, of which the second brings something else than the others."""
+    """Three participants; the second differs from the others."""
 
     def __init__(self, add, words, cure=None):
         self.add, self.words, self.cure = add, words, cure
@@ -55,7 +55,7 @@ def rooted(roots, senders):
 
 
 def multi_node(**changes):
-    """Three of four ranks are here; the fourth is on a node of which only this test knows."""
+    """Return calls of three of four ranks; the fourth would be on another node."""
 
     def add(m, d, r):
         options = {
@@ -114,7 +114,7 @@ def test_disagreement(make_manager, case, fail_fast):
     for r in range(3):
         works.append(case.add(manager, data, r))
         states = {work.state for work in works}
-        if r < 2:  # all are waited for, unless told not to
+        if r < 2:  # all are waited for, unless fail_fast is set
             assert states == {"pending"} or (fail_fast and r == 1 and states == {"failed"})
     error = one_error(works)
     assert type(error) is ValueError
@@ -160,7 +160,7 @@ def test_one_participant_too_many(manager):
 
 
 @pytest.mark.parametrize("length", [0, 127, 129])
-def test_the_length_of_a_communicator_key(manager, length):
+def test_length_of_a_communicator_key_is_checked(manager, length):
     some_devices(2)
     data = Data(2)
     works = [
@@ -179,7 +179,7 @@ def test_the_length_of_a_communicator_key(manager, length):
     assert "communicator key" in str(one_error(works))
 
 
-def test_a_communicator_key_on_one_node(manager):
+def test_communicator_key_on_one_node_is_refused(manager):
     some_devices(2)
     data = Data(2)
     works = [
@@ -188,7 +188,7 @@ def test_a_communicator_key_on_one_node(manager):
     assert "on this node" in str(one_error(works))
 
 
-def test_a_communicator_key_keeps_its_members(make_manager):
+def test_communicator_key_keeps_its_members(make_manager):
     some_devices(2)
     nodes = [make_manager(), make_manager()]
     name = ncclpy.Manager.generate_communicator_key()
@@ -207,7 +207,7 @@ def test_a_communicator_key_keeps_its_members(make_manager):
     finish([add("third", r) for r in range(2)])
 
 
-def test_the_first_disagreement_is_told(manager):
+def test_first_disagreement_is_reported(manager):
     some_devices(3, 3)
     data = Data(3)
     works = [
@@ -218,10 +218,10 @@ def test_the_first_disagreement_is_told(manager):
     assert "reduction operator" in str(one_error(works))
 
 
-# Defects of the TensorFlow class whose design the Manager has, those that are not cases of disagreement.
+# Defects of the TensorFlow class after which the Manager is designed, except cases of disagreement.
 
 
-def test_a_signal_before_the_first_participant_counts(make_manager):
+def test_signal_before_the_first_participant_counts(make_manager):
     some_devices(2)
     nodes = [make_manager(), make_manager()]
     name = ncclpy.Manager.generate_communicator_key()
@@ -237,7 +237,7 @@ def test_a_signal_before_the_first_participant_counts(make_manager):
     finish(works)
     for r in range(2):
         data.check(r, sum(data.values), in_place=True)
-    # It counts once.
+    # The signal counts once.
     works = [
         nodes[r].all_reduce(
             "k", data.input(r), device=r, num_local=1, num_global=2, global_rank=r, communicator_key=name
@@ -262,7 +262,7 @@ def test_reduce_recv_is_the_root(manager):
     )
 
 
-def test_the_first_may_be_one_that_only_receives(manager):
+def test_first_participant_may_only_receive(manager):
     n = some_devices(3)
     data = Data(n)
     works = [manager.broadcast_recv("k", data.input(r), device=r, num_local=n) for r in range(1, n)]
@@ -272,7 +272,7 @@ def test_the_first_may_be_one_that_only_receives(manager):
         data.check(r, data.values[0], in_place=True)
 
 
-def test_a_launch_error_reaches_all_siblings(manager, host_engine):
+def test_launch_error_reaches_all_siblings(manager, host_engine):
     works, check = sum_works(manager, "warm", range(4))
     check()
     with ncclpy.faults("rank=2 call=AllReduce do=error:ncclInternalError") as faults:
@@ -285,7 +285,7 @@ def test_a_launch_error_reaches_all_siblings(manager, host_engine):
     assert manager.stats()["communicators_made"] == 2
 
 
-def test_an_error_on_the_way_reaches_all_siblings(manager, host_engine):
+def test_error_during_the_operation_reaches_all_siblings(manager, host_engine):
     _, check = sum_works(manager, "warm", range(4))
     check()
     with ncclpy.faults("rank=2 call=AllReduce at=run do=error:ncclRemoteError"):
@@ -295,7 +295,7 @@ def test_an_error_on_the_way_reaches_all_siblings(manager, host_engine):
     check_usable(manager, "k", range(4))
 
 
-def test_an_error_in_making_communicators_reaches_all(manager, host_engine):
+def test_error_in_making_communicators_reaches_all(manager, host_engine):
     with ncclpy.faults("rank=1 call=CommInitRankConfig do=error:ncclSystemError") as faults:
         first, _ = sum_works(manager, "k", range(3))
         error = one_error(first)
@@ -319,16 +319,16 @@ def test_work_in_flight_reports_the_abort(manager, host_engine):
 
 
 class TestMemory:
-    """One launch runs all participants at once: what one of them writes, no other uses."""
+    """One launch runs all participants at once: no participant may use memory that another one writes."""
 
     @pytest.fixture(autouse=True)
     def on_cpu_memory(self, host_engine):
         testing.need_devices(2)
 
     @pytest.mark.parametrize("ranks", [(None, None), (0, 1)])
-    def test_a_part_at_a_wrong_place_is_refused(self, manager, ranks):
+    def test_part_at_a_wrong_place_is_refused(self, manager, ranks):
         arrays = [np.arange(4.0) for _ in range(2)]
-        if ranks[0] is None:  # which part is whose is known when all have come
+        if ranks[0] is None:  # ranks, and so parts, are known when all have come
             works = [manager.all_gather(KEY, b[2:4], b, device=r, num_local=2) for r, b in enumerate(arrays)]
             error = one_error(works)
             assert "device 0" in str(error) and "rank 0" in str(error)
@@ -347,7 +347,7 @@ class TestMemory:
         assert manager.pending() == []
         check_usable(manager, KEY, range(2))
 
-    def test_in_place_is_taken_whichever_rank_it_will_be(self, manager):
+    def test_in_place_is_accepted_before_the_rank_is_known(self, manager):
         arrays = [np.arange(4.0) + 10 * rank for rank in range(2)]
         finish(
             [manager.reduce_scatter(KEY, b, b[2 * r : 2 * r + 2], device=r, num_local=2) for r, b in enumerate(arrays)]

@@ -1,4 +1,4 @@
-"""Deadlines, what is pending, the cache of communicators, and the end of a Manager."""
+"""Deadlines, pending collectives, the cache of communicators, and the end of a Manager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ncclpy
 import testing
 
 HANG = "rank=1 call=AllReduce at=run do=hang"
-STUCK = "rank=1 call=AllReduce do=hang"  # in the call itself: the lane does not come back
+STUCK = "rank=1 call=AllReduce do=hang"  # in the call itself: the lane does not return
 
 
 def timed(call):
@@ -41,7 +41,7 @@ def test_gathering_past_its_deadline(make_manager):
     check_usable(manager, "k", range(n))
 
 
-def test_the_shortest_timeout_of_the_participants_counts(make_manager):
+def test_shortest_timeout_of_the_participants_counts(make_manager):
     n = some_devices(3, least=3)
     manager = make_manager(timeout=60)
     data = Data(n)
@@ -54,8 +54,8 @@ def test_the_shortest_timeout_of_the_participants_counts(make_manager):
     assert patient.state == "pending"
 
 
-def test_a_deadline_that_comes_after_a_longer_one(make_manager):
-    manager = make_manager()  # would look at what waits in a minute
+def test_short_deadline_after_a_longer_one_is_kept(make_manager):
+    manager = make_manager()  # it would check pending collectives only in a minute
     data = Data(1)
     manager.all_reduce("long", data.input(0), device=0, num_local=2)
     work = manager.all_reduce("short", data.input(0), device=0, num_local=2, timeout=0.1)
@@ -80,7 +80,7 @@ def test_execution_past_its_deadline(make_manager, host_engine, fault):
     check_usable(manager, "k", range(3))
 
 
-def test_a_rank_that_is_done_fails_no_more(make_manager, host_engine):
+def test_rank_that_is_done_does_not_fail_later(make_manager, host_engine):
     manager = make_manager(timeout=0.3)
     data = Data(3)
     sum_works(manager, "warm", range(3), timeout=DEADLINE)[1]()
@@ -101,7 +101,7 @@ def test_communicators_that_are_not_made_in_time(make_manager, host_engine):
     work = manager.all_reduce(
         "k", data.input(0), device=0, num_local=1, num_global=2, global_rank=0, communicator_key=name
     )
-    error, seconds = timed(lambda: one_error([work]))  # the other node never comes
+    error, seconds = timed(lambda: one_error([work]))  # the other node never joins
     assert isinstance(error, ncclpy.NcclTimeout) and "key 'k': " in str(error) and "within 0.3 s" in str(error)
     assert seconds < 10
     check_usable(manager, "k", range(2))
@@ -127,7 +127,7 @@ def no_thread_makes_any():
     testing.wait_for(lambda: all(thread.name != "ncclpy-init" for thread in threading.enumerate()))
 
 
-def test_a_timeout_of_a_wait_ends_the_wait_only(manager):
+def test_timeout_of_a_wait_ends_the_wait_only(manager):
     n = some_devices(2)
     data = Data(n)
     work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
@@ -152,25 +152,25 @@ def test_pending(manager):
     assert manager.stats()["gathering"] == 2
 
 
-def test_a_stall_is_logged_once(make_manager, caplog):
+def test_stall_is_logged_once(make_manager, caplog):
     n = some_devices(2)
     manager = make_manager(warn_after=0.1)
     data = Data(n)
     with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
         works = [manager.all_reduce("slow", data.input(0), device=0, num_local=n)]
         testing.wait_for(lambda: caplog.records, "the warning")
-        time.sleep(0.4)  # for a second one
+        time.sleep(0.4)  # time for a second one
     said = [record.getMessage() for record in caplog.records if record.name == "ncclpy.manager"]
     assert len(said) == 1 and "'slow'" in said[0] and "[0] have come" in said[0]
     works += [manager.all_reduce("slow", data.input(r), device=r, num_local=n) for r in range(1, n)]
     finish(works)
 
 
-def test_no_stall_without_a_reason(make_manager, caplog):
+def test_many_short_works_are_not_a_stall(make_manager, caplog):
     n = some_devices(2)
     manager = make_manager(warn_after=0.6)
     with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
-        for step in range(20):  # together longer than that, none of them alone
+        for step in range(20):  # together longer than warn_after, each of them shorter
             sum_works(manager, step, range(n))[1]()
             time.sleep(0.05)
     assert not caplog.records
@@ -192,7 +192,7 @@ def test_stats(manager, host_engine):
     assert manager.stats() == wanted | {"started": 4}
 
 
-def test_the_least_recently_used_communicators_are_closed(make_manager):
+def test_least_recently_used_communicators_are_closed(make_manager):
     some_devices(3, 3)
     manager = make_manager(max_communicators=2)
 
@@ -204,9 +204,9 @@ def test_the_least_recently_used_communicators_are_closed(make_manager):
     assert use(0, 1) == (1, 0)
     assert use(1, 2) == (2, 0)
     assert use(0, 1) == (2, 0)
-    assert use(0, 2) == (3, 1)  # (1, 2) goes
+    assert use(0, 2) == (3, 1)  # (1, 2) is evicted
     assert use(0, 1) == (3, 1)
-    assert use(1, 2) == (4, 2)  # (0, 2) goes
+    assert use(1, 2) == (4, 2)  # (0, 2) is evicted
     assert use(0, 1) == (4, 2)
     assert manager.stats()["communicators"] == 2
 
@@ -251,7 +251,7 @@ def test_bad_arguments_of_a_participant(manager, key, options, words):
     assert manager.pending() == []
 
 
-def test_the_default_manager():
+def test_default_manager():
     n = some_devices(2)
     manager = ncclpy.Manager.default()
     assert ncclpy.Manager.default() is manager
@@ -273,11 +273,11 @@ def test_high_priority_and_timing(make_manager):
     assert sum_works(make_manager(), 0, range(n))[0][0].duration is None
 
 
-# The end.
+# The end of a Manager.
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["unasked", "asked"])
-def test_close_raises_a_failure_that_the_program_was_not_given(make_manager, host_engine, asks):
+def test_close_raises_a_failure_that_the_program_has_not_read(make_manager, host_engine, asks):
     manager = make_manager()
     with ncclpy.faults(HANG):
         works, _ = sum_works(manager, "k", range(3), timeout=0.3)
@@ -290,7 +290,7 @@ def test_close_raises_a_failure_that_the_program_was_not_given(make_manager, hos
     manager.close()
 
 
-def test_close_drains_what_was_launched_and_fails_what_was_not(make_manager, host_engine):
+def test_close_completes_launched_works_and_fails_the_others(make_manager, host_engine):
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(2))
     check()
@@ -319,7 +319,7 @@ def test_close_waits_for_communicators_that_are_being_made(make_manager):
     check()
 
 
-def test_close_aborts_what_does_not_end(make_manager, host_engine):
+def test_close_aborts_works_that_do_not_end(make_manager, host_engine):
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(3))
     check()
@@ -353,8 +353,8 @@ def test_abort_ends_a_close_that_waits(make_manager, host_engine):
     assert isinstance(error, ncclpy.NcclAborted) and "no patience" in str(error)
 
 
-def test_an_interrupted_close_aborts(make_manager, host_engine):
-    """Ctrl-C comes through at once, and nothing is left open."""
+def test_interrupted_close_aborts(make_manager, host_engine):
+    """Ctrl-C is raised at once, and nothing is left open."""
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(3))
     check()
@@ -372,7 +372,7 @@ def test_an_interrupted_close_aborts(make_manager, host_engine):
     assert manager.stats()["communicators"] == 0
 
 
-def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager, monkeypatch):
+def test_interrupt_while_communicators_are_made_is_raised_in_the_caller(make_manager, monkeypatch):
     n = some_devices(2)
     manager = make_manager()
     sum_works(manager, "one", range(1))[1]()  # the monitor runs
@@ -380,7 +380,7 @@ def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager,
 
     def interrupted(thread):
         start(thread)
-        if threading.current_thread() is threading.main_thread():  # it alone is interrupted
+        if threading.current_thread() is threading.main_thread():  # only the main thread is interrupted
             raise KeyboardInterrupt
 
     data = Data(n)
@@ -393,7 +393,7 @@ def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager,
     check_usable(manager, "k", range(n))
 
 
-def test_an_exception_in_the_block_aborts(host_engine):
+def test_exception_in_the_block_aborts(host_engine):
     with ncclpy.Manager() as manager:
         sum_works(manager, "warm", range(3))[1]()
     with ncclpy.faults(HANG) as faults, pytest.raises(KeyError):
@@ -405,7 +405,7 @@ def test_an_exception_in_the_block_aborts(host_engine):
     assert isinstance(error, ncclpy.NcclAborted) and isinstance(error.__cause__, KeyError)
 
 
-def test_a_manager_that_is_dropped_ends_what_it_gathers():
+def test_dropped_manager_ends_its_pending_works():
     data = Data(1)
     manager = ncclpy.Manager()
     work = manager.all_reduce("k", data.input(0), device=0, num_local=2)
@@ -440,7 +440,7 @@ def test_reset_without_an_abort(manager):
     finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
 
 
-def test_several_managers_do_not_meet(make_manager):
+def test_managers_are_independent(make_manager):
     n = some_devices(2)
     first, second = make_manager(), make_manager()
     data = Data(n)
@@ -451,7 +451,7 @@ def test_several_managers_do_not_meet(make_manager):
     finish([work, *(first.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
 
 
-def test_the_fault_of_one_set_of_devices_leaves_others_alone(make_manager, host_engine):
+def test_fault_on_one_set_of_devices_leaves_others_alone(make_manager, host_engine):
     manager = make_manager(timeout=0.4)
     for devices in ((0, 1), (2, 3)):
         sum_works(manager, devices, devices, timeout=DEADLINE)[1]()

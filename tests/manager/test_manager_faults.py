@@ -21,7 +21,7 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault
     [(1, 5), pytest.param(5, 8, marks=pytest.mark.slow), pytest.param(5, 50, marks=pytest.mark.campaign)],
 )
 @pytest.mark.parametrize(("first", "cores"), [(0, 2), (1000, 9)])
-def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, processes, runs_each):
+def test_every_work_ends_under_random_faults(host_engine, first, cores, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(first + 100 * number), str(runs_each), str(cores)],
@@ -46,7 +46,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, processe
             seen += bool(run["fired"])
             fired |= {(line.split()[2], line.split()[4], line.split()[5]) for line in run["fired"]}
         before, after = left["before"], left["after"]
-        # An identifier with which no rank has come keeps its descriptor, as NCCL keeps its thread.
+        # An identifier that no rank has used keeps its descriptor, as NCCL keeps its thread.
         unused = sum(
             "error" in line and any(call in line for call in ("CommInit", "GroupEnd", "GetUniqueId"))
             for run in runs

@@ -1,4 +1,4 @@
-"""Keys of strange classes: whatever they do, every work ends and others are left alone."""
+"""Keys of unusual classes: whatever they do, every work ends and other works are unaffected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ncclpy
 
 
 class Changeable:
-    """A key whose hash and comparison are what the test says."""
+    """A key with a hash and a comparison set by the test."""
 
     def __init__(self):
         self.hashed = 7
@@ -43,7 +43,7 @@ def test_equal_keys_of_different_types_are_one(manager):
 
 
 @pytest.mark.parametrize("later", [8, fail, leave], ids=["another one", "raises", "ends the program"])
-def test_a_hash_that_changes(make_manager, later):
+def test_hash_that_changes_is_not_needed_again(make_manager, later):
     """Neither the end of gathering nor its timeout, of this and other keys, needs the hash again."""
     n = some_devices(2)
     manager = make_manager(timeout=0.3)
@@ -58,7 +58,7 @@ def test_a_hash_that_changes(make_manager, later):
     assert manager.pending() == []
 
 
-def test_a_comparison_that_raises(manager):
+def test_comparison_that_raises_leaves_the_key_usable(manager):
     n = some_devices(2)
     data = Data(n)
     first, second = Changeable(), Changeable()
@@ -74,7 +74,7 @@ def test_a_comparison_that_raises(manager):
 
 
 @pytest.mark.parametrize("shown", [fail, leave])
-def test_a_key_that_cannot_be_shown_in_an_error(make_manager, shown):
+def test_key_with_a_failing_repr_is_shown_by_its_type(make_manager, shown):
     n = some_devices(2)
     manager = make_manager(timeout=0.3, warn_after=0.1)
     data, key = Data(n), Changeable()
@@ -87,7 +87,7 @@ def test_a_key_that_cannot_be_shown_in_an_error(make_manager, shown):
     check_usable(manager, key, range(n))
 
 
-def test_a_key_that_is_shown_slowly_holds_up_nobody(manager):
+def test_key_with_a_slow_repr_blocks_no_other_thread(manager):
     n = some_devices(2)
     data, key = Data(n), Changeable()
     go_on, asked = threading.Event(), threading.Event()
@@ -109,8 +109,8 @@ def test_a_key_that_is_shown_slowly_holds_up_nobody(manager):
     finish([work, *rest])
 
 
-def test_a_key_that_aborts_when_it_is_shown(manager):
-    """It is shown when somebody reads a message, and never in the middle of adding."""
+def test_key_that_aborts_in_its_repr(manager):
+    """The key is shown when a message is read, and never while participants are added."""
     n = some_devices(2)
     data, key = Data(n), Changeable()
     key.shown = lambda: (manager.abort("by the key"), "key")[1]
@@ -137,7 +137,7 @@ def test_long_keys_are_cut_in_messages(manager):
     assert texts[0] != texts[1]
 
 
-def test_a_number_that_python_does_not_show_is_a_key(manager):
+def test_integer_too_large_to_show_is_a_key(manager):
     n = some_devices(2)
     check_usable(manager, 10**5000, range(n))
     assert "<int object" in ncclpy.recorder.dump()

@@ -53,9 +53,9 @@ def test_overlapping_sets_of_devices(manager, most, seed):
 
 
 def test_two_managers_on_the_same_devices(make_manager):
-    """Each has streams of its own; what keeps their launches in one order is the process's lanes.
+    """Each has streams of its own; the process's lanes keep their launches in one order.
 
-    On GPUs another order can deadlock. On any engine it can be seen in the recorder.
+    On GPUs another order can deadlock. On any engine the recorder shows the order.
     """
     n = some_devices(3)
     ncclpy.recorder.resize(2 * 40 * n)
@@ -83,10 +83,10 @@ def test_two_managers_on_the_same_devices(make_manager):
         pytest.param("(overlapping_sets and -0) or two_managers", marks=pytest.mark.slow),
         pytest.param("overlapping_sets", marks=pytest.mark.campaign),
     ],
-    ids=["few", "all"],  # which the expression must not find
+    ids=["few", "all"],  # words that the expression must not match
 )
 def test_with_a_lane_for_each_device(tests):
-    """The same where there is a core for each device; fewer cores share lanes."""
+    """The same tests with a core for each device; with fewer cores devices share lanes."""
     some_devices(3)
     testing.run_python(
         f"""
@@ -102,7 +102,7 @@ def test_with_a_lane_for_each_device(tests):
 
 
 def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(host_engine):
-    """Otherwise NCCL could wait in the call for one device for that of the next, which stands behind it."""
+    """Otherwise NCCL could wait, in the call for one device, for the next device's call, which is queued behind it."""
     testing.run_python(
         """
         import os
@@ -110,7 +110,7 @@ def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(ho
         import numpy as np
         import ncclpy
         with ncclpy.faults("call=GroupEnd nth=* do=delay:1us") as faults, ncclpy.Manager() as manager:
-            for step, op in enumerate(("sum", "max")):  # what has run before may go in one group, by who adds
+            for step, op in enumerate(("sum", "max")):  # once run, an op may go in one group, by the adding thread
                 works = [manager.all_reduce(step, np.ones(4), op=op, device=d, num_local=6) for d in range(6)]
                 for work in works:
                     work.wait(30)
@@ -122,11 +122,11 @@ def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(ho
     )
 
 
-def test_one_key_is_launched_in_the_order_in_which_it_became_complete(manager):
-    """On a device operations run in the order of their launches, whatever the communicator."""
+def test_keys_are_launched_in_the_order_in_which_they_became_complete(manager):
+    """A device runs operations in the order of their launches, whatever the communicator."""
     n = some_devices(3)
     data = Data(n)
-    for devices in (range(n), range(n - 1)):  # what waits for its communicators is overtaken
+    for devices in (range(n), range(n - 1)):  # a key that waits for its communicators is overtaken
         check_usable(manager, "warm", devices)
     works = []
     for step in range(100):

@@ -1,4 +1,4 @@
-"""What a Manager means to its process: fork, exit, memory, other threads' time."""
+"""A Manager and its process: fork, exit, memory, time of other threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(code, **options):
     return done, time.monotonic() - begun
 
 
-def test_a_forked_child_is_told_and_the_parent_goes_on():
+def test_forked_child_is_refused_and_the_parent_continues():
     some_devices(2)
     done, _ = run(
         """
@@ -65,8 +65,8 @@ def test_a_forked_child_is_told_and_the_parent_goes_on():
     assert done.stderr == ""
 
 
-def test_a_manager_made_before_the_fork_of_a_process_that_has_loaded_nothing(host_engine):
-    """Only NCCL does not survive a fork: what was made before it was loaded may be used by the child."""
+def test_manager_made_before_nccl_is_loaded_works_in_a_forked_child(host_engine):
+    """Only NCCL does not survive a fork: the child may use what was made before NCCL was loaded."""
     testing.run_python(
         """
         import os, traceback
@@ -128,7 +128,7 @@ def test_fork_while_a_thread_adds():
 
 
 def test_fork_while_the_lock_is_held():
-    """A child may dump what it has inherited, whoever held which lock."""
+    """A child may dump the recorder that it inherited, whichever thread held which lock."""
     some_devices(1)
     done, _ = run(
         """
@@ -166,7 +166,7 @@ def test_fork_while_the_lock_is_held():
     assert done.stderr == ""
 
 
-def test_a_manager_made_before_the_library_is_used_survives_a_fork():
+def test_manager_made_before_the_library_is_used_survives_a_fork():
     done = testing.run_python(
         """
         import os, warnings
@@ -240,7 +240,7 @@ def test_exit_with_work_that_is_not_done(what):
     assert seconds < 20, f"{seconds:.1f} s: the exit waits a moment for what is under way, not for its end"
 
 
-def test_a_manager_that_outlives_its_modules_goes_silently():
+def test_manager_that_outlives_its_modules_is_freed_silently():
     some_devices(2)
     code = """
     for work in add("k"):
@@ -251,7 +251,7 @@ def test_a_manager_that_outlives_its_modules_goes_silently():
     assert done.stderr == ""
 
 
-def test_a_wait_at_exit_ends():
+def test_wait_at_exit_ends():
     """Exit handlers of a program may wait; the monitor has ended by then."""
     some_devices(2)
     done = testing.run_python(
@@ -273,8 +273,8 @@ def test_a_wait_at_exit_ends():
     assert "waited" in done.stdout
 
 
-def test_a_wait_at_exit_for_what_fails_ends(host_engine):
-    """The monitor, which tells of errors, has ended: whoever waits does its part."""
+def test_wait_at_exit_for_a_failure_ends(host_engine):
+    """The monitor, which reports errors, has ended: the waiting thread does its part."""
     done = testing.run_python(
         """
         import atexit
@@ -297,7 +297,7 @@ def test_a_wait_at_exit_for_what_fails_ends(host_engine):
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_works_that_nobody_waits_for_are_reclaimed(few):
+def test_works_without_references_are_reclaimed(few):
     some_devices(2)
     done, _ = run(
         """
@@ -329,7 +329,7 @@ def test_works_that_nobody_waits_for_are_reclaimed(few):
     assert len(alive) == 0, len(alive)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert grown < 2_000_000, grown  # the recorder's 2,000 entries, whose keys are traced only now
+    assert grown < 2_000_000, grown  # the recorder's 2,000 entries: their keys are traced only now
     if not FEW:
         burst(25_000)  # 50,000 works
         gc.collect()
@@ -345,8 +345,8 @@ def test_works_that_nobody_waits_for_are_reclaimed(few):
     assert done.stderr == ""
 
 
-def test_what_waits_for_its_communicators_is_launched_to_the_last():
-    """The first of it may have run, and so be known, before the last has its turn; more each time, for new events."""
+def test_works_that_wait_for_their_communicators_are_all_launched():
+    """The first works may have run, and be known, before the last is launched; more each time, for new events."""
     some_devices(2)
     run(
         """
@@ -365,8 +365,8 @@ def test_what_waits_for_its_communicators_is_launched_to_the_last():
     )
 
 
-def test_adding_does_not_slow_with_the_keys_that_wait():
-    """50,000 keys pending at once: adding does not look at them, and all can be aborted."""
+def test_adding_does_not_slow_down_with_pending_keys():
+    """50,000 keys pending at once: adding does not go through them, and all can be aborted."""
     some_devices(2)
     run(
         """
@@ -396,7 +396,7 @@ def test_adding_does_not_slow_with_the_keys_that_wait():
     )
 
 
-def test_an_idle_process_sleeps():
+def test_idle_process_sleeps():
     some_devices(2)
     run(
         """
@@ -415,8 +415,8 @@ def test_an_idle_process_sleeps():
     )
 
 
-def test_first_users_that_come_at_once_start_one_monitor_and_one_watcher(host_engine):
-    """Two would take each other's works to their ends, and free them twice."""
+def test_concurrent_first_uses_start_one_monitor_and_one_watchdog(host_engine):
+    """Two monitors would end each other's works, and free them twice."""
     testing.run_python(
         """
         import _thread, collections, threading, time

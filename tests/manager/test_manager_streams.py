@@ -1,4 +1,4 @@
-"""Stream order: communication waits for what produces its input, and a consumer's stream for communication."""
+"""Stream order: communication waits for the producer of its input, and a consumer's stream for communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sides():
 
 @pytest.fixture
 def add(manager, sides):
-    """Return a function that adds the memory of sides, behind their streams; communicators are there."""
+    """Return a function that adds the memory of sides, behind their streams; the communicators exist already."""
     sum_works(manager, "warm", range(len(sides)))[1]()
 
     def add(key, only=None, **options):
@@ -37,7 +37,7 @@ def add(manager, sides):
     return add
 
 
-def test_a_slow_producer(add, sides):
+def test_slow_producer_is_waited_for(add, sides):
     n = len(sides)
     for step in range(1, 6):
         for side in sides:
@@ -47,7 +47,7 @@ def test_a_slow_producer(add, sides):
             assert np.all(RAW.read(side.memory) == step * n * (n + 1) / 2)
 
 
-def test_what_the_producer_queues_later_is_not_waited_for(add, sides):
+def test_later_work_of_the_producer_is_not_waited_for(add, sides):
     for side in sides:
         side.fill(1)
     gate = Gate(0)
@@ -76,7 +76,7 @@ def test_communication_waits_for_the_producer(add, sides):
     gate.close()
 
 
-def test_a_consumer_on_another_stream(add, sides):
+def test_consumer_on_another_stream_waits(add, sides):
     consumers = [Side(side.device) for side in sides]
     gate = Gate(0)
     gate.shut(sides[0].stream)
@@ -113,7 +113,7 @@ def test_synchronize_after_the_end(manager, add, sides):
 
 
 def test_pipelines_of_producer_communication_and_consumer(add, sides):
-    """Many steps in flight; nobody waits on the CPU until the end."""
+    """Many steps are in flight; no thread waits on the CPU until the end."""
     consumers = [Side(side.device) for side in sides]
     steps = 30
     for step in range(1, steps + 1):
@@ -122,7 +122,7 @@ def test_pipelines_of_producer_communication_and_consumer(add, sides):
         for work, side, consumer in zip(add(step), sides, consumers, strict=True):
             work.synchronize(consumer.stream)
             consumer.keep(side.memory, step)
-            side.stream.wait(consumer.stream.record())  # the next step writes when this one was read
+            side.stream.wait(consumer.stream.record())  # the next step writes after this one was read
     for consumer in consumers:
         consumer.stream.synchronize()
         for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""No code of users runs under a lock of ours or in the monitor: whatever it waits for, all others go on."""
+"""Users' code runs neither under a lock of ncclpy nor in the monitor: whatever it waits for, other threads run on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import testing
 
 
 class Key:
-    """A key of a user's class, which waits for a test's event in one of its methods, and says that it does."""
+    """A key of a user's class, which waits for a test's event in one of its methods, and signals that it waits."""
 
     def __init__(self, name="key", where=""):
         self.name, self.where = name, where
@@ -41,7 +41,7 @@ class Key:
 
 
 def in_thread(body):
-    """Start a thread; return a function that waits for its end and returns what it gave."""
+    """Start a thread; return a function that waits for its end and returns its result."""
     given: list = []
     thread = threading.Thread(target=lambda: given.append(body()), daemon=True)
     thread.start()
@@ -55,7 +55,7 @@ def in_thread(body):
 
 
 def check_all_goes_on(manager):
-    """Collectives, callbacks and deadlines of others: from a thread, so that a lock that is held fails the test."""
+    """Run collectives, callbacks and deadlines in a thread, so that a lock that is held fails the test."""
 
     def body():
         told = threading.Event()
@@ -71,8 +71,8 @@ def check_all_goes_on(manager):
     testing.run_with_deadline(body, 20)
 
 
-def test_a_key_whose_repr_takes_a_lock_stops_no_deadline(make_manager):
-    """The user's lock is held by a thread that is about to add: the monitor must not wait for it."""
+def test_key_with_a_repr_that_takes_a_lock_stops_no_deadline(make_manager):
+    """A thread that is about to add holds the user's lock: the monitor must not wait for it."""
     some_devices(2)
     manager = make_manager(timeout=0.2, warn_after=0.1)
     lock = threading.Lock()
@@ -92,7 +92,7 @@ def test_a_key_whose_repr_takes_a_lock_stops_no_deadline(make_manager):
 
 
 @pytest.mark.parametrize("where", ["hash", "eq"])
-def test_a_key_that_waits_holds_up_nobody(manager, where):
+def test_key_that_waits_blocks_no_other_thread(manager, where):
     some_devices(2)
     first, second = Key(), Key()
     work = manager.all_reduce(first, Data(1).input(0), device=0, num_local=2)
@@ -105,7 +105,7 @@ def test_a_key_that_waits_holds_up_nobody(manager, where):
     finish([work, adding()])
 
 
-def test_a_key_that_is_shown_in_an_error_waits_in_its_readers_thread(manager):
+def test_key_in_an_error_is_shown_in_the_reading_thread(manager):
     some_devices(2)
     key, data = Key(where="repr"), [Data(1, devices=[0]), Data(1, 5, devices=[1])]
     works = [manager.all_reduce(key, data[r].input(0), device=r, num_local=2) for r in range(2)]
@@ -120,8 +120,8 @@ def test_a_key_that_is_shown_in_an_error_waits_in_its_readers_thread(manager):
     assert text in [entry["error"] for entry in ncclpy.recorder.snapshot()["entries"]]
 
 
-def test_a_key_may_end_while_a_wait_that_has_timed_out_shows_it(manager):
-    """What the work waited for is looked at for the error's text."""
+def test_key_may_complete_while_a_wait_that_timed_out_shows_it(manager):
+    """The error's text includes what the work waited for."""
     some_devices(2)
     key = Key(where="repr")
     work = manager.all_reduce(key, Data(1).input(0), device=0, num_local=2)
@@ -141,14 +141,14 @@ def test_a_key_may_end_while_a_wait_that_has_timed_out_shows_it(manager):
 
 
 @pytest.mark.parametrize("other", [Key, str], ids=["of a class", "and plain ones"])
-def test_equal_keys_that_come_at_the_same_time_meet(make_manager, host_engine, other):
+def test_equal_keys_added_at_the_same_time_meet(make_manager, host_engine, other):
     n = some_devices(4)
     manager = make_manager(timeout=DEADLINE)
     begin = threading.Barrier(n)
 
     class Equal(Key):
         def __eq__(self, other):
-            time.sleep(0.0002)  # others go first
+            time.sleep(0.0002)  # other threads run first
             return self.name == (other.name if isinstance(other, Key) else other)
 
         __hash__ = Key.__hash__
@@ -186,7 +186,7 @@ def test_signals_for_equal_keys_of_a_class(make_manager):
 
 
 class Owner:
-    """Owns a buffer, and waits in its finaliser."""
+    """An owner of a buffer that waits in its finaliser."""
 
     def __init__(self, device):
         self.array = testing.arrays().make(np.ones(4, np.float32), device)
@@ -205,7 +205,7 @@ def buffer_of(owner, device):
 
 
 def later(body):
-    """Do something in a thread when the caller has let go of its buffer."""
+    """Call a function in a thread after the caller has released its buffer."""
     timer = threading.Timer(0.5, body)
     timer.daemon = True
     timer.start()
@@ -230,8 +230,8 @@ def end_in_an_abort(manager, buffer):
 
 
 @pytest.mark.parametrize("end", [end_in_success, end_in_a_timeout, end_in_a_disagreement, end_in_an_abort])
-def test_a_finaliser_that_waits_holds_up_nobody(make_manager, host_engine, end):
-    """Nobody keeps work or buffer: whoever lets go of them runs the finaliser."""
+def test_finaliser_that_waits_blocks_no_other_thread(make_manager, host_engine, end):
+    """The program keeps neither work nor buffer: the thread that releases the last reference runs the finaliser."""
     some_devices(2)
     manager, other = make_manager(), make_manager()
     check_usable(manager, "warm", [0])
@@ -249,8 +249,8 @@ def test_a_finaliser_that_waits_holds_up_nobody(make_manager, host_engine, end):
         go_on.set()
 
 
-def test_a_collection_of_garbage_runs_no_finaliser_under_the_lock(manager, host_engine):
-    """A finaliser waits for another thread that adds: under the lock, or in the monitor, that would be for ever."""
+def test_garbage_collection_runs_no_finaliser_under_the_lock(manager, host_engine):
+    """A finaliser waits for another thread that adds: under the lock, or in the monitor, the wait would never end."""
     some_devices(2)
     outcome: list[bool] = []
     over: list[bool] = []
@@ -259,7 +259,7 @@ def test_a_collection_of_garbage_runs_no_finaliser_under_the_lock(manager, host_
     busy = threading.local()
 
     def helper():
-        busy.now = True  # its own garbage is for the others
+        busy.now = True  # its own garbage is left to other threads
         while True:
             asked.acquire()
             manager.signal_multi_node_ready(("helper", next(steps)))
@@ -293,7 +293,7 @@ def test_a_collection_of_garbage_runs_no_finaliser_under_the_lock(manager, host_
     assert outcome
 
 
-def test_a_callback_that_waits_holds_up_nobody(manager):
+def test_callback_that_waits_blocks_no_other_thread(manager):
     some_devices(2)
     go_on, inside = threading.Event(), threading.Event()
 
@@ -309,7 +309,7 @@ def test_a_callback_that_waits_holds_up_nobody(manager):
 
 
 def test_callbacks_that_wait_for_callbacks_behind_them(manager):
-    """Each waits for the next one: there are as many threads as they need."""
+    """Each callback waits for the next one: there are as many threads as they need."""
     some_devices(1)
     depth = 12
     events = [threading.Event() for _ in range(depth + 1)]
@@ -328,7 +328,7 @@ def test_callbacks_that_wait_for_callbacks_behind_them(manager):
 
 
 def test_short_callbacks_run_in_the_order_of_their_works(manager):
-    """On a machine that is so busy that a callback looks like a long one, it may take another try."""
+    """On a machine so busy that a callback looks like a long one, another try may be needed."""
     some_devices(1)
     data = Data(1)
     for _ in range(5):
@@ -342,7 +342,7 @@ def test_short_callbacks_run_in_the_order_of_their_works(manager):
     assert order == sorted(order)
 
 
-def test_a_future_whose_callback_waits_holds_up_nobody(manager):
+def test_callback_of_a_future_that_waits_blocks_no_other_thread(manager):
     some_devices(2)
     go_on, inside = threading.Event(), threading.Event()
     check = sum_works(manager, "k", range(2))[1]
@@ -354,7 +354,7 @@ def test_a_future_whose_callback_waits_holds_up_nobody(manager):
     go_on.set()
 
 
-def test_a_log_handler_that_waits_stops_no_deadline(make_manager):
+def test_log_handler_that_waits_stops_no_deadline(make_manager):
     some_devices(2)
     manager = make_manager(warn_after=0.1)
     go_on, inside = threading.Event(), threading.Event()
@@ -383,7 +383,7 @@ def callback_threads():
 
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_callbacks_that_run_for_long_are_named_once_and_their_threads_end(manager, caplog, count):
-    """After 5 s, as is compiled in; each further one begins a second after the one before."""
+    """A warning comes after 5 s, which is compiled in; each further callback begins a second after the one before."""
     some_devices(1)
     go_on = threading.Event()
 
@@ -407,5 +407,5 @@ def test_callbacks_that_run_for_long_are_named_once_and_their_threads_end(manage
         assert "slow" in text and "has run for 5 s" in text and f"key ('step', {number})" in text
     assert callback_threads() >= count + (count > 1)
     go_on.set()
-    if count > 1:  # which takes as long again
+    if count > 1:  # their end takes as long again
         testing.wait_for(lambda: callback_threads() == 1, "the end of the threads", 20)

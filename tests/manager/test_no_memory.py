@@ -1,4 +1,4 @@
-"""A lane is a thread without Python and could tell nobody that memory is out: it asks for none."""
+"""A lane is a thread without Python and could not report a lack of memory: it allocates none."""
 
 from sanitizers import ROOT, compiled
 
@@ -27,7 +27,7 @@ PROGRAM = """
 """
 
 
-def test_a_lane_asks_for_no_memory(tmp_path):
+def test_lane_allocates_no_memory(tmp_path):
     preloaded = tmp_path / "no_memory.so"
     done = compiled(preloaded, "-shared", "-fPIC", ROOT / "tests/host/no_memory.cpp", "-ldl")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Collectives of several processes. On GPUs each is made to look like a node of its own, with sockets in between."""
+"""Collectives of several processes. On GPUs each looks like a node of its own, with sockets in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ncclpy.bootstrap import LocalStore, TCPStore
 
 
 def be_a_node(rank):
-    """Let NCCL take this process for another machine; the host engine has no such notion."""
+    """Make NCCL take this process for another machine; the host engine has no such notion."""
     os.environ["NCCL_HOSTID"] = f"node{rank.rank}"
     os.environ["NCCL_NET"] = "Socket"
 
@@ -63,7 +63,7 @@ def several_nodes(rank, each, port):
             names = [f"{round_}/{i}" for i in range(4)]
             shuffled = random.sample(names, 4)
             if round_ % 2:
-                manager.signal_multi_node_ready(names[0])  # before anybody has come
+                manager.signal_multi_node_ready(names[0])  # before any participant is added
             found = {name: add(manager, rank, each, key, name, lib) for name in shuffled}
             for name in names[round_ % 2 :]:
                 manager.signal_multi_node_ready(name)
@@ -115,7 +115,7 @@ def broadcast(rank, each):
         return [float(lib.read(array)[0]) for array in arrays]
 
 
-def test_a_root_on_another_node():
+def test_root_on_another_node():
     each = devices_a_node(2)
     root = 2 * each - 1
     assert testing.run_processes(2, broadcast, each) == [[root] * each] * 2
@@ -130,7 +130,7 @@ def one_stays_away(rank, each):
     for work in works:
         work.wait(40)
     if rank.rank == 1:
-        rank.unique_id()  # comes when the other is done
+        rank.unique_id()  # returns when the other node is done
         manager.abort("the other node has given up")
         manager.reset()
         manager.close()
@@ -148,13 +148,13 @@ def one_stays_away(rank, each):
     return "timed out"
 
 
-def test_a_node_that_does_not_come_ends_the_wait_of_the_others():
+def test_missing_node_ends_the_wait_of_the_others():
     each = devices_a_node(2)
     assert testing.run_processes(2, one_stays_away, each) == ["timed out", "stayed away"]
 
 
 def one_of(manager, rank, size, key, name="step 0"):
-    """Add rank `rank` of an all-reduce, on the device of that number, as a process that has no other."""
+    """Add rank `rank` of an all-reduce, on the device of that number, as a process with this rank alone."""
     lib = testing.arrays()
     array = lib.argument(lib.make(np.ones(4, np.float32), rank))
     numbers = {"num_local": 1, "num_global": size, "global_rank": rank}
@@ -163,8 +163,8 @@ def one_of(manager, rank, size, key, name="step 0"):
     return work
 
 
-def test_the_ranks_that_have_not_come_to_a_store_are_named():
-    """The first to give up tells the others: one that waits as long as it takes, and one that comes later."""
+def test_ranks_missing_in_the_store_are_named():
+    """The first to time out tells the others: a Manager without a timeout, and one that joins later."""
     testing.need_devices(3)
     store, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
     managers = [ncclpy.Manager(timeout=timeout, store=store) for timeout in (None, 0.5, None)]
@@ -185,7 +185,7 @@ def test_the_ranks_that_have_not_come_to_a_store_are_named():
 
 
 @pytest.mark.parametrize("waits", ["by a stream", "not yet"])
-def test_close_that_waits_for_a_work_raises_what_another_process_has_ended_it_with(waits):
+def test_close_raises_the_error_by_which_another_process_ended_a_work(waits):
     testing.need_devices(2)
     store, key, closing = LocalStore(), ncclpy.Manager.generate_communicator_key(), []
 
@@ -210,8 +210,8 @@ def test_close_that_waits_for_a_work_raises_what_another_process_has_ended_it_wi
         list(pool.map(take_part, range(2)))
 
 
-def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
-    """Rank 1 comes and ends, rank 2 never comes: the store knows who was there."""
+def test_rank_of_a_process_that_has_ended_is_told_apart(host_engine):
+    """Rank 1 joins and ends, rank 2 never joins: the store knows which ranks were there."""
     testing.run_python(
         """
         import os, signal, time
@@ -250,7 +250,7 @@ def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
     )
 
 
-def test_a_store_that_is_lost_ends_the_wait():
+def test_lost_store_ends_the_wait():
     testing.need_devices(2)
     served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
     with TCPStore("127.0.0.1", served.port) as store, ncclpy.Manager(timeout=40, store=store) as manager:
@@ -261,7 +261,7 @@ def test_a_store_that_is_lost_ends_the_wait():
 
 
 def one_rank_each(store, key, rank, nranks, then):
-    """Take part as one of several Managers, each with a rank of its own; return its error, or None."""
+    """Take part as one of several Managers with one rank each; return the error, or None."""
     with ncclpy.Manager(timeout=60, store=store) as manager:
         work = manager.all_reduce(
             "k", np.ones(4), device=rank, num_local=1, num_global=nranks, communicator_key=key, global_rank=rank
@@ -275,7 +275,7 @@ def nothing(manager):
     pass
 
 
-def test_a_process_that_cannot_make_the_communicators_is_a_remote_error_on_the_others(host_engine):
+def test_failure_to_make_communicators_is_a_remote_error_on_other_ranks(host_engine):
     shared, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
     with ncclpy.faults("rank=1 call=CommInitRankConfig do=error:ncclSystemError"), ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(lambda rank: one_rank_each(shared, key, rank, 3, nothing), range(3)))
@@ -285,10 +285,10 @@ def test_a_process_that_cannot_make_the_communicators_is_a_remote_error_on_the_o
         assert f"rank 1 of 3: it failed to make them: NcclError: {errors[1]}" in str(errors[rank])
 
 
-def test_a_manager_that_is_aborted_while_its_communicators_are_made_tells_the_others(host_engine):
+def test_abort_while_communicators_are_made_is_reported_to_other_ranks(host_engine):
     shared, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
 
-    # Rank 1 stays within the initialisation for a while, where the other one waits for it.
+    # Rank 1 stays in the initialisation for a while, where the other rank waits for it.
     with ncclpy.faults("rank=1 call=CommInitRankConfig do=hang:300ms") as faults, ThreadPoolExecutor(2) as pool:
         other = pool.submit(one_rank_each, shared, key, 0, 2, nothing)
 
@@ -304,8 +304,8 @@ def test_a_manager_that_is_aborted_while_its_communicators_are_made_tells_the_ot
     assert "by rank 1 of 2: it failed to make them: NcclAborted: the Manager was aborted: enough of this" in str(error)
 
 
-def test_the_last_process_that_lives_leaves_nothing_in_the_store(host_engine):
-    """Rank 1 is killed, and the others hear of it."""
+def test_last_living_process_leaves_nothing_in_the_store(host_engine):
+    """Rank 1 is killed, and the other ranks learn of it."""
     testing.run_python(
         """
         import os, signal

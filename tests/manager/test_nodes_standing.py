@@ -1,4 +1,4 @@
-"""Who is wrong: where the processes of a Manager have a store, an error says what the ranks of all of them do."""
+"""Which rank is at fault: where processes of a Manager have a store, an error says what all their ranks are doing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ncclpy.bootstrap import LocalStore, StoreError
 from ncclpy.manager import gathering
 from ncclpy.peers import communicator_status, inquiry
 
-#: Three processes, each with a rank; the last one does something else in place of the second collective.
+#: Three processes, each with a rank; the last one does something else instead of the second collective.
 PROGRAM = (
     IN_A_STORE
     + """
@@ -43,7 +43,7 @@ def begins():  # what rank 2 does instead, before the others' short deadlines
 )
 TOLD = "have_told('ncclpy/manager/')\n"
 
-#: What the other two do then.
+#: What the other two ranks do then.
 TROUBLE = """
 store.get('it has begun')
 work = reduce('second', 1024, timeout=0.5 + 0.3 * rank)
@@ -78,7 +78,7 @@ WHAT = {
         "rank 2 has closed the communicator after all_reduce #0",
     ),
     "killed": (
-        # Its end is seen at once, and nobody waits for a deadline then.
+        # Its end is noticed at once, before any deadline.
         "begins()\nstore.get('rank 0 waits')\nstore.get('rank 1 waits')\nos.kill(os.getpid(), signal.SIGKILL)",
         "ended",
         "rank 2's process has ended, last heard of after all_reduce #0",
@@ -104,14 +104,14 @@ WHAT = {
 
 
 @pytest.mark.parametrize("what", WHAT)
-def test_what_a_process_does_instead(tmp_path, what):
-    """The first in trouble asks; the other one, whose deadline is later, says the same."""
+def test_error_says_what_the_other_process_does(tmp_path, what):
+    """The first rank in trouble asks; the other one, with a later deadline, reports the same."""
     testing.need_processes(3)
     does, state, said = WHAT[what]
     program = PROGRAM + TOLD + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + TROUBLE
-    if what == "killed":  # its end is seen long before any deadline
+    if what == "killed":  # its end is noticed long before any deadline
         program = program.replace("timeout=0.5", "timeout=30")
-    if state == "silent":  # which is waited for as long as it takes to be sure
+    if state == "silent":  # a silent rank is waited for as long as it takes to be sure
         program = program.replace("reports.PATIENCE = 1.5", "reports.PATIENCE = 0.3")
     output = run_ranks(tmp_path, 3, program, only=[0, 1])[1]
     lines = sorted(line for line in output.splitlines() if " has Nccl" in line)
@@ -124,7 +124,7 @@ def test_what_a_process_does_instead(tmp_path, what):
         subjects = "all_reduce #1 (float32 x 1,024, sum)", "broadcast #1 (float32 x 4, root 2)"
         assert found and head.endswith(subjects[: 2 if what == "another operation" else 1]), line
         if what != "gathers":
-            waits = r"ranks 0-1 (wait|are) in all_reduce #1 .*since [0-9.]+ m?s"  # of who asks it comes last
+            waits = r"ranks 0-1 (wait|are) in all_reduce #1 .*since [0-9.]+ m?s"  # the asking rank comes last
             assert re.match(rf"[0-9a-f]{{8}}': (rank 2.*; {waits}|{waits}; rank 2)", tail), line
         called = r"\. Python of rank 2: \S+:\d+ in sleeps, called by \S+:\d+ in "
         assert ("Python of" in text) == (state == "idle") and (what != "late" or re.search(called, text)), line
@@ -132,8 +132,8 @@ def test_what_a_process_does_instead(tmp_path, what):
     assert len({line.partition(" of communicator '")[2] for line in lines}) == 1, "both say the same"
 
 
-def test_all_who_failed_leave_nothing_behind(tmp_path):
-    """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
+def test_closed_managers_leave_nothing_behind(tmp_path):
+    """The thread and the watch of each communicator end with it; its entries in the store end with its last rank."""
     testing.need_processes(2)
     output = run_ranks(
         tmp_path,
@@ -158,11 +158,11 @@ store.barrier('all are done', rank, size)
     assert output.count("has left nothing") == 2, output
 
 
-# Managers as processes, in threads of one: what becomes of the store.
+# Managers as of several processes, in threads of one process: stores that fail.
 
 
 class Stuck(LocalStore):
-    """A store in which nothing ends any more once it is stuck, or that is not watched."""
+    """A store in which no operation ends once it is stuck, or which cannot be watched."""
 
     stuck = False
     watched = True
@@ -188,7 +188,7 @@ def one_of(manager, rank, key, name, *, count=4, size=2, **options):
 
 
 def one_stays_away(store, meanwhile=lambda: None):
-    """Return the error of a Manager whose other one does not come to the second collective; and both."""
+    """Return the error of a Manager when the other one does not join the second collective; and both Managers."""
     managers, key = two_managers(store)
     meanwhile()
     return one_of(managers[0], 0, key, "second", timeout=0.3).exception(30), managers
@@ -199,7 +199,7 @@ def close(managers):
         manager.close()
 
 
-def test_a_store_that_cannot_be_watched():
+def test_store_that_cannot_be_watched_still_answers():
     store = Stuck()
     store.watched = False
     error, managers = one_stays_away(store)
@@ -208,7 +208,7 @@ def test_a_store_that_cannot_be_watched():
     assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(error)
 
 
-def test_a_store_that_is_lost_is_said_to_be():
+def test_lost_store_is_reported():
     store = LocalStore()
     error, managers = one_stays_away(store, store.close)
     close(managers)
@@ -216,7 +216,7 @@ def test_a_store_that_is_lost_is_said_to_be():
     assert "its communicator is aborted. What the other ranks do is not known: " in str(error)
 
 
-def test_a_store_that_is_stuck_holds_up_no_abort(monkeypatch):
+def test_stuck_store_delays_no_abort(monkeypatch):
     monkeypatch.setattr(inquiry, "_ASKS", 0.25)
     store = Stuck(60.0)
 
@@ -237,7 +237,7 @@ def test_a_store_that_is_stuck_holds_up_no_abort(monkeypatch):
     closing.join()
 
 
-def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
+def test_defect_in_asking_does_not_prevent_the_end(monkeypatch, caplog):
     from ncclpy.peers.communicator_status import CommunicatorStatus
 
     def torn(*_):
@@ -251,12 +251,12 @@ def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
 
 
 def two_managers(store):
-    """Return two Managers as of two processes that have done a collective, and the key by which they do more."""
+    """Return two Managers, as of two processes, that have done a collective, and the key for further ones."""
     return some_managers(store, 2)
 
 
 def some_managers(store, size):
-    """Return so many."""
+    """Return `size` such Managers, and the key."""
     testing.need_devices(size)
     key = ncclpy.Manager.generate_communicator_key()
     managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(size)]
@@ -265,7 +265,7 @@ def some_managers(store, size):
     return managers, key
 
 
-def test_it_ends_no_less_where_no_thread_can_be_had_to_tell_the_others(monkeypatch):
+def test_end_without_a_thread_to_tell_the_others(monkeypatch):
     testing.refuse_threads("ncclpy-leave", monkeypatch.setattr)
     error, managers = one_stays_away(LocalStore())
     assert isinstance(error, ncclpy.NcclTimeout) and managers[0].stats()["communicators"] == 0
@@ -277,8 +277,8 @@ def test_it_ends_no_less_where_no_thread_can_be_had_to_tell_the_others(monkeypat
     close(managers)
 
 
-def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch):
-    """The other one comes while a stuck store is asked: the communicators go on."""
+def test_work_completed_before_the_others_answer_has_not_failed(monkeypatch):
+    """The other rank joins while a stuck store is asked: the communicators stay usable."""
     monkeypatch.setattr(inquiry, "_ASKS", 1.2)
     store = Stuck(60.0)
     managers, key = two_managers(store)
@@ -288,7 +288,7 @@ def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch
     works = [late, one_of(managers[1], 1, key, "second")]
     works += [one_of(manager, rank, key, "third") for rank, manager in enumerate(managers)]
     assert [work.exception(30) for work in works] == [None] * 4
-    time.sleep(1.3)  # it has given the question up
+    time.sleep(1.3)  # the question has timed out
     store.stuck = False
     for work in [one_of(manager, rank, key, "fourth") for rank, manager in enumerate(managers)]:
         work.wait(30)
@@ -296,7 +296,7 @@ def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch
     close(managers)
 
 
-def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
+def test_old_answer_is_reported_with_its_age(monkeypatch):
     from ncclpy.peers import status
 
     managers, key = some_managers(LocalStore(), 3)
@@ -312,7 +312,7 @@ def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
     close(managers)
 
 
-def test_an_end_behind_an_abort_whose_thread_is_slow_is_no_success(monkeypatch):
+def test_completion_after_a_slow_abort_has_begun_is_no_success(monkeypatch):
     """Ranks 1 and 2 begin their aborts and stall before they fail their works, which the device ends meanwhile."""
     start = threading.Thread.start
 
@@ -329,8 +329,8 @@ def test_an_end_behind_an_abort_whose_thread_is_slow_is_no_success(monkeypatch):
     close(managers)
 
 
-def test_two_deadlines_at_once_abort_nothing_before_all_have_heard(monkeypatch):
-    """While rank 0 asks what the ranks do, as its deadline has passed, rank 1 ends the communicator."""
+def test_two_deadlines_at_once_abort_nothing_before_all_ranks_know(monkeypatch):
+    """While rank 0 asks what the ranks do, because its deadline has passed, rank 1 ends the communicator."""
     peer_statuses, asked, asks, abort = [], [], communicator_status.CommunicatorStatus.ask, gathering._abort_when_heard
 
     def ask(self):
@@ -385,7 +385,7 @@ def test_end_that_is_told_during_a_close_aborts_nothing(monkeypatch):
 
 
 class Shy:
-    """A key that is shown by nobody but who reads the error."""
+    """A key that is shown only when the error is read."""
 
     shown = 0
 
@@ -394,7 +394,7 @@ class Shy:
         return "a shy key"
 
 
-def test_others_in_flight_fail_with_the_same_data_and_keys_are_not_shown_before():
+def test_other_works_fail_with_the_same_data_and_keys_are_not_shown_before():
     shy = Shy()
     managers, key = two_managers(LocalStore())
     works = [one_of(managers[0], 0, key, shy, timeout=0.3), one_of(managers[0], 0, key, "third")]
@@ -409,8 +409,8 @@ def test_others_in_flight_fail_with_the_same_data_and_keys_are_not_shown_before(
     close(managers)
 
 
-def test_a_rank_whose_siblings_have_not_come_waits_for_them():
-    """Of a process with two ranks one has come: the other one is who is missing."""
+def test_rank_that_waits_for_its_siblings_is_not_the_missing_one():
+    """One of two ranks of a process has come: the other one is missing."""
     testing.need_devices(3)
     lib, store, key = testing.arrays(), LocalStore(), ncclpy.Manager.generate_communicator_key()
     managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
@@ -438,8 +438,8 @@ def test_a_rank_whose_siblings_have_not_come_waits_for_them():
     close(managers)
 
 
-def test_a_manager_that_is_aborted_while_it_asks():
-    """Nobody waits for the answer then."""
+def test_abort_while_a_manager_asks_ends_its_work():
+    """The answer is no longer waited for."""
     gc.collect()  # of managers that other tests have dropped
     others = {each for each in threading.enumerate() if each.name == "ncclpy-watch"}
     store = Stuck(60.0)
@@ -456,7 +456,7 @@ def test_a_manager_that_is_aborted_while_it_asks():
     testing.wait_for(lambda: not any(each.is_alive() for each in before), "the watches to end")
 
 
-def test_a_manager_that_is_dropped_leaves_no_watch(host_engine):
+def test_dropped_manager_leaves_no_watch(host_engine):
     testing.run_python(
         """
         import gc, threading, warnings
@@ -466,7 +466,7 @@ def test_a_manager_that_is_dropped_leaves_no_watch(host_engine):
         def watches():
             return [each for each in threading.enumerate() if each.name == "ncclpy-watch"]
 
-        warnings.simplefilter("ignore")  # of communicators that nobody has closed
+        warnings.simplefilter("ignore")  # of communicators that were not closed
         store, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
         managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
         works = []

@@ -1,4 +1,4 @@
-"""Managers of one store whose process stands still for a while, or has no thread left for an abort."""
+"""Managers of one store in a process that is stopped for a while, or has no thread left for an abort."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for work in begun("first"):
     work.wait(20)
 """
 
-#: They stand still; the store then fails with an error where they ask, until it answers.
+#: The process is stopped; after that the store raises an error when the Managers ask, until `answers` is set.
 STOOD_STILL = (
     TWO_MANAGERS
     + """
@@ -56,7 +56,7 @@ def begun_after_a_stop(failure):
 
 
 def test_process_without_a_thread_for_the_abort_tells_readers_and_leaves(host_engine):
-    """The abort would need a thread, too; the operation fails all the same, and the other process hears of it."""
+    """The abort would need a thread, too; the operation fails all the same, and the other process learns of it."""
     testing.run_python(
         TWO_MANAGERS
         + """
@@ -85,7 +85,7 @@ os._exit(0)  # the operation goes on
 
 
 def test_process_that_stood_still_asks_again_until_the_store_answers(host_engine):
-    """No end of an operation is a success before."""
+    """Until then no end of an operation counts as success."""
     testing.run_python(
         STOOD_STILL
         + """
@@ -107,7 +107,7 @@ assert [array.tolist() for array in arrays] == [[4.0] * 4] * 2, arrays
     )
 
 
-def test_process_that_stood_still_and_whose_store_is_gone_goes_on_with_a_warning(host_engine):
+def test_process_that_stood_still_and_lost_its_store_continues_with_a_warning(host_engine):
     testing.run_python(
         STOOD_STILL
         + """
@@ -123,7 +123,7 @@ assert all(words in each for each in said), said
 
 
 def test_process_that_stood_still_for_longer_than_its_lease_takes_no_end_for_success(host_engine):
-    """The others have gone on without it, and may have aborted: what ends then has wrong data."""
+    """The others have continued without it, and may have aborted: an operation that ends then has wrong data."""
     testing.run_python(
         STOOD_STILL
         + """

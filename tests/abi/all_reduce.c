@@ -1,4 +1,4 @@
-/* A program that knows nothing of ncclpy: NVIDIA's nccl.h and cuda.h, and a library with their symbols. Ranks are threads. */
+/* A program without ncclpy: NVIDIA's nccl.h and cuda.h, and a library with their symbols. Ranks are threads. */
 #include <cuda.h>
 #include <nccl.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// What of a C type the calling convention sees, so that two declarations of one thing can be compared.
+// The part of a C type that the calling convention sees, by which two declarations are compared.
 #pragma once
 
 #include <cstddef>

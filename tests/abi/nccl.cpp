@@ -11,11 +11,11 @@
 #include "canonical.h"
 #include "nccl_rows.h"
 
-// Both define the same macros: the real values are taken before ours come.
+// Both headers define the same macros: the real values are read before nccl_abi.h is included.
 #define X(name) static const long double real_##name = static_cast<long double>(name);
 MACROS(X)
 #undef X
-// What NCCL's initialisers write, where it has one.
+// The values that NCCL's initialisers write, where it has one.
 template <class T> const T* initial() { return nullptr; }
 #define INITIAL(T, initializer) \
   template <> const T* initial<T>() { \
@@ -73,7 +73,7 @@ int main() {
 #define X(name) compare(#name, ::name, ours::name);
   VALUES(X)
 #undef X
-  // Of an older release only the prefix is the same; test_abi.py judges.
+  // An older release has only a prefix of the struct; test_abi.py judges.
 #define X(name) std::printf("size %s %zu %zu\n", #name, sizeof(::name), sizeof(ours::name));
   STRUCTS(X)
 #undef X

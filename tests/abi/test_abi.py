@@ -1,6 +1,6 @@
 """The hand-written declarations against real releases of NCCL and CUDA: headers compiled with ours, libraries called.
 
-Asked for with ``-m abi``; NCCLPY_ABI_WHEELS names the folder that .ci/fetch_abi_wheels filled. No GPU is needed.
+They run with ``-m abi``; NCCLPY_ABI_WHEELS names the folder that .ci/fetch_abi_wheels filled. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSIONS = ("2.19.3", "2.27.7", "2.32.3")
 NEWEST = "2.32.3"
 FUNCTIONS = nccl_functions()
 
-# What the real header or library has and ncclpy leaves out, as nccl_abi.h explains.
+# Names that the real header or library has and ncclpy leaves out, as nccl_abi.h explains.
 LEFT_OUT = {
     "ncclResetDebugInit",
     "ncclResetDebugInitInternal",
@@ -49,11 +49,11 @@ def _code(version: str) -> int:
 
 @pytest.fixture(scope="session")
 def unpacked():
-    """Return a function that unpacks the wheel of a distribution, once, and returns where its files lie."""
+    """Return a function that unpacks the wheel of a distribution, once, and returns the folder of its files."""
     folder = os.environ.get("NCCLPY_ABI_WHEELS")
     if not folder:
         pytest.fail("NCCLPY_ABI_WHEELS must name a folder filled by .ci/fetch_abi_wheels", pytrace=False)
-    # Near a gigabyte: gone with the session.
+    # Nearly a gigabyte: deleted at the end of the session.
     temporary = tempfile.TemporaryDirectory()
     root = Path(temporary.name)
 
@@ -132,7 +132,7 @@ NCCL_SOURCE = "#include <nccl.h>\n#if __has_include(<nccl_device.h>)\n#include <
 
 @pytest.fixture(scope="session")
 def nccl_headers(unpacked, cuda_includes, tmp_path_factory):
-    """Return a function from a version to (include paths, what they say after preprocessing)."""
+    """Return a function from a version to (include paths, their text after preprocessing)."""
     known: dict[str, tuple[list[Path], str]] = {}
 
     def get(version: str) -> tuple[list[Path], str]:
@@ -168,7 +168,7 @@ def test_nccl_header(nccl_headers, tmp_path, version):
         if line.startswith("size "):
             _, struct, real, ours = line.split()
             shorter = any(lacking == struct for lacking, _ in lacks)
-            # A field may have come to lie in what was padding.
+            # A new field may lie in what was padding.
             assert int(real) <= int(ours) if shorter else int(real) == int(ours), line
     if version == NEWEST:
         assert lacks == set()
@@ -184,8 +184,8 @@ def test_nccl_header_declares_our_functions(nccl_headers, version):
     assert declares & ours.keys() == {name for name, since in ours.items() if since <= _code(version)}
 
 
-def test_a_moved_field_is_noticed(nccl_headers, tmp_path):
-    """The comparison itself: a copy of our header with faults put in must be refused, each fault by its name."""
+def test_moved_field_is_noticed(nccl_headers, tmp_path):
+    """A check of the comparison: a copy of nccl_abi.h with faults must be refused, and each fault named."""
     includes, present = nccl_headers(NEWEST)
     text = (ABI / "nccl_abi.h").read_text()
     for before, after in [
@@ -201,7 +201,7 @@ def test_a_moved_field_is_noticed(nccl_headers, tmp_path):
         text = text.replace(before, after)
     faulty = tmp_path / "nccl_abi.h"
     faulty.write_text(text)
-    # The names are read from our header, the declarations from the faulty one.
+    # The names are read from the real nccl_abi.h, the declarations from the faulty copy.
     output = _compare("nccl", faulty, present, {function.name for function in FUNCTIONS}, includes, tmp_path)
     for fault in (
         "differs offset of ncclConfig_t.maxCTAs",
@@ -256,7 +256,7 @@ def test_driver_header(cuda_includes, tmp_path):
 
 
 def test_driver_symbols_are_cuda_hs(cuda_includes, tmp_path):
-    """Where cuda.h maps a name to a versioned symbol, ours is that symbol."""
+    """Where cuda.h maps a name to a versioned symbol, driver_abi.h has that symbol."""
     text = _preprocessed("#include <cuda.h>\n", cuda_includes, tmp_path)
     mapped = dict(re.findall(r"^#define (cu\w+) (?:__CUDA_API_\w+\()?(cu\w+_v\d+)\)?$", text, re.MULTILINE))
     for function in driver_functions():
@@ -264,8 +264,8 @@ def test_driver_symbols_are_cuda_hs(cuda_includes, tmp_path):
         assert mapped.get(plain, plain) == function.name
 
 
-def test_the_host_engine_serves_a_program_of_nvidias_headers(nccl_headers, cuda_includes, tmp_path):
-    """NCCL's ABI and not only ours: C code with the real nccl.h and cuda.h, linked with the host engine alone."""
+def test_host_engine_serves_a_program_with_nvidias_headers(nccl_headers, cuda_includes, tmp_path):
+    """NCCL's ABI, not only ncclpy's use of it: C code with the real nccl.h and cuda.h, linked with the host engine."""
     includes, _ = nccl_headers(NEWEST)
     engine = Path(host_engine_path())
     command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c99", "-D_GNU_SOURCE", "-Wall", "-Werror"]
@@ -277,7 +277,7 @@ def test_the_host_engine_serves_a_program_of_nvidias_headers(nccl_headers, cuda_
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-# The rest calls the real libraries, each in a process of its own.
+# The remaining tests call the real libraries, each in a process of its own.
 
 CALLS = """
 import json, sys
@@ -335,7 +335,7 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="session")
 def facts(unpacked):
-    """Return a function from a version to what its library answered."""
+    """Return a function from a version to the answers of its library."""
     known: dict[str, dict] = {}
 
     def get(version: str) -> dict:
@@ -363,7 +363,7 @@ def _triple(code: int) -> list[int]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_library_is_what_it_says(facts, version):
+def test_library_reports_its_version_and_path(facts, version):
     found = facts(version)
     assert found["version"] == _triple(_code(version))
     assert found["engine"] == "cuda"
@@ -372,7 +372,7 @@ def test_library_is_what_it_says(facts, version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_missing_is_what_nm_says(facts, version):
+def test_missing_functions_are_those_that_nm_lacks(facts, version):
     found = facts(version)
     output = subprocess.run(
         ["nm", "-D", "--defined-only", found["file"]], check=True, capture_output=True, text=True, timeout=60
@@ -438,7 +438,7 @@ def test_without_a_gpu_the_error_is_cudas(facts, version, call):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_null_communicator_is_an_invalid_argument(facts, version):
+def test_null_communicator_is_an_invalid_argument(facts, version):
     calls = facts(version)["calls"]
     assert (calls["count of none"]["raised"], calls["count of none"]["result"]) == ("NcclError", 4)
     assert "comm argument is NULL" in calls["count of none"]["detail"]

@@ -1,4 +1,4 @@
-"""The order of locks: the page and the header have the same list, and a build with `-Ddebug_locks=true` asserts it."""
+"""The order of locks: docs and header have the same list, and a build with `-Ddebug_locks=true` asserts it."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ import testing
 from ncclpy.core.runtime import library
 
 HEADER = (ROOT / "ncclpy/abi/ordered_mutex.h").read_text()
-#: A lock's name in C and what the page calls it, in their order.
+#: A lock's name in C and its name in the docs, in their order.
 LOCKS = re.findall(r'^  LOCK\((\w+), "([^"]+)"', HEADER, re.MULTILINE)
 
 plain = pytest.mark.skipif(library.debug_locks, reason="a build with -Ddebug_locks=true, whose locks are not plain")
@@ -25,7 +25,7 @@ def locks_of_the_page():
             yield from cell.removeprefix("the others: ").split(", ") if cell.startswith("the others: ") else [cell]
 
 
-def test_the_page_and_the_header_have_one_list():
+def test_page_and_header_have_one_list():
     page = list(locks_of_the_page())
     assert len(page) == len(LOCKS) > 25
     for said, (_, words) in zip(page, LOCKS, strict=True):
@@ -45,7 +45,7 @@ def driver(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["in order", "communicators by address", "tried"])
-def test_what_is_in_order_passes(way, driver):
+def test_locks_in_order_pass(way, driver):
     ran = subprocess.run([driver, way], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ok\n", "")
 
@@ -62,7 +62,7 @@ def test_what_is_in_order_passes(way, driver):
         ("a task under a lock", "it runs a task of a stream, while it holds handles"),
     ],
 )
-def test_what_is_out_of_order_ends_the_process(way, said, driver):
+def test_locks_out_of_order_end_the_process(way, said, driver):
     ran = subprocess.run([driver, way], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (-signal.SIGABRT, "")
     assert re.search(r"ncclpy: locks out of order in thread \d+ \(locks\): " + said, ran.stderr), ran.stderr
@@ -71,7 +71,7 @@ def test_what_is_out_of_order_ends_the_process(way, said, driver):
 
 
 @plain
-def test_a_normal_build_has_plain_locks():
+def test_normal_build_has_plain_locks():
     testing.run_python(
         """
         import ncclpy
@@ -104,13 +104,13 @@ OUT_OF_ORDER = """
     ("held", "call", "said"),
     [
         ("MONITOR", "comm.all_reduce(np.ones(1))", "communicators' mutexes .* while it holds the monitor's"),
-        # One book for Python's side and the host engine's.
+        # Python's side and the host engine's share one record.
         ("STREAM", "comm.all_reduce(np.ones(1))", "while it holds a stream's mutex"),
         ("GATE", "ncclpy.get_unique_id()", "it waits for the GIL while it holds a communicator's gate"),
         (None, "book.ncclpy_lock_wanted({COMM}, None)", "communicators' mutexes .* and has not given the GIL up"),
     ],
 )
-def test_the_package_asserts_its_order(held, call, said):
+def test_package_asserts_its_order(held, call, said):
     numbers = {name: number for number, (name, _) in enumerate(LOCKS)}
     code = OUT_OF_ORDER.format(held=numbers.get(held), call=call.format(**numbers))
     done = testing.run_python(code, check=False, env={"NCCLPY_LIBRARY": "host"})

@@ -62,7 +62,7 @@ def test_pxd_declares_types_as_the_header_does(header: str):
     assert {name for name, _ in structs} == set(names.fields)
 
 
-def test_no_symbol_stands_twice():
+def test_no_symbol_is_declared_twice():
     for functions in (NCCL, DRIVER):
         names = [function.name for function in functions]
         assert len(set(names)) == len(names)
@@ -108,7 +108,7 @@ OUT_OF = {
 
 
 @pytest.mark.parametrize("function", NCCL, ids=lambda function: function.name)
-def test_parameters_stand_in_c_order(function: Function):
+def test_parameters_are_in_c_order(function: Function):
     names = []
     for _, c_name in function.parameters:
         name = snake_case(c_name)
@@ -129,7 +129,7 @@ def test_stubs_name_the_bindings():
 
 
 @pytest.mark.parametrize("name", bindings.__all__)
-def test_docstrings_say_what_and_which(name: str):
+def test_docstrings_name_the_c_function(name: str):
     text = inspect.getdoc(getattr(bindings, name))
     assert text
     if name[0].islower():

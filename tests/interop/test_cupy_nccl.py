@@ -1,4 +1,4 @@
-"""The shape of cupy.cuda.nccl, on the host engine with addresses of numpy's arrays; CuPy is a stand-in here."""
+"""The interface of cupy.cuda.nccl, on the host engine with addresses of numpy's arrays; a stand-in replaces CuPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ncclpy.interop import dropped
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
-#: What is in cupy_backends/cuda/libs/nccl.pyx and .pxd of CuPy 14.2, by the names of its parameters.
+#: Functions of cupy_backends/cuda/libs/nccl.pyx and .pxd of CuPy 14.2, with the names of their parameters.
 FUNCTIONS = {
     "check_status": "status",
     "get_build_version": "",
@@ -103,7 +103,7 @@ def test_cupys_own_extension_has_these_names():
         for part in path.split("."):
             value = getattr(value, part)
         written = re.search(r"\((.*?)\)", (value.__doc__ or "").partition("\n")[0])
-        if written:  # Cython's line, with types
+        if written:  # Cython's signature line, with types
             names = [re.split("[:=]", each.strip())[0].split()[-1] for each in written[1].split(",") if each.strip()]
             wanted = [each.partition("=")[0] for each in expected.split(", ") if each]
             assert [name for name in names if name != "self"] == [name for name in wanted if name != "self"], path
@@ -134,7 +134,7 @@ def pointers(arrays):
     return [array.ctypes.data for array in arrays]
 
 
-def test_what_a_communicator_says_of_itself(comms):
+def test_rank_size_device_and_handle_of_a_communicator(comms):
     assert [comm.rank_id() for comm in comms] == [comm.device_id() for comm in comms] == [0, 1, 2]
     assert [comm.size() for comm in comms] == [3] * 3
     assert all(comm.comm for comm in comms) and len({comm.comm for comm in comms}) == 3
@@ -196,8 +196,8 @@ def test_moves(comms):
     assert [each[0] for each in taken] == [9, 7, 8]
 
 
-def test_a_stream_is_used(comms):
-    """As an address, which CuPy's streams have in `ptr`."""
+def test_stream_is_used(comms):
+    """The stream is an address, which CuPy's streams have in `ptr`."""
     arrays = [np.ones(3) for _ in comms]
     streams = [ncclpy.Stream(comm.device_id()) for comm in comms]
     nccl.groupStart()
@@ -213,7 +213,7 @@ def test_a_stream_is_used(comms):
         comms[0].bcast(arrays[0].ctypes.data, 3, nccl.NCCL_FLOAT64, 0, None)
 
 
-def test_ranks_in_threads_and_a_split():
+def test_ranks_in_threads_and_split():
     unique_id = nccl.get_unique_id()
     assert type(unique_id) is bytes and len(unique_id) == 128
 
@@ -233,7 +233,7 @@ def test_ranks_in_threads_and_a_split():
     assert testing.run_threads(3, body) == [(2, 1, 22, 0), (1, 0, 11, 1), (2, 0, 22, 2)]
 
 
-def test_the_end_of_a_communicator():
+def test_calls_after_the_end_of_a_communicator():
     for way in "destroy", "abort":
         comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
         getattr(comm, way)()
@@ -251,12 +251,12 @@ def all_reduce(comm, array):
     comm.allReduce(address, address, array.size, nccl.NCCL_DOUBLE, nccl.NCCL_SUM, 0)
 
 
-def test_dropped_communicator_is_closed_behind_what_was_issued():
-    """The destructor waits for nothing, and the operation gets its data all the same."""
+def test_dropped_communicator_is_closed_after_its_operations():
+    """The destructor does not wait, and the operation receives its data all the same."""
     comms = nccl.NcclCommunicator.initAll(2)
     ours, arrays = [comm._ours for comm in comms], [np.ones(3), np.ones(3)]
     all_reduce(comms[0], arrays[0])
-    comms[0] = None  # rank 1 comes later: a destructor that waited for it would not come back
+    comms[0] = None  # rank 1 calls later: a destructor that waited for it would not return
     assert not ours[0].closed
     all_reduce(comms[1], arrays[1])
     comms.clear()
@@ -264,7 +264,7 @@ def test_dropped_communicator_is_closed_behind_what_was_issued():
     assert [array.tolist() for array in arrays] == [[2, 2, 2]] * 2
 
 
-def test_dropped_in_a_cycle_it_is_closed_without_a_warning(recwarn):
+def test_communicator_dropped_in_a_cycle_is_closed_without_a_warning(recwarn):
     comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     comm.itself, ours = comm, weakref.ref(comm._ours)
     del comm
@@ -273,7 +273,7 @@ def test_dropped_in_a_cycle_it_is_closed_without_a_warning(recwarn):
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_dropped_with_work_that_never_ends_it_is_aborted_at_its_deadline(monkeypatch, caplog):
+def test_communicator_dropped_with_work_that_never_ends_is_aborted_at_its_deadline(monkeypatch, caplog):
     monkeypatch.setattr(nccl, "_timeout", 0.3)
     unique_id, array = nccl.get_unique_id(), np.ones(3)
 
@@ -285,7 +285,7 @@ def test_dropped_with_work_that_never_ends_it_is_aborted_at_its_deadline(monkeyp
     ours = comms[0]._ours
     all_reduce(comms[0], array)
     with caplog.at_level(logging.WARNING, "ncclpy"):
-        # This thread has begun the operation, and is told by its deadline or by the close.
+        # This thread has begun the operation, and the error of its deadline, or of the close, is raised here.
         with pytest.raises(ncclpy.NcclTimeout, match=r"was not done after 300 ms|what was issued did not end"):
             comms[0] = None
             testing.wait_for(lambda: False, "the error")
@@ -294,8 +294,8 @@ def test_dropped_with_work_that_never_ends_it_is_aborted_at_its_deadline(monkeyp
     comms[1].abort()
 
 
-def test_many_that_are_dropped_share_a_few_threads():
-    """All wait for the last one, which is closed even so: by the program, as no thread is left."""
+def test_many_dropped_communicators_share_a_few_threads():
+    """Each close waits for the other rank; a communicator without a thread is closed once a thread is free."""
     comms = [nccl.NcclCommunicator.initAll(2) for _ in range(3 * dropped._MOST)]
     ours, others = [pair[0]._ours for pair in comms], [pair[1] for pair in comms]
     arrays = np.ones((len(comms), 2, 3))
@@ -306,14 +306,14 @@ def test_many_that_are_dropped_share_a_few_threads():
     for comm, array in zip(others, arrays, strict=True):
         all_reduce(comm, array[1])
     testing.wait_for(lambda: all(each.closed for each in ours) and not dropped._threads, "the end of all")
-    for device in range(2):  # the other ranks' may be behind
+    for device in range(2):  # operations of the other ranks may be behind
         ncclpy.synchronize(device, 20)
     assert (arrays == 2).all()
     for comm in others:
         comm.destroy()
 
 
-def test_part_of_a_dropped_communicator_goes_on():
+def test_part_of_a_dropped_communicator_stays_usable():
     whole = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     ours, part = whole._ours, whole.commSplit(0, 0)
     del whole
@@ -326,7 +326,7 @@ def test_part_of_a_dropped_communicator_goes_on():
     testing.wait_for(lambda: ours.closed, "the end of the whole")
 
 
-def test_dropped_at_the_end_of_a_process_it_holds_up_nothing():
+def test_communicator_dropped_at_exit_delays_nothing():
     done = testing.run_python(
         """
         import os, warnings
@@ -352,7 +352,7 @@ def test_dropped_at_the_end_of_a_process_it_holds_up_nothing():
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
-def test_arguments():
+def test_invalid_arguments_are_refused():
     with pytest.raises(TypeError, match="commId"):
         nccl.NcclCommunicator(1, None, 0)
     with pytest.raises(TypeError, match="commId"):
@@ -371,7 +371,7 @@ def test_arguments():
         comm.destroy()
 
 
-def test_subclasses_fill_themselves_in():
+def test_subclasses_are_filled_in_by_init_all():
     class Mine(nccl.NcclCommunicator):
         pass
 
@@ -421,7 +421,7 @@ def test_errors(status):
     assert nccl.NcclError(77).args[0].startswith("NCCL_ERROR_77: ")
 
 
-def test_what_nccl_reports_is_cupys_error(comms):
+def test_error_of_nccl_is_cupys_error(comms):
     array = np.ones(3)
     address = array.ctypes.data
     with ncclpy.faults("rank=0 call=AllReduce do=error:ncclSystemError"):
@@ -431,7 +431,7 @@ def test_what_nccl_reports_is_cupys_error(comms):
     assert isinstance(raised.value.__cause__, ncclpy.NcclError)
 
 
-def test_a_deadline_is_an_error_of_both(monkeypatch):
+def test_deadline_is_an_error_of_cupy_and_of_ncclpy(monkeypatch):
     monkeypatch.setattr(nccl, "_timeout", 0.3)
     with pytest.raises(nccl.NcclError, match="NCCL_ERROR_TIMEOUT") as raised:
         nccl.NcclCommunicator(2, nccl.get_unique_id(), 0)
@@ -456,7 +456,7 @@ def test_without_cupy_use_says_what_to_do():
     assert "CuPy cannot be imported" in done.stdout and "pip install cupy-cuda12x" in done.stdout
 
 
-#: Modules that take what they need of CuPy's in the ways that cupyx does.
+#: Modules that use CuPy in the ways that cupyx does.
 STAND_IN = {
     "cupy/__init__.py": "from cupy import cuda",
     "cupy/cuda/__init__.py": "from cupy.cuda import nccl",
@@ -522,8 +522,8 @@ PROGRAM = """
 
 @pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_in_the_place_of_cupys(tmp_path, available, before):
-    """Whether cupyx was imported before or comes later, and whether CuPy has found NCCL or not."""
+def test_module_replaces_cupys(tmp_path, available, before):
+    """Before or after cupyx is imported, and whether or not CuPy has found NCCL."""
     for name, text in STAND_IN.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -531,7 +531,7 @@ def test_in_the_place_of_cupys(tmp_path, available, before):
     testing.run_python(PROGRAM.format(folder=str(tmp_path), before=before), warm=True)
 
 
-#: For two ranks of `ncclpy run`: all that cupyx.distributed calls of NCCL, with arrays that only look like CuPy's.
+#: For two ranks of `ncclpy run`: all calls of cupyx.distributed to NCCL, with arrays that only look like CuPy's.
 CUPYX = """
 import sys, types
 sys.modules["mpi4py"] = None  # which CuPy imports, and which may find no MPI
@@ -599,8 +599,8 @@ print("done")
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_under_cupyx_itself(tmp_path, before):
-    """CuPy can be imported without a GPU, and what it does not call of CUDA's is there: so its own backend runs."""
+def test_backend_of_cupyx_runs(tmp_path, before):
+    """CuPy can be imported without a GPU; its backend needs names of CUDA, but calls none of them: so it runs."""
     pytest.importorskip("cupy", reason="needs CuPy")
     (tmp_path / "program.py").write_text(CUPYX.format(before=before, port=free_port()))
     done = subprocess.run(

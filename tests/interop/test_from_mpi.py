@@ -1,4 +1,4 @@
-"""Communicators of the ranks of an mpi4py communicator, of MPICH and Open MPI."""
+"""Communicators from an mpi4py communicator, over MPICH and Open MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paths import ROOT, SUPPORT
 
 import testing
 
-#: Each line is one launch, which takes longer than what it runs.
+#: Each line is one launch, which takes longer than its programs.
 PROGRAMS = (
     ("world", "parts", "devices", "machines", "failing", "missing", "refused"),
     ("room",),
@@ -20,7 +20,7 @@ PROGRAMS = (
 
 @pytest.fixture(params=["mpich", "openmpi"])
 def run(request, tmp_path):
-    """Run a program in so many ranks."""
+    """Run a program in `size` ranks."""
 
     def started(size, *arguments, env=()):
         command = [mpi(request.param) / "bin/mpirun", "-n", size, sys.executable, *arguments]
@@ -32,7 +32,7 @@ def run(request, tmp_path):
 @pytest.mark.launchers
 @pytest.mark.parametrize("names", PROGRAMS, ids=" ".join)
 def test_programs_of_ranks(host_engine, run, names):
-    """Of tests/support/from_mpi_programs.py."""
+    """Programs of tests/support/from_mpi_programs.py."""
     out = run(
         3, SUPPORT / "from_mpi_programs.py", *names, env={"NCCLPY_HOST_DEVICES": "2" if "room" in names else "8"}
     )
@@ -40,11 +40,11 @@ def test_programs_of_ranks(host_engine, run, names):
 
 
 @pytest.mark.launchers
-def test_the_example(host_engine, run):
+def test_example_runs(host_engine, run):
     assert run(4, ROOT / "examples" / "with_mpi.py") == "4 ranks, sum 10.0\n"
 
 
-def test_without_mpi4py_it_says_what_to_do():
+def test_without_mpi4py_the_error_says_what_to_do():
     done = testing.run_python("""
         import sys
         sys.modules["mpi4py"] = None
@@ -58,7 +58,7 @@ def test_without_mpi4py_it_says_what_to_do():
 
 
 def test_devices():
-    """Asked for, current, or by number; each machine for itself."""
+    """The device is given, current, or chosen by number; each machine counts for itself."""
     from ncclpy.interop.mpi.meeting import devices_of
 
     assert devices_of("aab", [(None, 0, 8)] * 3) == [0, 1, 0]

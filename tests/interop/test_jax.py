@@ -1,4 +1,4 @@
-"""Arrays of JAX in and out, on the host engine; the road of GPUs too, over the engine's own device memory."""
+"""Arrays of JAX in and out, on the host engine; the code path of GPUs too, over the engine's own device memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE = 30
 
 @pytest.fixture(params=["cpu", "device"])
 def road(request, monkeypatch):
-    """Choose where results are: memory of the CPU, or of a device, which without GPUs is the host engine's."""
+    """Choose where results are: in CPU memory, or in a device's, which without GPUs is the host engine's."""
     if request.param == "device":
         monkeypatch.setattr(functions, "library", lambda: types.SimpleNamespace(engine="cuda"))
     return request.param
@@ -54,7 +54,7 @@ def test_all_reduce(road, dtype):
     assert in_ranks(2, program) == [wanted] * 2
 
 
-def test_others(road):
+def test_other_collectives(road):
     def program(comm):
         rank = comm.rank
         array = jnp.full((3, 2), rank + 1.0)
@@ -81,7 +81,7 @@ def test_others(road):
     in_ranks(3, program)
 
 
-def test_what_is_still_being_computed_is_waited_for(road):
+def test_array_still_being_computed_is_waited_for(road):
     def program(comm):
         product = jnp.linalg.matrix_power(jnp.eye(1000), 9)  # some milliseconds
         return functions.all_reduce(comm, product[0, :3]).tolist()
@@ -90,7 +90,7 @@ def test_what_is_still_being_computed_is_waited_for(road):
 
 
 def test_results_stay(road):
-    """They are in memory that JAX has, whatever becomes of the communicator, and that nobody else writes to."""
+    """Results are in memory of JAX, which outlives the communicator and has no other writer."""
 
     def program(comm):
         return [functions.all_reduce(comm, jnp.full(1000, float(number))) for number in range(20)]
@@ -99,8 +99,8 @@ def test_results_stay(road):
         assert [float(each.sum()) for each in results] == [2000.0 * number for number in range(20)]
 
 
-def test_a_training_step():
-    """The recipe of the page: gradients are averaged outside of what is compiled."""
+def test_training_step():
+    """The recipe of the docs: gradients are averaged outside of compiled code."""
     weights = jnp.array([1.0, -2.0, 0.5])
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_a_training_step():
     assert first == second and np.allclose(first, weights, atol=1e-3)
 
 
-def test_what_cannot_be_sent():
+def test_arrays_that_cannot_be_sent_are_refused():
     with ncclpy.Communicator.init_all([0])[0] as comm:
         with pytest.raises(TypeError, match=r"has no values yet: call ncclpy outside of jax\.jit"):
             jax.jit(lambda array: functions.all_reduce(comm, array))(jnp.ones(2))
@@ -153,7 +153,7 @@ def test_arrays_of_several_devices():
     assert "array: it is spread over 2 devices" in done.stdout and "[2. 3.]" in done.stdout
 
 
-def test_a_rank_that_does_not_come(road):
+def test_missing_rank_times_out(road):
     def program(comm):
         if comm.rank == 1:
             time.sleep(1)
@@ -167,8 +167,8 @@ def test_a_rank_that_does_not_come(road):
     in_ranks(2, program)
 
 
-def test_an_error_of_the_stream(monkeypatch):
-    """A stream goes on then as if all were well; the communicator knows better."""
+def test_error_on_the_stream_is_raised(monkeypatch):
+    """The stream continues as if there were no error, but the communicator knows of it."""
     monkeypatch.setattr(functions, "library", lambda: types.SimpleNamespace(engine="cuda"))
     with ncclpy.faults("rank=0 call=AllReduce at=run do=error:ncclRemoteError"):
         comms = ncclpy.Communicator.init_all([0, 1])
@@ -182,8 +182,8 @@ def test_an_error_of_the_stream(monkeypatch):
             stream.synchronize(DEADLINE)
 
 
-def test_ctrl_c_ends_what_is_on_its_way(road):
-    """What was to be received into stays until nobody can write there."""
+def test_ctrl_c_ends_an_operation_under_way(road):
+    """The receive memory is kept until no operation can write to it."""
     testing.run_python(
         f"""
         import os, signal, threading, types
@@ -204,7 +204,7 @@ def test_ctrl_c_ends_what_is_on_its_way(road):
     )
 
 
-def test_without_jax_it_says_what_to_do():
+def test_without_jax_the_error_says_what_to_do():
     done = testing.run_python("""
         import sys
         sys.modules["jax"] = None

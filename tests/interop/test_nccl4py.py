@@ -1,4 +1,4 @@
-"""The names of nccl4py's nccl.core, where they are other names for what ncclpy has."""
+"""The names of nccl4py's nccl.core, where they are other names for functions and types of ncclpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ncclpy.interop import nccl4py as nccl
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
-#: The methods of nccl4py 0.6.0 that are here, by the names of their parameters.
+#: The methods of nccl4py 0.6.0 that ncclpy has, with the names of their parameters.
 METHODS = {
     "init": "cls, nranks, rank, unique_id, config=None",
     "init_all": "cls, devices=None",
@@ -69,7 +69,7 @@ def test_names_and_parameters_are_nccl4pys(name):
     assert written(inspect.getattr_static(nccl.Communicator, name)) == METHODS[name]
 
 
-def test_all_are_there():
+def test_all_names_exist():
     assert [name for name in (*METHODS, *PROPERTIES) if not hasattr(nccl.Communicator, name)] == []
     assert [name for name in nccl.__all__ if not hasattr(nccl, name)] == []
     assert set(METHODS) - set(OVERRIDDEN) == {"abort", "finalize", "resume"}, "ncclpy's own"
@@ -77,7 +77,7 @@ def test_all_are_there():
     assert own <= set(METHODS) | set(PROPERTIES)
 
 
-def test_they_are_those_of_nccl4py():
+def test_names_and_values_are_those_of_nccl4py():
     theirs = pytest.importorskip("nccl.core", exc_type=ImportError)
     assert set(nccl.__all__) <= set(theirs.__all__)
     for name in OVERRIDDEN:
@@ -173,7 +173,7 @@ def test_operators_and_registrations(comms):
         operator.close()
 
 
-def test_life():
+def test_split_shrink_suspend_and_destroy():
     def body(rank):
         comm = nccl.Communicator.init(3, rank.rank, unique_id, nccl.NCCLConfig(split_share=True), device=rank.rank)
         assert comm.get_async_error() == 0 and isinstance(comm.get_last_error(), str)
@@ -202,8 +202,8 @@ def test_life():
     assert testing.run_threads(3, body) == [(kind, 1, 2), (kind, 0, 2), None]
 
 
-def test_shrinking_ends_what_still_runs_if_that_is_asked_for():
-    """An all-reduce that rank 1 does not come to."""
+def test_shrink_with_abort_ends_running_operations():
+    """An all-reduce that rank 1 does not call is running."""
 
     def body(rank):
         comm = nccl.Communicator.init(3, rank.rank, unique_id, device=rank.rank, abortable=True)

@@ -1,4 +1,4 @@
-"""The shape of vLLM's PyNcclCommunicator, on tensors of the CPU."""
+"""The interface of vLLM's PyNcclCommunicator, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 DEADLINE = 30
 
-#: The methods of vLLM's class in 2026, `change_state` of before, and `reduce` and `scatter` of what was made after it,
-#: by the names of their parameters.
+#: The methods of vLLM's class in 2026, `change_state` of earlier ones, and `reduce` and `scatter` of classes modelled
+#: on it, with the names of their parameters.
 METHODS = {
     "__init__": "self, group, device, library_path=None",
     "all_gather": "self, output_tensor, input_tensor, stream=None",
     "all_gatherv": "self, output_tensor, input_tensor, sizes, stream=None",
-    # Their default is torch's ReduceOp.SUM, which is not imported here.
+    # vLLM's default is torch's ReduceOp.SUM, which is not imported here.
     "all_reduce": "self, in_tensor, out_tensor=None, op=None, stream=None",
     "batch_isend_irecv": "self, p2p_ops, stream=None",
     "broadcast": "self, tensor, src, stream=None",
@@ -57,7 +57,7 @@ def test_names_and_parameters_are_vllms(name):
     given = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
     written = [each.name + ("" if each.default is each.empty else f"={each.default!r}") for each in given]
     assert ", ".join(written) == METHODS[name]
-    # A deadline is ours, and by name alone.
+    # `timeout` is ncclpy's addition, keyword-only.
     assert {each.name for each in parameters} - {each.name for each in given} <= {"timeout"}
 
 
@@ -66,7 +66,7 @@ def test_nothing_else_is_public():
 
 
 def in_ranks(size, program, **options):
-    """Call ``program(communicator)`` in a thread a rank, over a store; return what they return."""
+    """Call ``program(communicator)`` in one thread per rank, over a store; return the results."""
     store = LocalStore()
     options = {"device": "cpu", "timeout": DEADLINE} | options
 
@@ -80,7 +80,7 @@ def in_ranks(size, program, **options):
     return testing.run_threads(size, body, DEADLINE)
 
 
-def test_what_it_says_of_itself():
+def test_attributes_of_a_communicator():
     def program(made):
         assert made.available and not made.disabled and made.stream is None
         assert (made.comm.rank, made.comm.nranks, made.comm.device) == (made.rank, made.world_size, made.rank)
@@ -91,7 +91,7 @@ def test_what_it_says_of_itself():
     assert [rank for rank, _ in found] == [0, 1, 2] and len({unique_id for _, unique_id in found}) == 1
 
 
-def test_an_ordinal_chooses_the_device_of_the_host_engine():
+def test_ordinal_chooses_the_device_of_the_host_engine():
     store = LocalStore()
 
     def body(rank):
@@ -122,7 +122,7 @@ def test_all_reduce_makes_a_new_tensor():
     in_ranks(3, program)
 
 
-def test_operators_that_nccl_lacks():
+def test_operators_unknown_to_nccl_are_refused():
     def program(made):
         with pytest.raises(TypeError, match="op: 'BXOR' is no reduction operator"):
             made.all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR)
@@ -199,7 +199,7 @@ def test_messages_and_groups():
 
 
 class Ask:
-    """What a torch.distributed.P2POp says."""
+    """The attributes of a torch.distributed.P2POp."""
 
     def __init__(self, op, tensor, group_peer):
         self.op, self.tensor, self.group_peer = op, tensor, group_peer
@@ -218,13 +218,13 @@ def test_batches():
         assert taken.tolist() == [float((rank - 1) % size)] * 2
         with pytest.raises(ValueError, match=r"expected torch\.distributed\.isend and irecv"):
             made.batch_isend_irecv([Ask(dist.isend, taken, 0), Ask(dist.all_reduce, taken, 0)])
-        made.comm.barrier()  # nothing of that was launched
+        made.comm.barrier()  # none of the batch was launched
 
     in_ranks(3, program)
 
 
 def test_streams():
-    """What is given is passed on, and the one of `change_state` is that of calls that name none."""
+    """A given stream is passed on; the stream of `change_state` is used by calls that name none."""
 
     def program(made):
         array = torch.ones(3)
@@ -310,7 +310,7 @@ def test_suspend_with_a_deadline_says_why_not():
     assert in_ranks(2, program) == [2.0] * 2
 
 
-def test_the_end():
+def test_calls_after_destroy():
     def program(made):
         made.destroy()
         made.destroy()
@@ -326,20 +326,20 @@ def test_the_end():
     in_ranks(2, program)
 
 
-def test_a_world_of_one_is_disabled():
+def test_world_of_one_is_disabled():
     made = PyNcclCommunicator((LocalStore(), 0, 1), "cpu")
     assert (made.rank, made.world_size, made.available, made.disabled) == (0, 1, False, True)
     assert made.all_reduce(torch.ones(1)) is None
     made.destroy()
 
 
-def test_vllms_variable_disables_it(monkeypatch):
+def test_variable_of_vllm_disables_the_communicator(monkeypatch):
     monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
     made = PyNcclCommunicator((LocalStore(), 1, 2), "cpu")
     assert made.disabled and not made.available and made.rank == 1
 
 
-def test_without_nccl_it_is_disabled_and_a_warning_says_why(monkeypatch, caplog):
+def test_without_nccl_the_communicator_is_disabled_and_a_warning_says_why(monkeypatch, caplog):
     from ncclpy.interop import pynccl
 
     def missing():
@@ -351,12 +351,12 @@ def test_without_nccl_it_is_disabled_and_a_warning_says_why(monkeypatch, caplog)
     assert made.disabled and "rank 1 is disabled: no libnccl.so.2 in /nowhere" in caplog.text
 
 
-def test_another_library_is_refused():
+def test_other_library_is_refused():
     with pytest.raises(RuntimeError, match="ncclpy already uses"):
         PyNcclCommunicator((LocalStore(), 0, 2), "cpu", "/nowhere/libnccl.so.2")
 
 
-def test_tensors_of_another_device():
+def test_tensors_of_another_device_are_refused():
     def program(made):
         elsewhere = torch.empty(2, device="meta")
         with pytest.raises(ValueError, match="in_tensor: the tensor is on meta, and this communicator works on cpu"):
@@ -369,7 +369,7 @@ def test_tensors_of_another_device():
         PyNcclCommunicator.from_unique_id_bytes(bytes(ncclpy.get_unique_id()), 0, 2, "cuda:0")
 
 
-def test_groups_that_are_none():
+def test_invalid_groups_are_refused():
     for group in (3, object(), "world"):
         with pytest.raises((TypeError, RuntimeError), match="group: "):
             PyNcclCommunicator(group, "cpu")
@@ -379,14 +379,14 @@ def test_groups_that_are_none():
         PyNcclCommunicator(None, "cpu")
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_missing_rank_is_named():
     began = time.monotonic()
     with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2") as raised:
         PyNcclCommunicator((LocalStore(), 0, 2), "cpu", timeout=0.3)
     assert raised.value.missing == [1] and time.monotonic() - began < 20
 
 
-def test_an_id_that_the_program_has_brought():
+def test_unique_id_of_the_program_is_used():
     unique_id = bytes(ncclpy.get_unique_id())
 
     def body(rank):
@@ -398,7 +398,7 @@ def test_an_id_that_the_program_has_brought():
     assert testing.run_threads(2, body, DEADLINE) == [[2.0, 2.0]] * 2
 
 
-def test_several_over_one_store():
+def test_several_communicators_over_one_store():
     store = LocalStore()
 
     def body(rank):
@@ -414,7 +414,7 @@ def test_several_over_one_store():
 
 
 class Stateless:
-    """A group in the shape of vLLM's StatelessProcessGroup: whoever sends has a number for each broadcast."""
+    """A group in the shape of vLLM's StatelessProcessGroup: each sender counts its broadcasts."""
 
     def __init__(self, said, rank, world_size):
         self._said, self.rank, self.world_size = said, rank, world_size
@@ -432,7 +432,7 @@ class Stateless:
         return self._said[src, number]
 
 
-def test_a_stateless_group():
+def test_stateless_group():
     said = {"changed": threading.Condition()}
 
     def body(rank):
@@ -444,7 +444,7 @@ def test_a_stateless_group():
     assert testing.run_threads(3, body, DEADLINE) == [[3.0, 3.0]] * 3
 
 
-def test_a_store_of_torchs():
+def test_store_of_torch():
     theirs = dist.HashStore()
 
     def body(rank):
@@ -456,7 +456,7 @@ def test_a_store_of_torchs():
 
 
 def beside_gloo(rank, path):
-    """A rank of torch's gloo backend: the default group, and a part of it whose ranks are others."""
+    """Run a rank of torch's gloo backend: the default group, and a part of it with ranks other than the world's."""
     import datetime
 
     dist.init_process_group(
@@ -475,7 +475,7 @@ def beside_gloo(rank, path):
         found.append((made.rank, made.world_size, made.all_reduce(torch.full((2,), rank.rank + 1.0))[0].item()))
         after, before = (rank.rank + 1) % 3, (rank.rank - 1) % 3
         if group is part:
-            after = before = 3 - rank.rank  # as torch's own calls name it
+            after = before = 3 - rank.rank  # torch's calls take the rank in the world
         taken = torch.empty(2)
         made.batch_isend_irecv(
             [
@@ -490,13 +490,13 @@ def beside_gloo(rank, path):
     return found
 
 
-def test_a_group_of_torchs(tmp_path):
+def test_group_of_torch(tmp_path):
     found = testing.run_processes(3, beside_gloo, str(tmp_path / "store"))
     assert [each[:2] for each in found] == [[(rank, 3, 6.0)] * 2 for rank in range(3)]
     assert found[1][2] == (0, 2, 5.0) and found[2][2] == (1, 2, 5.0)
 
 
-def test_without_torch_it_says_what_to_do():
+def test_without_torch_the_error_says_what_to_do():
     done = testing.run_python(
         """
         import sys

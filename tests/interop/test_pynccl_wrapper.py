@@ -1,4 +1,4 @@
-"""NCCLLibrary, driven as vLLM's and SGLang's communicators drive theirs: with CPU memory and objects of ctypes."""
+"""NCCLLibrary, called as by the communicators of vLLM and SGLang: with CPU memory and objects of ctypes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 DEADLINE = 30
 
-#: The methods of vLLM's and SGLang's classes in 2026, by the names of their parameters.
+#: The methods of vLLM's and SGLang's classes in 2026, with the names of their parameters.
 METHODS = {
     "__init__": "self, so_file=None",
     "NCCL_CHECK": "self, result",
@@ -49,13 +49,13 @@ METHODS = {
     "ncclSend": "self, sendbuff, count, datatype, dest, comm, stream",
     "unique_id_from_bytes": "self, data",
 }
-#: What is an address or an enumeration's value as vLLM passes it.
+#: Addresses, or values of enumerations, in the form in which vLLM passes them.
 NULL_STREAM = cudaStream_t(0)
 FLOAT, SUM = ncclDataTypeEnum.ncclFloat32, ncclRedOpTypeEnum.ncclSum
 
 
 class TheirUniqueId(ctypes.Structure):
-    """The structure that vLLM's own module has, and makes on the ranks that receive the id."""
+    """The structure of vLLM's own module, which receiving ranks fill in."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
@@ -76,14 +76,14 @@ def at(array):
 
 
 def in_ranks(size, program):
-    """Call ``program(library, comm, rank)`` in a thread a rank; return what they return."""
+    """Call ``program(library, comm, rank)`` in one thread per rank; return the results."""
     received = bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
     def body(rank):
         library = NCCLLibrary(timeout=DEADLINE)
         unique_id = TheirUniqueId()
         for index, byte in enumerate(received):
-            unique_id.internal[index] = byte  # as from a broadcast tensor
+            unique_id.internal[index] = byte  # as read from a broadcast tensor
         with ncclpy.core.runtime.device.using(rank.rank):
             comm = library.ncclCommInitRank(size, unique_id, rank.rank)
             try:
@@ -111,7 +111,7 @@ def test_collectives_as_vllm_calls_them():
         library.ncclAllGather(at(sent), at(taken), 2, FLOAT, comm, NULL_STREAM)
         done(rank)
         assert taken.tolist() == [0, 1, 10, 11, 20, 21]
-        # A rank that receives passes NULL, and the one that sends its own memory twice.
+        # A receiving rank passes NULL, and the sending one its own memory twice.
         library.ncclBroadcast(at(sent) if rank == 2 else buffer_type(), at(sent), 6, FLOAT, 2, comm, NULL_STREAM)
         done(rank)
         assert sent.tolist() == [20, 21, 22, 23, 24, 25]
@@ -145,7 +145,7 @@ def test_group_of_messages_and_of_parts_that_differ():
     in_ranks(3, program)
 
 
-def test_ints_and_a_stream_are_taken_for_objects_of_ctypes():
+def test_ints_and_a_stream_are_accepted_in_place_of_ctypes_objects():
     def program(library, comm, rank):
         array = np.ones(2, np.float32)
         address = array.ctypes.data
@@ -191,7 +191,7 @@ def test_versions_and_errors():
     assert raised.value.result == ncclpy.Result.SYSTEM_ERROR
 
 
-def test_communicator_that_is_gone_is_an_error_and_not_a_crash():
+def test_communicator_that_has_ended_is_an_error_and_not_a_crash():
     library = NCCLLibrary()
     comm = library.ncclCommInitRank(1, library.ncclGetUniqueId(), 0)
     library.ncclCommAbort(comm)
@@ -209,7 +209,7 @@ def test_communicator_that_is_gone_is_an_error_and_not_a_crash():
     library.ncclGroupEnd()
 
 
-def test_rank_that_does_not_come_ends_the_wait_at_the_deadline():
+def test_missing_rank_ends_the_wait_at_the_deadline():
     library = NCCLLibrary(timeout=0.3)
     with pytest.raises(ncclpy.NcclTimeout):
         library.ncclCommInitRank(2, library.ncclGetUniqueId(), 0)

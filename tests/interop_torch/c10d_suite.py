@@ -1,10 +1,10 @@
-"""Torch's own tests of c10d backends (DistributedTest), run with one backend and written down.
+"""Torch's own tests of c10d backends (DistributedTest), run with one backend, with results in a file.
 
-``python tests/interop_torch/c10d_suite.py ncclpy --ranks 4 --out ncclpy.json [PATTERN ...]``. Torch's module decides
-by the variable BACKEND, when it is imported, which tests a backend is skipped in. It is imported as if for gloo, whose
-tests are to pass on CPUs, and told afterwards which backend to make: so none passes by being skipped. With ``--gpu``
-it believes to the end that it tests nccl, and what it makes is made over the other backend. ``--shard 2/8`` is one of
-eight parts, which can run beside each other.
+``python tests/interop_torch/c10d_suite.py ncclpy --ranks 4 --out ncclpy.json [PATTERN ...]``. At its import torch's
+module decides by the variable BACKEND which tests a backend skips. It is imported as if for gloo, with tests that
+should pass on CPUs, and told afterwards which backend to make: so no test passes by being skipped. With ``--gpu`` it
+takes the backend for nccl until the end, and groups are made over the other backend. ``--shard 2/8`` is one of eight
+parts, which can run at the same time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import time
 import unittest
 from pathlib import Path
 
-#: What `load` was given, for processes that are spawned.
+#: The environment variable that passes the arguments of `load` to spawned processes.
 _SPAWNED = "NCCLPY_C10D_SUITE"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 def load(backend: str, ranks: int, gpu: bool = False):
-    """Return the class of tests, for so many ranks of a backend."""
+    """Return the class of tests, for `ranks` ranks of a backend."""
     os.environ.update(BACKEND="nccl" if gpu else "gloo", WORLD_SIZE=str(ranks))
     if _SPAWNED not in os.environ:
         os.environ["TEMP_DIR"] = tempfile.mkdtemp(prefix="c10d-")
@@ -48,21 +48,21 @@ def load(backend: str, ranks: int, gpu: bool = False):
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            # Forked, as an import of torch in each rank would take most of the time; no library is loaded here. But
-            # torch's module begins CUDA where there is one, which no forked process could use.
+            # Forked, as importing torch in each rank would take most of the time; no library is loaded here. But
+            # torch's module initialises CUDA where there is a GPU, after which no forked process could use it.
             self._start_processes(torch.multiprocessing.get_context("spawn" if gpu else "fork").Process)
 
         def run_test(self, test_name, parent_pipe):
             if not gpu and test_name.startswith("test_accumulate_gradients"):
-                distributed_test.BACKEND = "gloo"  # these choose by it whether the model is on a GPU
+                distributed_test.BACKEND = "gloo"  # these tests choose by it whether the model is on a GPU
             super().run_test(test_name, parent_pipe)
 
-    Suite.__qualname__ = "Suite"  # by which a spawned process finds it
+    Suite.__qualname__ = "Suite"  # the name by which a spawned process finds the class
     return Suite
 
 
 def _add(module, backend: str) -> None:
-    """Add a backend to what torch's tests of gloo know."""
+    """Treat a backend in torch's tests like gloo."""
     module.BACKEND = backend
     for features in module.DistTestCases.backend_feature.values():
         if "gloo" in features:
@@ -71,13 +71,13 @@ def _add(module, backend: str) -> None:
 
 
 def _profiled(module, backend: str) -> None:
-    """Have torch's tests look at what its profiler says of a backend."""
+    """Make torch's tests check the profiler's events of a backend."""
     for lists in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
         getattr(module, f"{lists}_SUPPORTED_BACKENDS").append(backend)
 
 
 def _make_instead_of_nccl(dist, backend: str) -> None:
-    """Have the functions that make groups make them over a backend where nccl is asked for."""
+    """Make the functions that create groups use a backend where nccl is asked for."""
 
     def instead(function):
         @functools.wraps(function)
@@ -93,7 +93,7 @@ def _make_instead_of_nccl(dist, backend: str) -> None:
 
 
 class Written(unittest.TextTestResult):
-    """Results by name, and the text of what failed, in a file after each test: a run that is ended is not in vain."""
+    """Write results by name, with the text of failures, to a file after each test: a run that is ended keeps them."""
 
     def __init__(self, path, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ class Written(unittest.TextTestResult):
     def write(self):
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(self.found, indent=1, sort_keys=True))
-        new.replace(self._path)  # whoever ends it leaves one or the other
+        new.replace(self._path)  # a process that is killed here leaves the old file or the new one
 
     def addSuccess(self, test):  # noqa: N802
         self._note(test, PASSED)

@@ -15,7 +15,7 @@ from ncclpy.interop.torch import extension as torch_extension
 
 @pytest.fixture(scope="session")
 def extension():
-    """Build the extension once, before ranks do so at once."""
+    """Build the extension once, before several ranks build it at once."""
     torch_build.find_compiler()
     torch_build.built(torch, torch_build.BACKEND)
     return torch_extension.wrapped

@@ -1,4 +1,4 @@
-"""Tensors that the extension reads itself: whatever tensor it is, results and errors are those of the other ways."""
+"""Tensors that the extension reads itself: for every tensor, results and errors are those of the other readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [
 
 
 class Asked(TorchFunctionMode):
-    """Notes which methods of torch are called: the ways of old ask each tensor whether it is a lazy view."""
+    """Note which methods of torch are called: the other readers ask each tensor whether it is a lazy view."""
 
     def __init__(self):
         super().__init__()
@@ -37,14 +37,14 @@ class Asked(TorchFunctionMode):
 
 
 def is_read_natively(tensor):
-    """Read a tensor; return whether no method of it was called for that."""
+    """Read a tensor; return whether that called no method of the tensor."""
     with Asked() as asked:
         ncclpy.Buffer.of(tensor)
     return asked.names == []
 
 
 def outcome(tensor):
-    """Return all that can be seen of how a tensor was read, or the error."""
+    """Return everything that shows how a tensor was read, or the error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # older releases warn once of a fake tensor's address
@@ -60,7 +60,7 @@ def outcome(tensor):
 
 @pytest.fixture
 def native(extension, host_engine):
-    """Have tensors read by the extension, and give a function that does something without that."""
+    """Make the extension read tensors; return a function that calls another without it."""
     read_tensors_natively()
     reader = sys.modules["ncclpy_torch_backend"].tensor_reader()
 
@@ -135,11 +135,11 @@ def _fake():
 
 
 class Derived(torch.Tensor):
-    """As users have them."""
+    """A subclass as users write it."""
 
 
 class Wrapper(torch.Tensor):
-    """Without memory, as wrappers of __torch_dispatch__ are."""
+    """A tensor without memory, as are wrappers of __torch_dispatch__."""
 
     @staticmethod
     def __new__(cls):
@@ -200,7 +200,7 @@ def test_plain_tensors_are_read_natively(native, what):
     tensor = PLAIN[what]() if what in PLAIN else with_dtype(what)
     found = outcome(tensor)
     assert isinstance(found[0], int), found
-    # DLPack has these types since torch has its exchange API, about.
+    # DLPack has these types about since torch has its exchange API.
     known = not what.startswith("float8") or hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert is_read_natively(tensor) == known
     assert found == native(lambda: outcome(tensor))
@@ -208,7 +208,7 @@ def test_plain_tensors_are_read_natively(native, what):
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_other_tensors_are_read_or_refused_as_ever(native, what):
+def test_other_tensors_are_read_or_refused_as_by_other_readers(native, what):
     try:
         tensor = ODD[what]()
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -227,7 +227,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_wrappers_of_torch_func_are_refused_as_ever(native, transform):
+def test_wrappers_of_torch_func_are_refused_as_by_other_readers(native, transform):
     def seen():
         found = []
         TRANSFORMS[transform](lambda tensor: (found.append(outcome(tensor)), tensor)[1])
@@ -237,7 +237,7 @@ def test_wrappers_of_torch_func_are_refused_as_ever(native, transform):
     assert seen() == native(seen)
 
 
-def test_what_a_tensor_is_now_is_read(native):
+def test_tensor_is_read_as_it_is_now(native):
     tensor = torch.zeros(4)
     other = torch.ones(3, 2, dtype=torch.float64)
     assert ncclpy.Buffer.of(tensor).count == 4
@@ -286,7 +286,7 @@ def reads_natively(rank, size):
     return is_read_natively(torch.zeros(3)), is_read_natively(torch.nn.Parameter(torch.zeros(3)))
 
 
-def test_the_backend_of_torch_distributed_brings_it(extension, host_engine):
+def test_backend_of_torch_distributed_enables_native_reading(extension, host_engine):
     one = Ranks(1)
     try:
         assert one.run(reads_natively, backend=None) == [(False, False)]
@@ -295,12 +295,12 @@ def test_the_backend_of_torch_distributed_brings_it(extension, host_engine):
         one.clear()
 
 
-def test_to_be_asked_twice_changes_nothing(native):
+def test_reading_natively_twice_changes_nothing(native):
     read_tensors_natively()
     assert is_read_natively(torch.zeros(3))
 
 
-def test_without_a_compiler_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = r"read_tensors_natively\(\) builds .* no C\+\+ compiler: .* leave the call out"

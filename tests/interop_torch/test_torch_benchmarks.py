@@ -1,4 +1,4 @@
-"""The torch backend is measured beside torch's own: every row has its samples."""
+"""The benchmarks of the torch backend and of torch's own backends: every row has its samples."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every collective of c10d gives what gloo's gives, whatever the tensors are."""
+"""Every collective of c10d has the results of gloo, for all kinds of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_ranks import error_of
 import ncclpy.interop.torch
 
 SIZES = (0, 1, 3, 1000, 70_000)
-#: What torch 2.6 does not have.
+#: Types that torch 2.6 lacks.
 NEWER = [getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name)]
 
 
@@ -71,7 +71,7 @@ def exchanges(rank, size, dtype):
         output = torch.zeros(count * size, dtype=dtype)
         dist.all_to_all_single(output, part(rank, count * size, dtype))
         found["all_to_all_single", count] = output
-        rows = [(rank + each) % 3 for each in range(size)]  # to each, and from each
+        rows = [(rank + each) % 3 for each in range(size)]  # rows sent to each rank, and received from each
         output = torch.zeros(sum(rows), 5, dtype=dtype)
         sent = part(rank, sum(rows) * 5, dtype).reshape(-1, 5)
         dist.all_to_all_single(output, sent, rows, rows)
@@ -122,7 +122,7 @@ def beyond_gloo(rank, size):
     )
 
 
-def test_what_gloo_has_not(ranks4):
+def test_collectives_that_gloo_lacks(ranks4):
     for rank, (average, scaled, uneven, lists, output) in enumerate(ranks4.run(beyond_gloo)):
         assert average == [1.5] * 3 and scaled == [5.0] * 3
         assert uneven == [[float(each)] * (each + 1) for each in range(4)]
@@ -131,7 +131,7 @@ def test_what_gloo_has_not(ranks4):
 
 
 def mixed(rank, size):
-    """The same collectives, each by a form of its own on each rank."""
+    """Call the same collectives in a different form on each rank."""
     exchanged = torch.zeros(2 * size)
     rows = [[2] * size] * 2 if rank else []
     dist.all_to_all_single(exchanged, torch.arange(2.0 * size) + 10 * rank, *rows)
@@ -151,7 +151,7 @@ def mixed(rank, size):
     return exchanged.tolist(), gathered.tolist(), summed.tolist()
 
 
-def test_forms_of_one_collective_meet(ranks4):
+def test_forms_of_one_collective_match(ranks4):
     for rank, (exchanged, gathered, summed) in enumerate(ranks4.run(mixed)):
         assert exchanged == [10.0 * each + 2 * rank + i for each in range(4) for i in range(2)]
         assert gathered == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
@@ -159,7 +159,7 @@ def test_forms_of_one_collective_meet(ranks4):
 
 
 def flat(rank, size):
-    """Lists of parts of one size that cannot be received into where they are."""
+    """Receive into lists of equal parts that cannot be received into in place."""
     reached = torch.zeros(size + 1, 2)
     dist.all_gather([reached[size - each] for each in range(size)], torch.full((2,), rank + 1.0))
     strided = torch.zeros(3, 2 * size)
@@ -176,7 +176,7 @@ def flat(rank, size):
     return found + [each.sum().item() for each in shaped]
 
 
-def test_parts_that_lie_anywhere(ranks4):
+def test_parts_anywhere_in_memory(ranks4):
     for rank, (reached, strided, negative, scaled, *shaped) in enumerate(ranks4.run(flat)):
         assert reached == [[0.0, 0.0]] + [[5.0 - each] * 2 for each in range(1, 5)]
         assert strided == [[10.0 * each + row * 2 + i for each in range(4) for i in range(2)] for row in range(3)]
@@ -212,7 +212,7 @@ def test_coalesced_collectives_are_one_launch(ranks2):
 
 
 def left_by_an_exception(rank, size):
-    # Not by dist.all_reduce: torch gathers those itself, and keeps them when an exception comes.
+    # Not by dist.all_reduce: torch queues those calls itself, and keeps them when an exception is raised.
     group, device, tensors = dist.group.WORLD, torch.device("cpu"), [torch.ones(2) for _ in range(3)]
     works = []
     for _ in range(2):
@@ -230,7 +230,7 @@ def left_by_an_exception(rank, size):
     return [each.tolist() for each in tensors]
 
 
-def test_a_block_that_an_exception_leaves_is_dropped(ranks2):
+def test_block_left_by_an_exception_is_dropped(ranks2):
     assert ranks2.run(left_by_an_exception) == [[[1.0] * 2, [2.0] * 2, [2.0] * 2]] * 2
 
 
@@ -238,14 +238,14 @@ def big_exchange(rank, size):
     sent = torch.full((1 << 21,), float(rank))
     received = torch.empty_like(sent)
     peer = 1 - rank
-    # Both send first: one after the other they would wait for each other.
+    # Both ranks send first: one after the other, the sends would wait for each other.
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
     for work in works:
         work.wait()
     return received.unique().tolist(), len(works)
 
 
-def test_a_batch_of_sends_and_receives_is_one_launch(ranks2):
+def test_batch_of_sends_and_receives_is_one_launch(ranks2):
     assert ranks2.run(big_exchange) == [([1.0], 1), ([0.0], 1)]
 
 
@@ -282,7 +282,7 @@ def test_sparse_sums_are_gloos(ranks2):
 def sparse_of(rank, size, sizes, place):
     made = torch.sparse_coo_tensor([[place[rank]]] * len(sizes[rank]), [1.0], sizes[rank], check_invariants=False)
     said = error_of(lambda: dist.all_reduce(made))
-    dist.barrier()  # the group goes on
+    dist.barrier()  # the group stays usable
     return said
 
 
@@ -303,7 +303,7 @@ def test_sparse_index_outside_of_the_size_is_an_error_on_all_ranks(ranks2):
     assert said[0] == said[1] and "size is 4 but found index" in said[0]
 
 
-# What a tensor is need not be what its memory holds.
+# The values of a tensor need not be those in its memory.
 
 
 def lazy(rank, size):
@@ -316,7 +316,7 @@ def lazy(rank, size):
     dist.all_reduce(summed)
     lists = [torch.zeros(2) for _ in range(size)]
     dist.all_gather(lists, made().conj().imag)
-    dist.group.WORLD.allreduce([conjugate]).wait()  # all_reduce of torch.distributed refuses it itself
+    dist.group.WORLD.allreduce([conjugate]).wait()  # torch.distributed's own all_reduce refuses it
     return [each.tolist() for each in (negative, summed, *lists, conjugate)]
 
 
@@ -333,7 +333,7 @@ def lazy_over_gloo(rank, size):
     return tensor.tolist()
 
 
-def test_what_torch_does_for_other_backends_stays(ranks2):
+def test_lazy_tensors_of_other_backends_work_as_before(ranks2):
     assert ranks2.run(lazy_over_gloo, backend="gloo")[1] == [-2.0, 4.0]
 
 
@@ -403,7 +403,7 @@ def multiplied(rank, size):
     return [each.tolist() for each in (one, listed, made, scalar)]
 
 
-def test_a_tensor_as_a_factor_leaves_the_type(ranks2):
+def test_tensor_as_a_factor_keeps_the_type(ranks2):
     assert ranks2.run(multiplied) == [[[3.0] * 2, [3.0] * 2, [3.0] * 4, 0.5]] * 2
 
 
@@ -454,7 +454,7 @@ def refused(rank, size):
     return said
 
 
-def test_what_does_not_fit_says_so(ranks2):
+def test_invalid_arguments_raise_and_are_named(ranks2):
     said = ranks2.run(refused)[0]
     assert len(said) == 4
     assert "int16" in said[0] and "BAND" in said[1] and said[1].startswith("DistBackendError")

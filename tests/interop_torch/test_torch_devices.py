@@ -1,4 +1,4 @@
-"""What the torch backend does on GPUs, as far as stand-ins for them show it: see test_torch_gpu.py for real ones."""
+"""Behaviour of the torch backend on GPUs, as far as stand-ins show it; test_torch_gpu.py has tests on real GPUs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Begun:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Have torch take streams that note what is enqueued; the last of the list is current."""
+    """Make torch use streams that note what is enqueued; the last of the list is current."""
     made = [Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made[-1])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(made[-1]), raising=False)
@@ -73,13 +73,13 @@ def streams(monkeypatch):
     _stream_of.cache_clear()
 
 
-def test_everybody_on_a_gpu_comes_behind_what_is_copied_after_an_operation(streams):
+def test_streams_of_a_gpu_wait_for_copies_after_an_operation(streams):
     seen = []
     work = TorchWork(Begun(), [], (lambda: streams[-1].enqueued.append("copy"),), False, Group())
     work.when_done(lambda tensors, error: seen.append(streams[-1]))
     copied = seen[0]
     assert copied.enqueued[:2] == ["copy", "event"]
-    assert not work.is_completed()  # it is enqueued only
+    assert not work.is_completed()  # the copy is only enqueued
     for wait in (lambda: work.wait(1.0), work.wait, work.synchronize):
         streams.append(Stream())
         wait()
@@ -97,7 +97,7 @@ def test_futures_of_a_gpu_share_a_stream(streams):
     assert seen[3] not in seen[:3], "what comes from a rank may come late"
 
 
-def test_a_copy_on_a_gpu_is_known_to_its_memory(streams):
+def test_copy_on_a_gpu_records_its_stream(streams):
     class Made:
         is_cuda, is_sparse, device = True, False, 0
 
@@ -111,7 +111,7 @@ def test_a_copy_on_a_gpu_is_known_to_its_memory(streams):
 
 
 def as_on_gpus(made):
-    """Return a backend whose group waits for the first operation, and the devices that it is made for."""
+    """Return a backend that makes its group at the first operation, and a list of the devices for which it is made."""
     devices = []
 
     def make(device):
@@ -121,7 +121,7 @@ def as_on_gpus(made):
     return TorchBackend(0, 1, make, True, 1.0, None, None), devices
 
 
-def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkeypatch):
+def test_barrier_makes_the_group_on_the_named_device(extension, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     for how, expected in (("device", 3), ("device_ids", 2), ("bound", 1), ("both", 3)):
         backend, devices = as_on_gpus(Group())
@@ -144,7 +144,7 @@ def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkey
 @pytest.mark.parametrize(
     ("current", "local", "expected"), [(0, None, 1), (0, "0", 0), (0, "2", 0), (1, "0", 1)], ids=str
 )
-def test_a_barrier_of_which_nothing_tells_the_gpu_is_on_that_of_the_rank(monkeypatch, current, local, expected):
+def test_barrier_without_a_device_chooses_the_gpu_of_the_rank(monkeypatch, current, local, expected):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -157,11 +157,11 @@ def test_a_barrier_of_which_nothing_tells_the_gpu_is_on_that_of_the_rank(monkeyp
 
 
 class FirstDevice(Exception):
-    """What a group is made for."""
+    """The device for which a group is made."""
 
 
 class OnGpu:
-    """A tensor of GPU 1, as far as an operation looks before the group is made."""
+    """A tensor of GPU 1, with what an operation reads of it before the group is made."""
 
     device, dtype, is_sparse = torch.device("cuda", 1), torch.float32, False
 
@@ -192,8 +192,8 @@ class OnGpu:
     ],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments, together):
-    """Not torch's current device, which may be another one."""
+def test_first_tensor_decides_on_which_gpu_the_group_is(name, arguments, together):
+    """Torch's current device, which may be another one, does not decide."""
 
     def make(device):
         raise FirstDevice(device)
@@ -212,14 +212,14 @@ def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments, toget
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-def test_a_group_that_has_ended_before_its_first_use_is_not_made(end):
+def test_group_that_has_ended_before_its_first_use_is_not_made(end):
     backend, devices = as_on_gpus(Group())
     getattr(backend, end)()
     assert "has ended" in error_of(lambda: backend.barrier(None)) and devices == []
 
 
-def test_the_profiler_waits_for_no_gpu(extension):
-    """A range of a GPU's operation ends with the call: to wait for more would be part of a graph that is captured."""
+def test_profiler_waits_for_no_gpu(extension):
+    """A GPU operation's range ends with the call: a wait for more would become part of a graph that is captured."""
 
     class OnGpuWork:
         def future_devices(self):
@@ -239,8 +239,8 @@ def test_the_profiler_waits_for_no_gpu(extension):
     del work
 
 
-def test_a_group_that_some_ranks_never_use_is_the_same_when_it_is_made_again(monkeypatch):
-    """On GPUs, where the first operation makes it: how often it was made is counted when torch makes it."""
+def test_group_unused_by_some_ranks_matches_when_it_is_made_again(monkeypatch):
+    """On GPUs the first operation makes the group; how often it was made is counted when torch makes it."""
     monkeypatch.setattr(torch_registration.library, "library", lambda: types.SimpleNamespace(engine="cuda"))
     monkeypatch.setattr(torch_registration, "wrapped", lambda rank, size, backend: backend)
     store = dist.HashStore()

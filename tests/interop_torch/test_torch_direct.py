@@ -1,4 +1,4 @@
-"""Operations that torch's C++ begins on the process group itself, and those that it leaves to the Python layer."""
+"""Operations that torch's C++ starts on the process group directly, and those that go through the Python layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = (
 
 
 def noted():
-    """Return a list of the layer's methods that are called from now on."""
+    """Return a list to which the names of the layer's methods are added when they are called."""
     backend, passed = backend_of(), []
 
     def note(name, method, *arguments):
@@ -57,7 +57,7 @@ def plain(rank, size):
     return passed, [*found, part.tolist()]
 
 
-def test_plain_tensors_go_to_the_group_at_once(ranks2):
+def test_plain_tensors_go_to_the_group_directly(ranks2):
     (_, first), (_, second) = found = ranks2.run(plain)
     assert [passed for passed, _ in found] == [[], []]
     assert first[:2] == second[:2] == [[2.0] * 4, [3.0] * 4]
@@ -94,7 +94,7 @@ def odd(rank, size):
     return found
 
 
-def test_the_others_go_through_the_layer(ranks2):
+def test_other_operations_go_through_the_layer(ranks2):
     reduced = ["allreduce"]
     expected = [reduced, reduced, ["broadcast"], reduced, reduced, ["all_gather_single"]]
     expected += [reduced, reduced, [], reduced]
@@ -113,7 +113,7 @@ def in_a_block(rank, size):
     return passed, backend_of().group.seq, [each.tolist() for each in tensors]
 
 
-def test_operations_of_a_block_are_of_the_block(ranks2):
+def test_operations_of_a_block_belong_to_the_block(ranks2):
     expected = (["allreduce", "allreduce"], 2, [[0.0] * 2, [2.0] * 2, [4.0] * 2])
     assert ranks2.run(in_a_block) == [expected] * 2
 
@@ -127,18 +127,18 @@ def beside_a_block(rank, size):
     other = threading.Thread(target=lambda: backend.allreduce(tensors[1:]).wait())
     other.start()
     other.join(20)
-    seen = [other.is_alive(), *[each.tolist() for each in tensors]]  # the other's is done, the block's is not begun
+    seen = [other.is_alive(), *[each.tolist() for each in tensors]]  # the other's is done, the block's not begun
     group._end_coalescing(torch.device("cpu")).wait()
     return passed, seen, tensors[0].tolist()
 
 
-def test_a_block_is_of_its_thread(ranks2):
+def test_block_belongs_to_its_thread(ranks2):
     expected = (["allreduce", "allreduce"], [False, [1.0] * 2, [10.0] * 2], [2.0] * 2)
     assert ranks2.run(beside_a_block) == [expected] * 2
 
 
 def asked_by_two(rank, size):
-    """Wait for a work, and ask another thread for its result meanwhile."""
+    """Wait for a work, while another thread asks for its result."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == 1:
@@ -157,12 +157,12 @@ def asked_by_two(rank, size):
     return told, work.result()[0].tolist()
 
 
-def test_a_work_is_asked_while_another_thread_waits_for_it(ranks2):
+def test_work_is_asked_while_another_thread_waits_for_it(ranks2):
     assert ranks2.run(asked_by_two) == [([False, 1, False], [2.0] * 2), ([], [2.0] * 2)]
 
 
 def called_away(rank, size):
-    """Wait for what the other rank begins late, till a signal handler raises an error; the operation goes on."""
+    """Wait for an operation that the other rank begins late, until a signal handler raises; it continues."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == 1:
@@ -182,7 +182,7 @@ def called_away(rank, size):
         store.set("called away", "")
 
 
-def test_what_a_signals_handler_raises_ends_the_wait(ranks2):
+def test_error_of_a_signal_handler_ends_the_wait(ranks2):
     assert ranks2.run(called_away) == ["DistBackendError: the handler's", None]
 
 
@@ -200,7 +200,7 @@ def refused_and_let_go(rank, size):
         gc.enable()
 
 
-def test_a_refused_operation_keeps_nothing(ranks2):
+def test_refused_operation_keeps_nothing(ranks2):
     assert ranks2.run(refused_and_let_go) == [("DistBackendError", True)] * 2
 
 
@@ -221,7 +221,7 @@ def what_works_tell(rank, size):
     return asked, told, value, passed[:1], [each.python.sequence_number() for each in (work, later)], source
 
 
-def test_what_a_work_tells_when_it_is_asked(ranks2):
+def test_results_and_states_of_a_work(ranks2):
     tensors = [[2.0, 2.0]]
     for rank, found in enumerate(ranks2.run(what_works_tell)):
         assert found == ([], [True, True, tensors], tensors, ["stand_for"], [1, 3], 0 if rank else -1)
@@ -257,7 +257,7 @@ def test_errors_are_torchs(ranks2):
 
 
 @pytest.mark.parametrize("call", ["broadcast", "reduce"])
-def test_a_root_of_more_than_32_bits_does_not_exist(ranks2, call):
+def test_root_of_more_than_32_bits_does_not_exist(ranks2, call):
     for said in ranks2.run(far_root, call):
         assert said.startswith("ValueError: root: rank 4294967296"), said
 
@@ -272,7 +272,7 @@ def wrong(rank, size):
     return said, tensor.item()
 
 
-def test_what_does_not_fit_is_the_groups_error(ranks2):
+def test_invalid_sizes_are_the_groups_error(ranks2):
     for said, after in ranks2.run(wrong):
         assert said.startswith("ValueError: "), said
         assert after == 2
@@ -292,13 +292,13 @@ def over_its_time(rank, size):
         store.set("given up", "")
 
 
-def test_a_deadline_of_the_group_is_that_of_what_it_begins(ranks2):
+def test_deadline_of_the_group_applies_to_its_operations(ranks2):
     said, _ = ranks2.run(over_its_time)
     assert said.startswith("DistBackendError: all_reduce") and "rank 1" in said
 
 
 @pytest.mark.parametrize("operator", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR], ids=["and", "xor"])
-def test_operators_that_nccl_has_not_are_refused(ranks2, operator):
+def test_operators_unknown_to_nccl_are_refused(ranks2, operator):
     for said in ranks2.run(refused, operator):
         assert "NCCL has no reduction by" in said
 

@@ -1,4 +1,4 @@
-"""How groups of the torch backend begin, fail and end, and what their works and futures tell of it."""
+"""Start, failure and end of groups of the torch backend, and what their works and futures report."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_names_of_backends(ranks2, backend):
 
 
 def chosen_devices(rank, size):
-    """Return the devices that torch's helpers choose for a group, having used them."""
+    """Return the devices that torch's helpers choose for a group, after using them."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
@@ -81,7 +81,7 @@ def chosen_devices(rank, size):
 
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy", "cpu:gloo,cuda:ncclpy"])
-def test_helpers_of_torch_choose_devices_that_are_there(ranks2, backend):
+def test_helpers_of_torch_choose_devices_that_exist(ranks2, backend):
     assert ranks2.run(chosen_devices, backend=backend) == [(["cpu", "cpu"], 12.0), (["cpu", "cpu"], None)]
 
 
@@ -118,7 +118,7 @@ def test_options_of_the_group(ranks2):
 
 def late(rank, size, how):
     limit = datetime.timedelta(seconds=0.5)
-    dist.barrier()  # which connects: that takes as long as the group says
+    dist.barrier()  # connects the ranks, which may take as long as the group's timeout
     if rank == 1:
         until = time.monotonic() + 20
         while backend_of().group.error is None and time.monotonic() < until:
@@ -140,7 +140,7 @@ def late(rank, size, how):
 
 
 @pytest.mark.parametrize("how", ["call", "barrier", "monitored", "group"])
-def test_a_deadline_names_who_is_missing(ranks2, how):
+def test_deadline_names_the_missing_rank(ranks2, how):
     first, second = ranks2.run(late, how)
     assert first.startswith("DistBackendError: ") and "rank 1" in first
     assert second.startswith("DistBackendError: ") and "rank 0" in second
@@ -153,11 +153,11 @@ def waits(rank, size):
     work = dist.all_reduce(tensor := torch.ones(1), async_op=True)
     said = error_of(lambda: work.wait(datetime.timedelta(seconds=0.1))) if rank == 0 else None
     store.set("go on", "")
-    work.wait()  # it has gone on
+    work.wait()  # the operation has continued
     return said, tensor.item()
 
 
-def test_the_timeout_of_a_wait_ends_the_wait_alone(ranks2):
+def test_timeout_of_a_wait_ends_the_wait_alone(ranks2):
     (said, mine), others = ranks2.run(waits)
     assert said.startswith("DistBackendError: all_reduce") and "after 0.1 s" in said and "rank 1" in said
     assert mine == 2 and others == (None, 2)
@@ -174,8 +174,8 @@ def calls_alone(rank, size, how):
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_error_says_where_this_rank_called_what_has_failed(ranks2, how):
-    """Not where it waits, nor where torch's own lines are."""
+def test_error_says_where_this_rank_called_the_failed_operation(ranks2, how):
+    """It names neither the line of the wait nor torch's own lines."""
     first, second = ranks2.run(calls_alone, how)
     line = calls_alone.__code__.co_firstlineno + 6
     assert f"This rank called all_reduce #1 at interop_torch/test_torch_ends.py:{line}" in first, first
@@ -186,12 +186,12 @@ def disagree(rank, size):
     tensor = torch.ones(2 if rank else 3)
     future = dist.all_reduce(tensor, async_op=True).get_future()
     seen = []
-    # To C++ what Python sets in a future as an exception is a value, with which DDP's reducer ends the process.
+    # C++ takes an exception that Python sets in a future for a value, with which DDP's reducer ends the process.
     chained = future.then(lambda each: seen.append("called") or each.value())
     return error_of(future.wait), error_of(chained.wait), error_of(lambda: dist.all_reduce(tensor))
 
 
-def test_a_future_fails_with_its_operation(ranks2):
+def test_future_fails_with_its_operation(ranks2):
     for said in ranks2.run(disagree):
         assert all("2 float32" in each and "3 float32" in each for each in said[:2]), said
         assert said[0].startswith("DistBackendError") and said[2].startswith("DistBackendError")
@@ -206,7 +206,7 @@ def fails_in_backward(rank, size):
     return error_of(lambda: model(torch.ones(1, 2)).sum().backward())
 
 
-def test_ddps_backward_raises_what_has_ended_the_group(ranks2):
+def test_ddps_backward_raises_the_error_that_ended_the_group(ranks2):
     first, second = ranks2.run(fails_in_backward)
     assert "rank 1" in first and "aborted" in first and second == "aborted"
 
@@ -224,7 +224,7 @@ def fails_after(rank, size):
     return [*found, works[1].is_completed(), works[1].is_success(), works[1].failure(), error_of(works[1].synchronize)]
 
 
-def test_everybody_sees_what_has_failed_after_an_operation(ranks2):
+def test_failure_after_an_operation_is_seen_by_waits_and_callbacks(ranks2):
     said = "OverflowError: no room"
     assert ranks2.run(fails_after)[0] == [said, said, True, False, "no room", True, False, "no room", said]
 
@@ -236,7 +236,7 @@ def odd_results(rank, size):
     return error_of(future.wait)
 
 
-def test_a_future_ends_whatever_comes(ranks2):
+def test_future_of_an_invalid_result_ends(ranks2):
     assert all(said.startswith("DistBackendError: ") for said in ranks2.run(odd_results))
 
 
@@ -262,7 +262,7 @@ def refuses_once(rank, size):
     return first
 
 
-def test_a_future_that_was_refused_can_be_asked_for_again(ranks2):
+def test_future_that_was_refused_can_be_asked_for_again(ranks2):
     assert ranks2.run(refuses_once) == ["OverflowError: not now"] * 2
 
 
@@ -273,12 +273,12 @@ def after_an_abort(rank, size):
     return error_of(lambda: dist.batch_isend_irecv(batch))
 
 
-def test_a_batch_after_an_abort_raises_torchs_error(ranks2):
+def test_batch_after_an_abort_raises_torchs_error(ranks2):
     for said in ranks2.run(after_an_abort):
         assert said.startswith("DistBackendError: "), said
 
 
-def test_a_block_waits_in_the_cpu_if_one_of_it_does():
+def test_block_waits_on_the_cpu_if_one_of_its_operations_does():
     for kinds, blocks in {(): True, (False,): False, (True,): True, (True, False): True, (False, True): True}.items():
         together = Together(None)
         for each in kinds:
@@ -315,7 +315,7 @@ DAEMON = """
 
 
 @pytest.mark.parametrize("how", ["wait", "poll", "connect"])
-def test_a_daemon_thread_in_a_work_does_not_abort_the_process(extension, tmp_path, how):
+def test_daemon_thread_in_a_work_does_not_abort_the_process(extension, tmp_path, how):
     command = [sys.executable, "-c", textwrap.dedent(DAEMON)]
     with subprocess.Popen([*command, "1", str(tmp_path), how], stdin=subprocess.PIPE, cwd=tmp_path) as peer:
         try:
@@ -347,7 +347,7 @@ def test_callbacks_of_futures_may_wait_for_collectives(ranks2):
 def forgotten(rank, size):
     tensors = [torch.ones(1000) for _ in range(50)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    del works[::2]  # nobody has these: neither torch's half nor Python's
+    del works[::2]  # neither torch nor Python has a reference to these
     gc.collect()
     for work in works:
         assert work.wait() and work.is_completed() and work.is_success() and len(work.result()) == 1
@@ -355,7 +355,7 @@ def forgotten(rank, size):
     return {tensor.sum().item() for tensor in tensors}
 
 
-def test_works_that_nobody_keeps(ranks2):
+def test_works_without_references_complete(ranks2):
     assert ranks2.run(forgotten) == [{2000.0}, {2000.0}]
 
 
@@ -384,13 +384,13 @@ def ended(rank, size):
     return work.is_completed(), error_of(lambda: world.allreduce([torch.ones(1)]).wait())
 
 
-def test_what_was_begun_is_done_when_a_group_is_destroyed(ranks2):
+def test_operation_is_done_when_its_group_is_destroyed(ranks2):
     for completed, said in ranks2.run(ended):
         assert completed and "closed" in said
 
 
 def divided(rank, size):
-    """Split the world, as if it were of GPUs: without any torch refuses."""
+    """Split the world as if it were on GPUs: torch refuses to split without any."""
     world = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -403,7 +403,7 @@ def divided(rank, size):
         if group is not None:
             dist.all_reduce(tensor := torch.full((2,), float(rank)), group=group)
             found.append((dist.get_rank(group), tensor.tolist()))
-    # A new group of nccl's is split by nccl from the world's backend, if that can be: not from this one.
+    # Where it can, nccl makes a new group by splitting the world's backend: it must not split this one.
     sources = world._get_backend(CPU).supports_splitting, _get_split_source(world)
     return found, backend_of(part).timeout_ms(), world._get_backend(CPU).options._timeout.total_seconds(), sources
 
@@ -416,7 +416,7 @@ def test_split_group(ranks4):
         assert found == [expected] * (1 + rank % 2) and timeout == 7000 and of_world == 20
 
 
-def test_pools_of_torch_are_of_gpus(ranks2):
+def test_pools_of_torch_need_gpus(ranks2):
     assert "host engine" in ranks2.run(pool_of_cpu)[0]
 
 
@@ -462,7 +462,7 @@ def in_a_block(rank, size, how):
         before = strided.unique().tolist(), work.is_completed()
     held = early.wait() if how == "future" else work.get_future().wait() if how == "late future" else None
     if held is None:
-        work.wait()  # behind the block: for all of it
+        work.wait()  # after the block: waits for all of it
     return before, strided.unique().tolist(), tensors[0].tolist(), work.is_completed(), work.is_success()
 
 
@@ -504,5 +504,5 @@ def polled(rank, size):
     return 1
 
 
-def test_who_looks_again_and_again_asks_the_others_once(ranks2):
+def test_repeated_waits_ask_other_ranks_once(ranks2):
     assert ranks2.run(polled) == [1, 1]

@@ -1,4 +1,4 @@
-"""No number leaves a failed collective: what the ranks of a torch program do when one of them fails."""
+"""No number results from a failed collective: the ranks of a torch program when one of them fails."""
 
 from __future__ import annotations
 

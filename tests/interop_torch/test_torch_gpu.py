@@ -1,4 +1,4 @@
-"""The torch backend on GPUs, a process each, beside torch's nccl: collectives, trainings, graphs, ends."""
+"""The torch backend on GPUs, a process for each, compared with torch's nccl: collectives, trainings, graphs, ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def two_gpus():
 
 
 def on_gpu(rank, size, program, *arguments):
-    """Run a program of CPUs with a GPU of this rank as torch's default device, and bring what it finds to the CPU."""
+    """Run a program for CPUs with this rank's GPU as torch's default device, and move its results to the CPU."""
     torch.cuda.set_device(rank)
     torch.set_default_device(torch.device("cuda", rank))
     try:
@@ -53,7 +53,7 @@ def as_over_nccl(ranks, program, *arguments, falls=True, rel=1e-4):
         assert all(found[-1] < found[0] for found in ours)
 
 
-def test_plain_tensors_go_to_the_group_at_once(ranks2):
+def test_plain_tensors_go_to_the_group_directly(ranks2):
     assert [passed for passed, _ in ranks2.run(on_gpu, direct.plain)] == [[], []]
 
 
@@ -70,7 +70,7 @@ def test_ddp(ranks2, options):
 
 
 def test_ddp_with_sparse_gradients(ranks2):
-    """On the CPU over gloo the same model begins elsewhere: torch draws other numbers there."""
+    """On the CPU over gloo the same model starts elsewhere: torch draws other numbers there."""
     assert all(found[-1] < found[0] for found in ranks2.run(on_gpu, training.ddp, {}, True, None))
 
 
@@ -116,7 +116,7 @@ def batch_norm(rank, size):
     return found
 
 
-def test_batch_norm_over_ranks_whose_batches_differ(ranks2):
+def test_batch_norm_over_ranks_with_different_batches(ranks2):
     as_over_nccl(ranks2, batch_norm)
 
 
@@ -144,7 +144,7 @@ def made_with_device_id(rank, size, backend, path):
 
 
 def summed_over_nccl(rank, size):
-    """Return a sum over a group of nccl's in a world of this backend, which torch would have nccl split from it."""
+    """Return a sum over a group of nccl in a world of this backend; torch would have nccl split it from that world."""
     tensor = torch.full((4,), rank + 1.0, device=torch.device("cuda", rank))
     theirs = dist.new_group(backend="nccl")
     dist.all_reduce(tensor, group=theirs)
@@ -154,13 +154,13 @@ def summed_over_nccl(rank, size):
     return tensor.tolist()
 
 
-def test_a_group_of_nccl_in_this_world(ranks2):
+def test_group_of_nccl_in_this_world(ranks2):
     assert ranks2.run(on_gpu, summed_over_nccl) == [[6.0] * 4] * 2
 
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])
 def test_eager_making_and_splitting(ranks2, tmp_path, backend):
-    """Not as over nccl: a world of nccl's ends its process here."""
+    """Not compared with nccl: a world of nccl ends its process here."""
     for rank, found in enumerate(ranks2.run(made_with_device_id, backend, str(tmp_path / "store"), backend=None)):
         summed, together, alone, sent, beside = found
         assert beside == [6.0] * 4
@@ -170,7 +170,7 @@ def test_eager_making_and_splitting(ranks2, tmp_path, backend):
 
 
 def on_streams(rank, size):
-    """Collectives beside computation on a stream of their own; what was used is freed at once."""
+    """Run collectives beside computation on a stream of their own; free tensors at once after use."""
     side, total = torch.cuda.Stream(), torch.zeros(1 << 20)
     for step in range(30):
         with torch.cuda.stream(side):
@@ -206,7 +206,7 @@ def strided(rank, size):
 
 
 def test_tensors_that_are_not_contiguous(ranks2):
-    """Nccl refuses them."""
+    """nccl refuses them."""
     assert ranks2.run(on_gpu, strided) == [[[2.0 * i + 1] for i in range(8)]] * 2
 
 
@@ -231,7 +231,7 @@ def captured(rank, size):
     return found
 
 
-def test_a_graph_is_replayed(ranks2):
+def test_graph_is_replayed(ranks2):
     ours, theirs = ranks2.run(on_gpu, captured), ranks2.run(on_gpu, captured, backend="nccl")
     assert ours == theirs
     assert [each[0] for each in ours[0]] == [[3.0], [8.0], [18.0]]
@@ -256,7 +256,7 @@ def test_tensors_of_cpus_and_gpus(ranks2):
 
 
 def wait_in_vain(rank):
-    """Have rank 0 wait for an all-reduce for 2 s, which rank 1 does not come to meanwhile; return what that raises."""
+    """Let rank 0 wait 2 s for an all-reduce that rank 1 does not call in time; return the error."""
     torch.cuda.set_device(rank)
     tensor = torch.zeros(10, device="cuda")
     dist.all_reduce(tensor)
@@ -276,13 +276,13 @@ def left_alone(rank, size):
     return wait_in_vain(rank), time.monotonic() - began
 
 
-def test_a_rank_that_does_not_come_is_named(ranks2):
+def test_missing_rank_is_named(ranks2):
     (said, took), _ = ranks2.run(left_alone)
     assert "rank 1" in said and took < 10, (said, took)
 
 
 def recovered(rank, size):
-    """Both ranks go on after a collective that one of them had no time to wait for."""
+    """Recover on both ranks after rank 0's collective has timed out."""
     said = wait_in_vain(rank)
     ncclpy.interop.torch.recover(20)
     tensor = torch.full((10,), rank + 1.0, device="cuda")
@@ -298,7 +298,7 @@ def test_recovery(ranks2):
 
 
 def pooled(rank, size):
-    """Tensors of a pool over NCCL's memory, by torch's own words."""
+    """Return sums of tensors of a pool over NCCL's memory, made by torch's own functions."""
     torch.cuda.set_device(rank)
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     pool = torch.cuda.MemPool(backend.mem_allocator)

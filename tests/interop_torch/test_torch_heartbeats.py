@@ -1,4 +1,4 @@
-"""Torch's store does not know whose process has ended: ranks of several machines beat there, without the GIL."""
+"""Torch's store does not know which process has ended: ranks on several machines write heartbeats, without the GIL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ncclpy.bootstrap import StoreError
 from ncclpy.interop.torch import extension as torch_extension
 from ncclpy.interop.torch.store import TorchStore
 
-#: Two ranks, each on a machine of its own if that is asked for; rank 0 serves the store.
+#: Two ranks, each on a machine of its own if requested; rank 0 serves the store.
 PROGRAM = """
     import ctypes, os, signal, sys, time
     from ncclpy.peers import processes, reports
@@ -55,7 +55,7 @@ PROGRAM = """
 
 @contextlib.contextmanager
 def ranks(folder, program, how="apart"):
-    """Start both ranks; each prints to a pipe of its own, and standard input is the test's."""
+    """Start both ranks; each prints to a pipe of its own and reads its standard input from the test."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
@@ -81,7 +81,7 @@ def host(extension, monkeypatch):
     monkeypatch.setenv("NCCLPY_LIBRARY", "host")
 
 
-def test_rank_of_another_machine_that_is_gone_is_known_long_before_the_deadline(tmp_path):
+def test_stopped_rank_of_another_machine_is_known_long_before_the_deadline(tmp_path):
     program = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -114,10 +114,10 @@ REDUCES = """
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_rank_that_was_stopped_and_goes_on_yields_no_wrong_number(tmp_path, seconds):
-    """After a second it may go on with the others, as is the rule; after three they have ended the group.
+def test_rank_that_was_stopped_and_continued_yields_no_wrong_number(tmp_path, seconds):
+    """After one second it may continue with the others, by the rules; after three they have ended the group.
 
-    Its call is one on a group that has ended already, if it has heard of that before.
+    If it has heard of that before, its call is on a group that has already ended.
     """
     with ranks(tmp_path, REDUCES) as both:
         for process in both:
@@ -132,7 +132,7 @@ def test_rank_that_was_stopped_and_goes_on_yields_no_wrong_number(tmp_path, seco
         assert said[1].startswith("NcclRemoteError ") and re.match("NcclRemoteError |NcclAborted ", said[0]), said
 
 
-def test_rank_whose_gil_is_held_for_longer_is_not_taken_for_gone(tmp_path):
+def test_rank_with_the_gil_held_for_longer_is_not_taken_for_gone(tmp_path):
     program = """
         [mine] = [key for key in beats() if key.endswith("/beat/1")]
         before = store.get(mine)
@@ -193,7 +193,7 @@ def test_heartbeats_end_with_the_group_and_torch_prints_nothing(tmp_path, how):
 
 @pytest.fixture
 def stores():
-    """Return a list of a TCPStore of torch's that serves, and of a client of it; the extension is loaded."""
+    """Return a serving TCPStore of torch and a client of it, in a list; the extension is loaded."""
     torch_extension._extension()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
@@ -205,12 +205,12 @@ def test_heartbeats_of_a_server_that_has_ended_print_nothing(stores, capfd):
     testing.wait_for(lambda: TorchStore(stores[0]).get("beat").split()[1] > b"1", "two heartbeats")
     del stores[0]
     gc.collect()
-    time.sleep(0.1)  # several more would be due
+    time.sleep(0.1)  # several more would have been written
     assert beat.close() and "c10d" not in capfd.readouterr().err
 
 
 class Old:
-    """A store of torch's that cannot be cloned, as none could before torch 2.8."""
+    """A store of torch that cannot be cloned, as before torch 2.8."""
 
     def __init__(self, theirs):
         self._theirs = theirs
@@ -221,14 +221,14 @@ class Old:
         return getattr(self._theirs, name)
 
 
-def test_store_whose_calls_wait_for_those_of_the_program_has_no_heartbeats(stores):
+def test_store_with_calls_that_wait_for_each_other_has_no_heartbeats(stores):
     store = TorchStore(Old(stores[1]))
     with pytest.raises(StoreError, match="would hold up heartbeats"):
         store._beat("beat", b"1.25", 0.01)
     assert store.keys("") == []
 
 
-def test_heartbeats_of_a_child_of_fork_are_the_parents(stores):
+def test_heartbeats_of_a_forked_child_are_the_parents(stores):
     store = TorchStore(stores[1])
     beat = store._beat("beat", b"1.25", 0.01)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Memory that an operation works on: taken from its tensor meanwhile, or shared by two tensors."""
+"""Memory of an operation: its tensor gets other memory meanwhile, or two tensors share it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPERATIONS = {
 
 
 def swapped(rank, size, name, how):
-    """Begin an operation on rank 0, give its tensors another memory, and only then begin it on rank 1."""
+    """Begin an operation on rank 0, give its tensors other memory, and only then begin it on rank 1."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     arrays, tensors = [], []
@@ -57,13 +57,13 @@ def swapped(rank, size, name, how):
 
 @pytest.mark.parametrize("how", ["data", "set"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_memory_of_an_operation_stays_when_its_tensor_gets_another(ranks2, name, how):
+def test_memory_of_an_operation_stays_when_its_tensor_gets_other_memory(ranks2, name, how):
     kept = ranks2.run(swapped, name, how)[0]
     assert kept and all(kept)
 
 
 def received(rank, size):
-    """Give a tensor another memory while its own receives."""
+    """Give a tensor other memory while its old memory receives."""
     store = dist.distributed_c10d._get_default_store()
     array = np.full(3, rank + 1.0)
     tensor = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""A job goes on without the rank that has died, and says which; a user's test shows the same without a death."""
+"""A job continues without a rank that has died, and names it; a user's test shows the same without a death."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import ncclpy
 import testing
 from ncclpy.interop.torch import backend_of, recover
 
-STEPS, DIES_IN, WHO = 8, 3, 2
+STEPS, DIES_IN, LOST_RANK = 8, 3, 2
 
 
 def train(rank, step_of, on_error):
-    """Train for `STEPS` steps; return the losses, and what is known of a failure."""
+    """Train for `STEPS` steps; return the losses, and what `on_error` returned for a failure."""
     torch.manual_seed(0)
     module = nn.Linear(8, 1)
     model, step, losses, said = DistributedDataParallel(module), 0, [], None
@@ -40,7 +40,7 @@ def train(rank, step_of, on_error):
             said = on_error(error)
             if said is None:
                 return None
-            model = DistributedDataParallel(module)  # it sends rank 0's parameters to all
+            model = DistributedDataParallel(module)  # it broadcasts rank 0's parameters
             continue
         losses.append(loss.item())
         step += 1
@@ -60,7 +60,7 @@ def job(rank, size, path, pipe):
     died = 0.0
 
     def step_of(step):
-        if step == DIES_IN and rank == WHO and dist.get_world_size() == size:
+        if step == DIES_IN and rank == LOST_RANK and dist.get_world_size() == size:
             pipe.send(time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,7 +75,7 @@ def job(rank, size, path, pipe):
     pipe.send((*found, died))
 
 
-def test_three_go_on_without_the_fourth(extension, tmp_path):
+def test_three_ranks_continue_without_the_fourth(extension, tmp_path):
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(4):
@@ -94,21 +94,21 @@ def test_three_go_on_without_the_fourth(extension, tmp_path):
         for process in processes:
             process.join(5)
             process.kill()
-    killed = found.pop(WHO)
+    killed = found.pop(LOST_RANK)
     for losses, (said, recovery), size, resumed in found:
-        assert size == 3 and recovery.survivors == (0, 1, 3) and recovery.lost == (WHO,)
+        assert size == 3 and recovery.survivors == (0, 1, 3) and recovery.lost == (LOST_RANK,)
         assert "rank 2 of 4 is dead" in said, said
         assert len(losses) == STEPS and losses[-1] < losses[0]
         print(f"{resumed - killed:.3f} s from the kill to the new world")
-        assert resumed - killed < 20  # 2 s on a machine that has nothing else to do
+        assert resumed - killed < 20  # 2 s on an idle machine
 
 
 def in_a_unit_test(rank, size):
-    plan = f"rank={WHO} call=AllReduce nth=5 do=error:ncclRemoteError"
-    with ncclpy.faults(plan) if rank == WHO else contextlib.nullcontext():
+    plan = f"rank={LOST_RANK} call=AllReduce nth=5 do=error:ncclRemoteError"
+    with ncclpy.faults(plan) if rank == LOST_RANK else contextlib.nullcontext():
 
         def on_error(error):
-            if rank == WHO:  # this rank has had its fault, and leaves
+            if rank == LOST_RANK:  # this rank had the fault, and leaves
                 backend_of().group.close()
                 return None
             return recover(timeout=1)
@@ -116,25 +116,25 @@ def in_a_unit_test(rank, size):
         return train(rank, lambda step: None, on_error)
 
 
-def test_the_same_in_a_users_test(ranks4):
+def test_recovery_in_a_users_test(ranks4):
     found = ranks4.run(in_a_unit_test)
-    assert found.pop(WHO) is None
+    assert found.pop(LOST_RANK) is None
     for losses, recovery, size in found:
-        assert size == 3 and recovery.lost == (WHO,) and losses[-1] < losses[0]
+        assert size == 3 and recovery.lost == (LOST_RANK,) and losses[-1] < losses[0]
 
 
 def options_of(rank, size):
-    """Recover with what the world was made with; of the CPU alone it cannot be bound to a device."""
+    """Recover with the options of the world; on a CPU alone it cannot be bound to a device."""
     given, begin = {}, dist.init_process_group
 
     def init(*arguments, device_id=None, **options):
         given.update(options, device_id=device_id)
         begin(*arguments, **options)
 
-    with contextlib.suppress(dist.DistBackendError):  # who has passed it ends the group, perhaps before others have
+    with contextlib.suppress(dist.DistBackendError):  # ranks past it end the group, perhaps before others are
         dist.barrier()
     dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-    if rank == WHO:
+    if rank == LOST_RANK:
         backend_of().group.close()
         return None
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +148,7 @@ def options_of(rank, size):
 def test_options_and_device_stay(ranks4):
     limit = datetime.timedelta(seconds=21)
     found = ranks4.run(options_of, pg_options={"timing": True}, timeout=limit)
-    assert found.pop(WHO) is None
+    assert found.pop(LOST_RANK) is None
     assert found == [(torch.device("cpu", 0), {"on_error": "abort", "timing": True}, True, 21_000)] * 3
 
 

@@ -1,4 +1,4 @@
-"""Torch finds the backend by itself, at next to no cost, and without ever being in a program's way."""
+"""Torch finds the backend by itself, at almost no cost, and programs never fail because of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry():
     return module
 
 
-def test_it_registers_and_imports_nothing_of_ours():
+def test_entry_registers_and_imports_nothing_of_ncclpy():
     said = testing.run_python(
         f"""
         import importlib.util, sys, time
@@ -49,13 +49,13 @@ def test_it_registers_and_imports_nothing_of_ours():
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
     [
-        ("", 600),  # torch gives its default for backends that it does not know
+        ("", 600),  # torch passes its default to backends that it does not know
         ("timeout=datetime.timedelta(seconds=7)", 7),
         ("pg_options={'timeout': 1800}", 1800),
         ("pg_options={'timeout': 9}, timeout=datetime.timedelta(seconds=7)", 9),
     ],
 )
-def test_deadline_of_a_group_is_nccls_unless_it_is_given(arguments, seconds):
+def test_deadline_of_a_group_is_nccls_by_default(arguments, seconds):
     testing.run_python(
         f"""
         import datetime
@@ -71,7 +71,7 @@ def test_deadline_of_a_group_is_nccls_unless_it_is_given(arguments, seconds):
 
 
 @pytest.mark.parametrize(("engine", "types"), [("host", ["cpu"]), ("cuda", ["cpu", "cuda"])])
-def test_a_group_has_the_devices_of_the_engine_which_is_asked_when_it_is_made(monkeypatch, engine, types):
+def test_group_has_the_devices_of_the_engine_loaded_when_it_is_made(monkeypatch, engine, types):
     asked = []
 
     class Loaded:
@@ -93,12 +93,12 @@ def test_a_group_has_the_devices_of_the_engine_which_is_asked_when_it_is_made(mo
     assert list(dict.fromkeys(registry.backend_capability["ncclpy"])) == types
 
 
-def test_it_never_raises(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed", None)  # an import of it raises
+def test_entry_never_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)  # importing it raises
     assert entry().register() is None
 
 
-def test_a_group_of_one_that_only_the_entry_has_registered():
+def test_group_of_one_registered_by_the_entry_alone():
     testing.run_python(
         f"""
         import importlib.util, sys

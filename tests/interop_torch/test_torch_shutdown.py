@@ -1,4 +1,4 @@
-"""The server of torch's store ends: the other ranks' processes do not call it any more, and torch prints nothing."""
+"""The server of torch's store ends: other ranks' processes stop calling it, and torch prints nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROGRAM = """
 
 
 def ends(how, folder):
-    """Return what rank 1 prints whose rank 0, which serves the store, ends in some way; and both exit codes."""
+    """End rank 0, which serves the store, in some way; return its result, rank 1's output, and rank 1's exit code."""
     command, port = [sys.executable, "-c", textwrap.dedent(PROGRAM)], str(free_port())
     with subprocess.Popen(
         [*command, "1", port, how], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
@@ -91,7 +91,7 @@ SLOW = """
 
 @pytest.mark.parametrize("how", ["exit", "abort"])
 def test_serving_rank_that_fails_waits_until_slower_ranks_know_why(extension, monkeypatch, tmp_path, how):
-    """Rank 2 ends; rank 1 asks what the ranks do when rank 0, which serves the store, is about to end itself."""
+    """Rank 2 ends; rank 1 asks what the ranks do while rank 0, which serves the store, is about to end itself."""
     monkeypatch.setenv("NCCLPY_LIBRARY", "host")
     command, port = [sys.executable, "-c", textwrap.dedent(SLOW)], str(free_port())
     ranks = [
@@ -109,7 +109,7 @@ def test_serving_rank_that_fails_waits_until_slower_ranks_know_why(extension, mo
 
 @pytest.fixture
 def stores():
-    """Return a list of a TCPStore of torch's that serves, and of a client of it."""
+    """Return a serving TCPStore of torch and a client of it, in a list."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
 
@@ -148,14 +148,14 @@ def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
 
 
 def started(pid):
-    """Return when a process was started, as the system has it."""
+    """Return when a process was started, as the system reports it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
     with subprocess.Popen(["true"]) as gone:
         pid = gone.pid
-    ours = StoreShutdown(stores[0], TorchStore(stores[0]), 0, 3)  # rank 2 has not come
+    ours = StoreShutdown(stores[0], TorchStore(stores[0]), 0, 3)  # rank 2 has not joined
     store = TorchStore(stores[0])
     machine = store.get("shutdown/1/process/0").decode().split("\n")[0]
     store.set("shutdown/1/process/1", f"{machine}\n{pid}\n1".encode())
@@ -163,7 +163,7 @@ def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
 
 
 def test_announced_end_does_not_wait_for_a_process_that_stands_still(stores):
-    """A rank that recovers destroys its world beside one that was stopped."""
+    """A rank that recovers destroys its world while the process of another rank is stopped."""
     with subprocess.Popen(["sleep", "60"]) as stopped:
         try:
             stopped.send_signal(signal.SIGSTOP)

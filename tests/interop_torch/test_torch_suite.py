@@ -1,6 +1,6 @@
-"""Torch's own tests of c10d backends over this one: they pass as over gloo, but for what is named here.
+"""Torch's own tests of c10d backends over this one: they pass as over gloo, except for EXCEPTIONS.
 
-A few run always. All of them, beside gloo's, are a campaign of half an hour:
+A few always run. All of them, compared with gloo's results, are a campaign of half an hour:
 ``pytest -m campaign tests/interop_torch/test_torch_suite.py``.
 """
 
@@ -21,7 +21,7 @@ SUITE = Path(__file__).with_name("c10d_suite.py")
 
 _BY_NAME = "torch.distributed.monitored_barrier refuses every backend whose name is not gloo's"
 _ANY = "NCCL has no receive from any source"
-#: What fails here and passes over gloo, and why.
+#: Tests that fail here and pass over gloo, and why.
 EXCEPTIONS = {
     "test_barrier_timeout_full_group": "the test wants gloo's words; ours name the ranks that have not come",
     "test_ddp_logging_data_cpu": "torch's logger calls every backend from outside of torch 'custom'",
@@ -60,8 +60,8 @@ def failed(found):
 
 
 @pytest.mark.timeout(200)
-def test_a_few(extension, tmp_path):
-    """A process for each rank of each test takes the time."""
+def test_few_tests_of_torch_pass(extension, tmp_path):
+    """Starting a process for each rank of each test takes most of the time."""
     found = run("ncclpy", 2, tmp_path, FEW)
     assert sum(each["outcome"] == "passed" for each in found.values()) >= 15
     assert failed(found).keys() == EXCEPTIONS.keys() & found.keys(), failed(found)
@@ -70,7 +70,7 @@ def test_a_few(extension, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all(extension, tmp_path, ranks):
+def test_all_tests_of_torch_pass_as_over_gloo(extension, tmp_path, ranks):
     ours, theirs = (run(backend, ranks, tmp_path, timeout=1400) for backend in ("ncclpy", "gloo"))
     differ = {name for name in theirs if ours[name]["outcome"] != theirs[name]["outcome"]}
     assert differ == EXCEPTIONS.keys(), {name: ours[name]["text"] for name in differ - EXCEPTIONS.keys()}

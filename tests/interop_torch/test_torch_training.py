@@ -1,6 +1,6 @@
-"""Short trainings by torch's ways to train on several ranks: their losses fall, and are those over gloo.
+"""Short trainings by torch's ways to train on several ranks: losses fall, and equal those over gloo.
 
-They are on torch's default device: test_torch_gpu.py runs them on GPUs, beside nccl.
+They run on torch's default device: test_torch_gpu.py runs them on GPUs, compared with nccl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 5
 
 
 class Model(nn.Module):
-    """Two layers, an embedding, and one that only some ranks use."""
+    """Two layers, an embedding, and a layer that only some ranks use."""
 
     def __init__(self, sparse=False):
         super().__init__()
@@ -54,7 +54,7 @@ def losses_of(model, optimizer, rank, uses, steps=STEPS):
 
 
 def ddp(rank, size, options, sparse, hook):
-    # Several buckets, but for the hook that begins collectives in callbacks, which would meet in no order.
+    # Several buckets; one for the hook with collectives in callbacks, which ranks would call in different orders.
     model = DistributedDataParallel(Model(sparse), bucket_cap_mb=25 if hook == "powerSGD" else 0.001, **options)
     if hook == "powerSGD":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -93,7 +93,7 @@ def test_ddp(ranks2, options, sparse):
 
 @pytest.mark.parametrize("hook", ["powerSGD", "fp16"])
 def test_ddp_with_hooks(ranks2, hook):
-    """Not beside gloo: a process group of gloo's ends its process if a callback was the last to use it."""
+    """Not compared with gloo: a gloo process group ends its process if a callback was the last to use it."""
     plain, hooked = ranks2.run(ddp, {}, False, None), ranks2.run(ddp, {}, False, hook)
     for found, near in zip(hooked, plain, strict=True):
         assert found == pytest.approx(near, rel=0.05) and found[-1] < found[0]
@@ -216,7 +216,7 @@ def functional(rank, size, compiled):
 @pytest.mark.timeout(8 * DEADLINE)
 @pytest.mark.parametrize("compiled", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_functional_collectives_also_compiled(ranks2, compiled):
-    """Inductor waits for the C++ compiler in each rank: for 99 s on two busy cores, where nothing is cached."""
+    """Inductor waits for the C++ compiler in each rank: for 99 s on two busy cores, without a cache."""
     as_over_gloo(ranks2, functional, compiled, falls=False, deadline=3 * DEADLINE)
 
 
@@ -224,7 +224,7 @@ def with_gradients(rank, size):
     import torch.distributed.nn.functional as functional
 
     tensor = (torch.arange(4.0) + rank + 1).requires_grad_()
-    world = {"group": dist.group.WORLD}  # what these take by default is the world that was there at their import
+    world = {"group": dist.group.WORLD}  # their default is the world at the time of their import
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         made = functional.all_reduce(tensor, **world).square().sum()

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they should; no test here looks at a time."""
+"""The benchmarks run and report what they should; no test here checks a time."""
 
 import json
 import types
@@ -24,7 +24,7 @@ def overhead(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_overhead_measures_every_road_of_ours_on_the_noop_library(overhead):
+def test_overhead_measures_every_way_of_ncclpy_on_the_noop_library(overhead):
     measured = {(row["rival"], row["road"]) for row in overhead["rows"] if "samples" in row}
     assert ("C loop", "ncclAllReduce") in measured
     assert ("ncclpy.bindings", "all_reduce(ints)") in measured
@@ -54,7 +54,7 @@ def test_overhead_with_real_communication_runs_on_the_host_engine(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
+def test_host_engine_is_measured_without_an_mpi(tmp_path):
     path = tmp_path / "result.json"
     run("mpi", "--ranks", "2", "--sizes", "8", "1048576", "--rounds", "1", "--json", str(path))
     result = json.loads(path.read_text())
@@ -70,7 +70,7 @@ def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_manager_is_measured_on_one_device(tmp_path):
+def test_manager_is_measured_on_one_device(tmp_path):
     path = tmp_path / "result.json"
     run(
         *("manager", "--rounds", "1", "--processes", "1", "--without", "callback", "--json", str(path)),
@@ -83,11 +83,11 @@ def test_the_manager_is_measured_on_one_device(tmp_path):
     ]
 
 
-# The host engine's side of it is met above, on one device.
+# The test above covers the host engine on one device.
 @pytest.mark.parametrize(
     "engine", [pytest.param("noop", marks=pytest.mark.slow), pytest.param("host", marks=pytest.mark.campaign)]
 )
-def test_everything_about_the_manager_is_measured(engine, tmp_path):
+def test_all_parts_of_the_manager_are_measured(engine, tmp_path):
     path = tmp_path / "result.json"
     variables = {"NCCLPY_LIBRARY": "host" if engine == "host" else ""}
     large = ("--large", "1048576") if engine == "host" else ()
@@ -116,7 +116,7 @@ def test_nccl_tests_are_run_beside_the_manager(tmp_path):
     assert [call.split("-c 1 ")[1] for call in calls] == ["-g 8", "-t 8 -g 1", "-t 8 -g 1 -G 10", "-t 8 -g 1"]
 
 
-def test_a_manager_that_does_not_launch_has_no_figures(tmp_path):
+def test_manager_that_does_not_launch_has_no_figures(tmp_path):
     side = Side()
     side.nccl, side.engine = (
         types.SimpleNamespace(library=lambda: types.SimpleNamespace(path=noop.build(tmp_path))),
@@ -135,7 +135,7 @@ def test_import_time_is_measured(tmp_path):
     assert result["command"].endswith("python -m benchmarks import --rounds 1")
 
 
-def test_a_command_has_what_is_not_the_default():
+def test_command_has_options_other_than_the_default():
     defaults = {"most_processes": 16, "ranks": [2, 4], "rounds": 5}
     assert results.options(types.SimpleNamespace(**defaults), defaults) == []
     chosen = types.SimpleNamespace(most_processes=8, ranks=[3, 5], rounds=5)
@@ -153,7 +153,7 @@ def test_report_names_command_machine_and_targets(tmp_path):
     assert "an empty group() takes at most 0.4 us" in page
 
 
-def test_report_tells_why_a_target_is_missed():
+def test_report_says_why_a_target_is_missed():
     result = {"experiment": "overhead", "settings": {"engine": "gpu"}, "notes": []}
     result["rows"] = [
         {"rival": rival, "road": road, "operation": "all_reduce", "measure": "latency", "unit": "us", "samples": [us]}
@@ -222,6 +222,6 @@ def test_bandwidths_come_from_the_columns_of_nccl_tests():
     assert nccl_tests.bandwidths(OUTPUT.format(0)) == {"out of place": 341.64, "in place": 341.59}
 
 
-def test_a_wrong_result_has_no_bandwidth():
+def test_wrong_result_has_no_bandwidth():
     with pytest.raises(ValueError, match="3 wrong elements out of place"):
         nccl_tests.bandwidths(OUTPUT.format(3))

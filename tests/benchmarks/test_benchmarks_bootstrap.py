@@ -1,4 +1,4 @@
-"""What a store costs: the experiment, with few clients."""
+"""The cost of a store: the experiment, with few clients."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ GROWING = (
 @pytest.mark.parametrize(
     ("counts", "processes"), [([5], 1), pytest.param([5, 9], 2, marks=pytest.mark.slow)], ids=["one process", "two"]
 )
-def test_every_row_of_ours_is_measured(tmp_path, counts, processes):
+def test_every_row_of_ncclpy_is_measured(tmp_path, counts, processes):
     path = tmp_path / "result.json"
     printed = run("bootstrap", "--clients", *counts, "--processes", processes, "--rounds", 1, "--json", path)
     rows = [row for row in json.loads(path.read_text())["rows"] if "samples" in row]
@@ -40,7 +40,7 @@ def test_every_row_of_ours_is_measured(tmp_path, counts, processes):
 
 
 class Answering:
-    """A process that says that every rival is there."""
+    """A process that reports every rival as present."""
 
     def __init__(self, module):
         pass
@@ -54,7 +54,7 @@ class Answering:
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Return a function that has a rival fail where there are many clients, and measures."""
+    """Return a function that makes a rival fail with many clients, and measures."""
 
     def measured(rival, failure, path):
         asked = []
@@ -85,7 +85,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("why", FAILURES)
-def test_what_a_rival_cannot_do_is_told_and_the_rest_is_measured(fails, tmp_path, capsys, why):
+def test_failure_of_a_rival_is_reported_and_the_rest_is_measured(fails, tmp_path, capsys, why):
     rows, asked = fails("torch TCPStore", FAILURES[why], tmp_path / "result.json")
     assert {"rival": "torch TCPStore", "missing": f"9 clients at once: {why}"} in rows
     measured = {(row["rival"], row["ranks"]): len(row["samples"]) for row in rows if row.get("ranks")}
@@ -94,6 +94,6 @@ def test_what_a_rival_cannot_do_is_told_and_the_rest_is_measured(fails, tmp_path
     assert f"- torch TCPStore: 9 clients at once: {why}" in capsys.readouterr().out
 
 
-def test_what_ours_cannot_do_ends_the_run(fails, tmp_path):
+def test_failure_of_ncclpy_ends_the_run(fails, tmp_path):
     with pytest.raises(workers.WorkerFailed, match="of ours"):
         fails("ncclpy.TCPStore", workers.WorkerFailed("of ours"), tmp_path / "result.json")

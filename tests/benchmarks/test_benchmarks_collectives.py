@@ -1,4 +1,4 @@
-"""Every collective by size beside its rivals: run on the host engine, both ways; no test here looks at a time."""
+"""Every collective by size, compared with rivals: both modes run on the host engine; no test here checks a time."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ HEAD = "#       size         count      type   redop    root     time   algbw   
 
 
 def nccl_tests_that_print(folder, name, sizes, microseconds=10.0, wrong=0):
-    """Write a program in the place of one of nccl-tests'."""
+    """Write a program that replaces one of nccl-tests."""
     lines = "".join(f" {size} 2 float sum -1 {microseconds} 0.1 0.1 {wrong} 9.0 0.1 0.1 0\n" for size in sizes)
     program = folder / nccl_tests.BINARIES[name]
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{HEAD}{lines}END\n")
@@ -45,7 +45,7 @@ def test_every_collective_is_measured_on_cpus(tmp_path, names, without):
 
 
 @pytest.mark.slow
-def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
+def test_modes_for_gpus_run_on_the_host_engine(tmp_path):
     path = tmp_path / "result.json"
     nccl_tests_that_print(tmp_path, "all_gather", [0, 32])
     nccl_tests_that_print(tmp_path, "sendrecv", [8, 32], wrong=3)
@@ -63,7 +63,7 @@ def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
     for rival in ("ncclpy", "ncclpy, registered", "ncclpy, windows"):
         for road in ("all_gather 8 B", "sendrecv 32 B", "reduce 32 B"):
             assert {(rival, road, "time"), (rival, road, "latency")} <= samples.keys()
-    # A size of 0 is one that nccl-tests has rounded down to nothing.
+    # nccl-tests reports size 0 where it has rounded a size down to nothing.
     assert ("nccl-tests", "all_gather 8 B", "time") not in samples
     assert samples["nccl-tests", "all_gather 32 B", "time"] == [10.0]
     failed = [row["missing"] for row in result["rows"] if row["rival"] == "nccl-tests" and "missing" in row]
@@ -100,7 +100,7 @@ def test_calls_are_replayed_beside_nccl_tests(tmp_path):
     assert len(judged) == 3 and all("of 2, furthest off: all_reduce" in text for text in judged)
 
 
-def test_a_run_of_nccl_tests_meets_every_size_in_few_steps(tmp_path):
+def test_one_run_of_nccl_tests_covers_all_sizes_in_few_steps(tmp_path):
     program = tmp_path / nccl_tests.BINARIES["all_reduce"]
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     program.chmod(0o755)
@@ -118,7 +118,7 @@ def test_a_run_of_nccl_tests_meets_every_size_in_few_steps(tmp_path):
 
 
 def side_of_one_rank(count):
-    """Return a rank that is alone and whose calls return where in the buffers they are."""
+    """Return a single rank with calls that return their place in the buffers."""
     side = Side()
     side.place = Place(0, 1, True, count * 4, "", "", True)
     side.rival = types.SimpleNamespace(call=lambda collective, sent, received, first: lambda: first)
@@ -131,7 +131,7 @@ def test_calls_go_through_the_buffers(moving, places):
     assert [call() for call in calls] == places
 
 
-def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
+def test_rival_that_dies_is_a_row_and_the_others_are_measured():
     sweep = collectives.Sweep(False, 2, [8], ["all_reduce", "reduce"])
 
     class Dead:
@@ -148,7 +148,7 @@ def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
 
 
 class Answering:
-    """A rank that can do everything but one collective, and notes what it was asked."""
+    """A rank that can do everything but one collective, and notes its requests."""
 
     def __init__(self, rank, cannot):
         self.rank, self.cannot, self.asked = rank, cannot, []
@@ -167,14 +167,14 @@ class Answering:
         return seconds if do == "samples" else seconds[0]
 
 
-def test_on_cpus_all_samples_are_taken_in_a_row_and_what_fails_is_found_one_by_one():
+def test_samples_on_cpus_are_taken_together_and_failures_are_found_one_by_one():
     sweep = collectives.Sweep(False, 2, [8, 64], ["all_reduce", "reduce"])
     sweep.factors = {"all_reduce": 1.0, "reduce": 1.0}
     ranks = [Answering(rank, cannot="reduce") for rank in range(2)]
     side = collectives.PythonRival("ours", ranks, sweep)
     for _ in range(3):
         side.sample()
-    # Of the slowest rank, by operation.
+    # The time of the slowest rank, by operation.
     assert {row["road"]: row["samples"] for row in sweep.rows()} == {
         "all_reduce 8 B": [16.0] * 3,
         "all_reduce 64 B": [128.0] * 3,
@@ -191,7 +191,7 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize("text", ["0", "", "8T", "-1", "1.5G"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
         collectives._size(text)
 
@@ -206,7 +206,7 @@ def test_what_is_no_size_is_refused(text):
         ("all_to_all", (256, 256)),
     ],
 )
-def test_a_size_is_that_of_the_larger_buffer(collective, elements):
+def test_size_is_that_of_the_larger_buffer(collective, elements):
     assert mpi_side.plan(collective, 1024, 4, 4) == elements
 
 
@@ -228,7 +228,7 @@ def test_bus_bandwidth_follows_from_time():
     assert bandwidth.bus(rows("ncclpy", []), 10_000.0) == pytest.approx(187.904819)
 
 
-def test_the_page_has_times_bandwidths_and_ratios():
+def test_page_has_times_bandwidths_and_ratios():
     result = {"experiment": "collectives", "settings": {"engine": "gpu"}}
     result["rows"] = [rows("ncclpy", [5000.0, 5010.0]), rows("nccl-tests", [5005.0, 5005.0])]
     text = report.text(result)
@@ -241,7 +241,7 @@ def test_the_page_has_times_bandwidths_and_ratios():
     assert not next(target for target in targets.judge(result) if target["text"] == promise["text"])["kept"]
 
 
-def test_of_several_sizes_the_one_furthest_off_counts():
+def test_size_furthest_off_counts():
     result = {"experiment": "collectives", "settings": {"engine": "gpu"}, "rows": []}
     for size, ours in (("1 MiB", 10.0), ("16 MiB", 12.0), ("64 MiB", 9.0)):
         for rival, microseconds in (("ncclpy, windows", ours), ("nccl-tests -R 2", 10.0)):
@@ -250,7 +250,7 @@ def test_of_several_sizes_the_one_furthest_off_counts():
     (promise,) = targets.judge(result)
     assert promise["text"].endswith("nccl-tests -R 2 (of 3, furthest off: all_gather 16 MiB)")
     assert (promise["reached"], promise["kept"]) == (pytest.approx(1.2), False)
-    del result["rows"][3]  # what has nothing beside it is not compared
+    del result["rows"][3]  # a row without a rival's is not compared
     (promise,) = targets.judge(result)
     assert promise["text"].endswith("(of 2, furthest off: all_gather 1 MiB)") and promise["kept"]
     del result["rows"][4]

@@ -1,4 +1,4 @@
-"""What negotiation takes: every way that is measured has its samples."""
+"""The cost of negotiation: every way that is measured has its samples."""
 
 import argparse
 import json
@@ -11,14 +11,14 @@ from benchmarks.coordinator import main, scale, scale_side
 from benchmarks.coordinator.models import MODELS
 
 
-def test_the_models_are_those_of_their_papers():
+def test_models_are_those_of_their_papers():
     counts = {model: make() for model, make in MODELS.items()}
     assert [len(counts["ResNet-50"]), len(counts["GPT-2"])] == [161, 148]
     assert [sum(counts["ResNet-50"]), sum(counts["GPT-2"])] == [25_557_032, 124_439_808]
 
 
 class Here:
-    """What is asked of a process, asked of this one."""
+    """A worker process replaced by calls in this process."""
 
     def __init__(self, module):
         assert module == scale.SIDE
@@ -32,8 +32,8 @@ class Here:
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("in fresh processes", marks=pytest.mark.slow)])
-def test_how_it_grows(tmp_path, monkeypatch, where):
-    monkeypatch.setattr(scale, "NAMES", [10, 100])  # no matter in the other process, where nothing is counted
+def test_growth_with_ranks_and_names_is_measured(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(scale, "NAMES", [10, 100])  # without effect in another process, where names are not checked
     if where == "here":
         monkeypatch.setattr(scale.workers, "WorkerProcess", Here)
     path = tmp_path / "result.json"
@@ -46,7 +46,7 @@ def test_how_it_grows(tmp_path, monkeypatch, where):
 
 
 @pytest.mark.parametrize("power, verdict", [(0.0, "no worse"), (1.0, "no worse"), (2.0, ": worse")])
-def test_what_grows_faster_is_said(power, verdict):
+def test_faster_growth_is_reported(power, verdict):
     ranks = [2, 4, 8, 16, 32, 64, 128]
     rows = {(scale.WAY, n): {"samples": [5 + n.bit_length() ** (3 * power if power > 1 else power)]} for n in ranks}
     rows |= {(each, n): {"samples": [5 + 2 * n**power]} for each in (scale.NEW, scale.KNOWN) for n in scale.NAMES}

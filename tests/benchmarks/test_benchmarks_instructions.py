@@ -1,4 +1,4 @@
-"""Counts of instructions: which samples are whose, and when a comparison is one."""
+"""Counts of instructions: which samples belong to which row, and when two results are compared."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ def result(**roads):
         ({"a": 1000.0}, 1, "b: it is not there any more"),
     ],
 )
-def test_what_takes_more_is_said(tmp_path, capsys, roads, code, said):
+def test_higher_count_is_reported(tmp_path, capsys, roads, code, said):
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps(result(a=1000.0, b=500.0)))
     assert instructions.against(result(**roads), kept) == code
@@ -35,7 +35,7 @@ def test_what_takes_more_is_said(tmp_path, capsys, roads, code, said):
 
 
 @pytest.mark.parametrize("what", VERSIONS)
-def test_another_program_is_not_compared(tmp_path, capsys, what):
+def test_other_program_is_not_compared(tmp_path, capsys, what):
     kept, now = result(a=1000.0), copy.deepcopy(result(a=2000.0))
     now["versions"][what] = "another"
     (tmp_path / "kept.json").write_text(json.dumps(kept))

@@ -1,4 +1,4 @@
-"""What registered memory costs: run on the host engine; no test here looks at a time."""
+"""The cost of registered memory, on the host engine; no test here checks a time."""
 
 import json
 
@@ -19,7 +19,7 @@ def result(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_everything_about_memory_is_measured(result):
+def test_all_costs_of_memory_are_measured(result):
     assert result["settings"]["engine"] == "host"
     found = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"]}
     assert {len(samples) for samples in found.values()} == {1}
@@ -31,13 +31,13 @@ def test_everything_about_memory_is_measured(result):
             for count in ("1 communicator", "2 communicators"):
                 for measure in ("comes", "next call", "comes, with that call", "goes"):
                     assert min(found.pop((rival, f"{kind}, {count}", measure))) > 0
-    # Each of numpy's arrays is a segment, which comes and goes: so the count counts.
+    # Each numpy array is a segment, allocated and freed: so the count is known.
     assert found.pop((memory.POOL, 'memory.pool("numpy")', "reaches ncclpy")) == [2.0 * memory.ALLOCATIONS]
     assert {measure for _, _, measure in found} == {"time"}
 
 
 @pytest.mark.slow
-def test_a_result_is_a_page_with_its_targets(result):
+def test_result_is_a_page_with_its_targets(result):
     as_of_gpus = {**result, "settings": {**result["settings"], "engine": "gpu"}}
     pool = 'memory.pool("torch")'
     as_of_gpus["rows"] = [
@@ -51,7 +51,7 @@ def test_a_result_is_a_page_with_its_targets(result):
     assert all(len(line.split(" | ")) <= 7 for line in page.splitlines() if line.startswith("| "))
 
 
-def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+def test_rows_measured_before_a_failure_are_kept(tmp_path, monkeypatch):
     def fails(phase, rounds):
         phase.add("an operation", "ours", "a road", "time", 1.0)
         raise workers.WorkerFailed("it failed:\nno memory")

@@ -1,4 +1,4 @@
-"""Pictures of results: what is drawn, from made-up samples."""
+"""Pictures of results, from made-up samples."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_bars_with_quartiles_for_all_else():
     assert [label.get_text() for label in latency.get_yticklabels()] == ["theirs: road"]
 
 
-def test_a_picture_is_written_for_each_operation(tmp_path):
+def test_picture_is_written_for_each_operation(tmp_path):
     path = tmp_path / "made-up.json"
     path.write_text(json.dumps(result([row("a call", "ours", [1.0]), row("group of 64", "ours", [1.0])])))
     printed = run("plot", path, "-o", tmp_path / "pictures")
@@ -81,7 +81,7 @@ def test_a_picture_is_written_for_each_operation(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for picture in pictures)
 
 
-def test_what_has_no_samples_has_no_picture(tmp_path):
+def test_result_without_samples_has_no_picture(tmp_path):
     path = tmp_path / "empty.json"
     path.write_text(json.dumps(result([])))
     assert "empty.json has no samples" in run("plot", path, "-o", tmp_path, status=2)

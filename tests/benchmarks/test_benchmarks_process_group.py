@@ -1,4 +1,4 @@
-"""What a process group costs: each step of each number of ranks, and pairs."""
+"""The cost of a process group: each step for each number of ranks, and pairs."""
 
 import json
 from urllib.parse import quote
@@ -24,7 +24,7 @@ def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
         assert measured == {(standing.THREADS, 2), (standing.THREADS, 5), (standing.PROCESSES, 2)}
         assert all(len(row["samples"]) == 1 and min(row["samples"]) > 0 for row in of)
     (memory,) = [row for row in rows if row["measure"] == "memory of a pair"]
-    # What two pairs need is little beside what other processes cease to share meanwhile: it may be below 0.
+    # Two pairs need little memory; as other processes share less meanwhile, the difference may be below 0.
     assert (memory["rival"], memory["road"], len(memory["samples"])) == (pairs.OURS, "2 pairs", 1)
     (made,) = [row for row in rows if row["measure"] == "to make a pair, all at once"]
     assert made["road"] == "2 pairs" and min(made["samples"]) > 0
@@ -37,7 +37,7 @@ def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
         assert len(median) == 1 and all(0 < low <= middle for low, middle in zip(least, median, strict=True))
 
 
-def test_a_part_of_it_is_measured(tmp_path):
+def test_part_of_the_experiment_is_measured(tmp_path):
     path = tmp_path / "result.json"
     options = "--only", "standing", "--ranks", 2, "--most-processes", 0, "--rounds", 1, "--json", path
     printed = run("process_group", "--host", *options)
@@ -47,7 +47,7 @@ def test_a_part_of_it_is_measured(tmp_path):
 
 
 def test_ranks_that_cannot_share_memory_compare_by_the_store():
-    """Whose notes are in the store is whose ranks compare there."""
+    """Ranks with notes in the store compare there."""
     sides = [workers.WorkerProcess(checks.SIDE) for _ in range(2)]
     try:
         port = sides[0].ask("serve")
@@ -63,7 +63,7 @@ def test_ranks_that_cannot_share_memory_compare_by_the_store():
     assert by_store == {quote(road, safe="") for road, (_, shares) in checks.ROADS.items() if not shares}
 
 
-def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():
+def test_target_for_64_ranks_is_judged_where_it_is_measured():
     rows = [
         {**standing.Standing(rival, 64)._row("to stand", 0), "samples": [reached]}
         for rival, reached in ((standing.THREADS, 2000.0), (standing.PROCESSES, 4000.0))
@@ -73,7 +73,7 @@ def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():
 
 
 @pytest.mark.parametrize("processes", [[], pytest.param([2], marks=pytest.mark.slow)], ids=["threads", "both"])
-def test_how_fast_a_group_goes_on(tmp_path, processes):
+def test_recovery_of_a_group_is_measured(tmp_path, processes):
     path = tmp_path / "result.json"
     run("recovery", "--processes", *processes, "--threads", 3, "--rounds", 1, "--json", path)
     rows = json.loads(path.read_text())["rows"]
@@ -87,8 +87,8 @@ def test_how_fast_a_group_goes_on(tmp_path, processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", losses.LOSSES)
-def test_how_fast_a_group_goes_on_without_a_rank_and_with_a_new_one(how):
-    """What is measured on GPUs."""
+def test_recovery_without_a_rank_and_with_a_new_one_is_measured(how):
+    """The experiment for GPUs."""
     found = recovery.lose(how, 3, 1, "host")
     to_error, to_whole, to_next = losses.LOSSES[how]
     assert found.keys() == {to_error, to_whole, to_next, losses.JOIN, losses.JOINED}

@@ -1,4 +1,4 @@
-"""The pages on performance: that they are what the results give, and that a reader can take them in."""
+"""The pages on performance: they follow from the results, and a reader can take them in."""
 
 import re
 
@@ -38,8 +38,8 @@ def test_every_result_has_its_tables():
     assert [name for name, _ in FOUND if f"benchmarks/results/{name}" not in text] == []
 
 
-def test_the_first_page_is_read_in_two_minutes():
-    # For each kind of user a head and a few lines: every line's result is there, and the command that repeats it.
+def test_first_page_is_read_in_two_minutes():
+    # A heading and a few lines for each kind of user: each line's result exists, with the command that repeats it.
     assert len(lines_of("performance.md")) == sum(1 + len(lines) for lines in front.LINES.values())
     assert max(map(len, front.LINES.values())) <= 7
     for name in {line.result for lines in front.LINES.values() for line in lines}:
@@ -79,7 +79,7 @@ def test_figures_in_guides_are_those_of_the_results():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_table_is_wider_than_the_site(page):
-    # In the site's type 7 columns of figures fit beside each other; a cell's words wrap, its figures do not.
+    # In the site's font 7 columns of figures fit side by side; a cell's words wrap, its figures do not.
     for line in lines_of(page):
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         assert len(cells) <= 7, line
@@ -113,13 +113,13 @@ def made_up(ours, theirs):
     return {"manager-gpu4": {"experiment": "manager", "settings": {"engine": "gpu"}, "rows": rows}}
 
 
-def test_what_costs_more_is_said_as_long_as_it_does():
+def test_higher_costs_are_reported_while_they_are_higher():
     page = front.page(made_up(40.0, 20.0), {}, "pictures")
     assert "have their operation it takes 40.0 us, a loop in C 20.0 us" in " ".join(page.split())
     assert "## Where it costs more" not in front.page(made_up(19.0, 20.0), {}, "pictures")
 
 
-def test_a_picture_has_room_for_the_bars_that_one_would_squash():
+def test_picture_has_room_for_short_bars_beside_a_long_one():
     pytest.importorskip("matplotlib")
     rows = [row(f"road {n}", [10.0 + n, 11.0 + n]) for n in range(6)] + [row("nonblocking", [190.0, 200.0])]
     result = {"experiment": "overhead", "settings": {}, "machine": {"gpus": []}, "rows": rows}
@@ -129,7 +129,7 @@ def test_a_picture_has_room_for_the_bars_that_one_would_squash():
     assert "195.0 →" in [text.get_text() for text in panel.texts]
 
 
-def test_a_legend_covers_no_line():
+def test_legend_covers_no_line():
     pytest.importorskip("matplotlib")
     result = dict(FOUND)["collectives-registered-gpu4.json"]
     figure = plot.draw(result)["all_reduce, 4 ranks"]

@@ -1,4 +1,4 @@
-"""What desync reports cost: the experiment on few ranks, and the line through its medians."""
+"""The cost of desync reports: the experiment on few ranks, and the line through its medians."""
 
 import json
 
@@ -21,13 +21,13 @@ def test_every_number_of_ranks_is_measured(tmp_path):
     assert found.keys() == {(operation, nranks) for operation in OPERATIONS for nranks in (2, 3)}
     for nranks in (2, 3):
         assert found[reports.IDLE, nranks] == [0.0], "who does nothing tells nothing"
-        # Each rank puts one key a second, and what is counted began in the middle of one.
+        # Each rank writes one key a second, and counting began in the middle of a second.
         assert 0 < found[reports.BUSY, nranks][0] <= 2 * nranks
         assert all(found[operation, nranks][0] > 0 for operation in reports.LINES)
     assert "### As a + b n" in printed
 
 
-def test_the_page_on_scale_has_the_lines_that_were_fitted():
+def test_page_on_scale_has_the_lines_that_were_fitted():
     result = dict(results.load_all())["reports.json"]
     page = (report.PAGE.parent / "scale.md").read_text()
     assert growth.line_table(result) in page, "the table under `What ranks tell of themselves`"
@@ -37,7 +37,7 @@ def test_the_page_on_scale_has_the_lines_that_were_fitted():
     assert f"From 128 to 256 it took {medians[256] / medians[128]:.1f} times as long." in page
 
 
-def test_the_page_on_scale_has_the_line_of_going_on():
+def test_page_on_scale_has_the_line_of_recovery():
     result = dict(results.load_all())["recovery.json"]
     page = (report.PAGE.parent / "scale.md").read_text()
     assert growth.line_table(result) in page, "the table under `Going on without a rank`"
@@ -52,7 +52,7 @@ def rows_of(value, ranks=(2, 4, 8), **more):
     return [{**series, "road": f"{n} ranks", "ranks": n, "samples": [value(n)]} for n in ranks]
 
 
-def test_a_line_is_found_again():
+def test_line_is_found_again():
     (line,) = growth.lines({"rows": rows_of(lambda n: 3.0 + 0.5 * n, line=True)})
     assert (line.a, line.b, line.off) == pytest.approx((3.0, 0.5, 0.0), abs=1e-9)
     assert line.ranks == [2, 4, 8]
@@ -60,7 +60,7 @@ def test_a_line_is_found_again():
     assert bent.off == pytest.approx(abs(bent.a + 8 * bent.b - 64) / 64) and bent.off > 0.01
 
 
-def test_only_who_asks_for_a_line_has_one():
+def test_rows_have_a_line_only_on_request():
     rows = rows_of(lambda n: 3.0 + 0.5 * n)
     assert growth.lines({"rows": rows}) == []
     text = report.text({"experiment": "reports", "settings": {}, "rows": rows})

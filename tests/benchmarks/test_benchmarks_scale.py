@@ -1,4 +1,4 @@
-"""What grows with ranks: the experiment on the host engine, and the fit."""
+"""Growth with the number of ranks: the experiment on the host engine, and the fit."""
 
 import json
 
@@ -36,7 +36,7 @@ def rows_of(value, rounds=3, ranks=(2, 4, 8, 16), operation="init"):
     ]
 
 
-def test_a_power_law_is_found_again():
+def test_power_law_is_found_again():
     (fit,) = growth.fits({"rows": rows_of(lambda n, number: 3.0 * n ** (1.5 + 0.1 * number))})
     assert fit.exponents == pytest.approx([1.5, 1.6, 1.7])
     assert fit.factors == pytest.approx([3.0] * 3)
@@ -44,22 +44,22 @@ def test_a_power_law_is_found_again():
     assert fit.medians == pytest.approx([3.0 * n**1.6 for n in (2, 4, 8, 16)])
 
 
-def test_a_constant_part_hides_growth_from_the_fit_and_not_from_the_last_two():
+def test_constant_part_hides_growth_from_the_fit_but_not_from_the_last_two():
     (fit,) = growth.fits({"rows": rows_of(lambda n, number: 10.0 + n)})
     assert fit.exponents[0] < 0.5 < fit.last[0]
 
 
-def test_there_is_no_fit_of_one_point_or_of_zeros():
+def test_no_fit_of_one_point_or_of_zeros():
     assert growth.fits({"rows": rows_of(lambda n, number: 1.0, ranks=(2,))}) == []
     assert growth.fits({"rows": rows_of(lambda n, number: 0.0)}) == []
 
 
-def test_a_round_without_a_value_is_left_out_of_the_fit():
+def test_round_without_a_value_is_left_out_of_the_fit():
     (fit,) = growth.fits({"rows": rows_of(lambda n, number: float(n) if number else 0.0)})
     assert fit.exponents == pytest.approx([1.0, 1.0])
 
 
-def test_the_page_tells_medians_and_exponents():
+def test_page_has_medians_and_exponents():
     text = report.text({"experiment": "scale", "settings": {}, "rows": rows_of(lambda n, number: float(n))})
     assert "| 16    | 16.0 (16.0-16.0) |" in text
     assert "| init      | ours     | 2 to 16 | 1.00            | 1.00 to 1.00 | 1.00" in text

@@ -1,4 +1,4 @@
-"""tools/cythonize.py, .ci/contents.py and .ci/processor_flags.py do what the build and the releases rely on."""
+"""tools/cythonize.py, .ci/contents.py and .ci/processor_flags.py do what the build and the releases need."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from ncclpy.core.runtime import search
 
 
 def cythonize(folder, *options, names=("a.pyx", "b.pyx", "a.c", "b.cpp"), before=""):
-    """Run tools/cythonize.py in a folder, after some Python of its own."""
+    """Run tools/cythonize.py in a folder, after the Python code `before`."""
     tool = str(ROOT / "tools/cythonize.py")
     program = f"""
 import runpy, sys
@@ -30,7 +30,7 @@ runpy.run_path({tool!r}, run_name="__main__")
 
 @pytest.fixture
 def sources(tmp_path):
-    """Write two modules, one with declarations, and return what they are translated to."""
+    """Write two modules, one with declarations, and return the paths of their C and C++ files."""
     (tmp_path / "a.pxd").write_text("cdef int add(int a, int b)\n")
     (tmp_path / "a.pyx").write_text("cdef int add(int a, int b):\n    return a + b\n")
     (tmp_path / "b.pyx").write_text(
@@ -57,7 +57,7 @@ def test_cythonize_translates_only_what_changed(sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_cythonize_with_declarations_read_once_gives_what_each_module_alone_gives(tmp_path):
+def test_cythonize_with_shared_declarations_equals_each_module_alone(tmp_path):
     (tmp_path / "low.pxd").write_text("cdef inline int twice(int a) noexcept:\n    return 2 * a\n")
     (tmp_path / "high.pxd").write_text("from low cimport twice\ncdef class Held:\n    cdef int number\n")
     (tmp_path / "high.pyx").write_text(
@@ -89,7 +89,7 @@ Main.compile_single = only_with_context
 
 
 @pytest.mark.parametrize("function", ["find_module", "compile_single"])
-def test_cythonize_without_what_it_uses_of_cython_does_it_as_cython_does(sources, tmp_path, function):
+def test_cythonize_falls_back_to_cythons_own_way(sources, tmp_path, function):
     before = f"""
 from Cython.Compiler import Main
 place = Main.Context if {function!r} == "find_module" else Main
@@ -106,7 +106,7 @@ setattr(place, {function!r}, changed)
 
 
 def test_cythonize_sets_an_attribute_before_its_old_value_goes(sources, tmp_path):
-    """Else another thread finds an object there that is dying."""
+    """Otherwise another thread could find an object there that is being destroyed."""
     assert cythonize(tmp_path).returncode == 0
     assert all(path.exists() for path in sources)
     text = sources[1].read_text()
@@ -116,14 +116,14 @@ def test_cythonize_sets_an_attribute_before_its_old_value_goes(sources, tmp_path
 
 
 def test_cythonize_for_coverage_marks_statements_and_nothing_else(sources, tmp_path):
-    """gcc gives each line of C the number after that of the line before, unless a mark says another one."""
+    """gcc numbers each line of C after the line before, unless a mark gives another number."""
     (tmp_path / "a.pyx").write_text(
         "cdef int add(int a, int b):\n    return a + b\n\n"
         'def difference(int a, int b=0):\n    """Subtract.\n\n    Return an int."""\n    return a - b\n'
         "\n# Nothing\n# that\n# runs.\n"
     )
     assert cythonize(tmp_path, "--lines").returncode == 0
-    no_code = r"/\*.*?\*/|^ *#(?!line)(?:[^\n]*\\\n)*[^\n]*"  # comments and what the preprocessor takes
+    no_code = r"/\*.*?\*/|^ *#(?!line)(?:[^\n]*\\\n)*[^\n]*"  # comments and preprocessor lines
     text = re.sub(no_code, lambda found: "\n" * found[0].count("\n"), sources[0].read_text(), flags=re.S | re.M)
     name, number, numbers = "", 0, set()
     for line in text.split("\n"):
@@ -143,13 +143,13 @@ def test_cythonize_refuses_cython_that_is_too_old(tmp_path):
 
 
 def elf(text, tag):
-    """Return a 64-bit ELF file of one dynamic section with one tag, and some text."""
+    """Return a 64-bit ELF file with one dynamic section, one tag and some text."""
     head = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<QQIHHH", 64, 0, 0, 64, 56, 1) + bytes(6)
     program = struct.pack("<IIQQQQQQ", 2, 0, 120, 0, 0, 32, 32, 8)
     return head + program + struct.pack("<QQQQ", tag, 1, 0, 0) + b"\0" + text + b"\0"
 
 
-def test_contents_of_wheel_are_complete_and_of_no_machine():
+def test_contents_of_wheel_are_complete_and_of_no_build_machine():
     contents = runpy.run_path(str(ROOT / ".ci/contents.py"))
     complaints, (rpath, soname) = contents["complaints"], (contents["RPATH"], 14)
     names = contents["expected"]() | {f"ncclpy-0.2.0.dist-info/{name}" for name in contents["METADATA"]}

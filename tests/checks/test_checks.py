@@ -1,4 +1,4 @@
-"""Each check of tools/checks finds what it is for in a small tree, and nothing in one that is right."""
+"""Each check of tools/checks finds its faults in a small tree, and nothing in a correct one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ cdef int other(Work work) except -1:
 """
 QUERY = "driver.cuEventQuery(e)\n"
 
-#: Check, a tree that is right, the files that are different, and what is found: path, line and some words.
+#: Check, a correct tree, the files that differ, and the findings: path, line and some words.
 CASES = [
     ("layers", LAYERED, {}, []),
     ("layers", LAYERED, {"ncclpy/engine/work.pyx": "from ncclpy.core.low cimport (\n    a,\n    b)\n"}, []),
@@ -199,7 +199,7 @@ def tools_on_the_path():
 
 
 @pytest.mark.parametrize(("name", "right", "different", "words"), CASES)
-def test_check_finds_what_is_wrong_alone(tmp_path, name, right, different, words):
+def test_check_finds_only_the_faults(tmp_path, name, right, different, words):
     for path, text in {**right, **different}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)

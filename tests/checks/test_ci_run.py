@@ -1,4 +1,4 @@
-""".ci/run: every stage that can run is run, and the summary says what became of each."""
+""".ci/run: every stage that can run is run, and the summary has the outcome of each."""
 
 import os
 import re
@@ -15,7 +15,7 @@ STAGE = "#!/usr/bin/env bash\n# Says its name.\n{head}\n{body}\n"
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return a folder with the real .ci/run, in which each stage says its name and does nothing."""
+    """Return a folder with the real .ci/run and stages that print their names and do nothing."""
     (tmp_path / ".ci/stages").mkdir(parents=True)
     shutil.copy(CI / "run", tmp_path / ".ci/run")
     (tmp_path / ".ci/install_packages").write_text("#!/bin/sh\nexit 1\n")
@@ -67,7 +67,7 @@ def test_failure_hides_no_other_stage(tree):
     assert done.stdout.splitlines()[-1] == f"3 of {len(table)} stages failed: tests lint fuzz"
 
 
-def test_stage_without_what_it_needs_is_not_run(tree):
+def test_stage_without_its_needs_is_not_run(tree):
     write(tree, "install", "exit 1")
     done, table = ci(tree, "types", "lint")
     assert done.returncode == 1 and "this is types" not in done.stdout
@@ -85,4 +85,4 @@ def test_workflow_runs_every_landing_stage():
     landing = set(re.findall(r"^(\w+) +landing, full ", listed, re.MULTILINE))
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     run = {name for names in re.findall(r"stage: \[?(\w+(?:, \w+)*)[],]", workflow) for name in re.split(", ?", names)}
-    assert run - {"python"} | {"install"} == landing  # every other one but lint begins with install
+    assert run - {"python"} | {"install"} == landing  # every other stage but lint begins with install

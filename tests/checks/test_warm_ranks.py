@@ -1,4 +1,4 @@
-"""What tests rely on of the process that runs their programs in forks."""
+"""Properties of the process that runs tests' programs in forks."""
 
 from __future__ import annotations
 

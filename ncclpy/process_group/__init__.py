@@ -1,4 +1,4 @@
-"""One rank's view of a group of processes: collectives that return works, deadlines, and an end that all hear of."""
+"""One rank's view of a group of processes: collectives that return works, deadlines, and ends that reach all ranks."""
 
 from __future__ import annotations
 

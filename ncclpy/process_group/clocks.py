@@ -1,8 +1,8 @@
-"""How far this machine's clock is from that of rank 0, which it is asked for through the group's store.
+"""How far this machine's clock is from the clock of rank 0, which is asked through the group's store.
 
-Rank 0 answers with what its clock shows. It was read at some moment between question and answer, so that half of what
-the round trip took is what the middle of it may be off; of several the shortest counts. Who has rank 0's own clock, as
-on one machine, does not ask.
+Rank 0 answers with the time that its clock shows. It was read at some moment between question and answer, so the
+middle of the round trip is off by half of its duration at most; of several round trips the shortest counts. A rank
+that has the clock of rank 0, as on one machine, does not ask.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ __all__ = ["Clocks"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Which clock rank 0 has; where it is asked what that shows, by whom; and where it answers.
+#: Keys: which clock rank 0 has; where ranks ask what it shows; where rank 0 answers.
 _WHICH = "clock/of"
 _ASKED = "clock/asked/"
 _TOLD = "clock/told/"
 #: Round trips of one comparison, and seconds for each.
 _TIMES = 8
 _PATIENCE = 2.0
-#: Seconds between comparisons, and, at first, until rank 0 is looked for again; clocks drift by some 20 us a second.
+#: Seconds between comparisons, and at first between two looks for the clock of rank 0; clocks drift by some 20 us a
+#: second.
 _EVERY = 60.0
 _AGAIN = 0.5
 _DRIFT = 20e-6
@@ -46,11 +47,11 @@ class Clocks:
     store
         The part of a store that belongs to the group.
     rank
-        Which rank this is.
+        This rank.
     known
-        What dumps tell of the group, which is told of the difference.
+        The group's entry for dumps, which gets the difference.
     now, identity
-        The clock, and by what it is known: that of the recorder, but for tests.
+        The clock and its identity: those of the recorder, except in tests.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Clocks:
         self._asked = 0
 
     def listen(self) -> list[Watch]:
-        """Answer the others from now on, if this is rank 0; return what is to be closed with the group."""
+        """Answer the other ranks from now on, if this is rank 0; return the watches to close with the group."""
         mine = self._identity()
         if self._rank != 0 or mine is None:
             return []
@@ -86,7 +87,7 @@ class Clocks:
         if self._rank == 0 or self._now() < self._due:
             return
         which = self._store.compare_set(_WHICH, None, None)[1]
-        if which is None:  # it has yet to come, or cannot be asked
+        if which is None:  # rank 0 is not there yet, or cannot be asked
             self._due, self._again = self._now() + self._again, min(_EVERY, 4 * self._again)
             return
         mine = self._identity()
@@ -105,12 +106,12 @@ class Clocks:
             _log.debug("rank %d could not compare its clock with that of rank 0: %s", self._rank, failure)
             return
         before, moment = self._known.clock, self._now()
-        # Of a busy moment an estimate may be worse than the one before, although that is older.
+        # An estimate from a busy moment may be worse than an older one with its drift.
         if before is None or error <= before["error"] + _DRIFT * (moment - before["at"]):
             self._known.clock = {"of": which, "offset": offset, "error": error, "at": moment}
 
     def compare(self) -> tuple[float, float]:
-        """Return the seconds that rank 0's clock is ahead of this one, and how many that may be off."""
+        """Return how many seconds the clock of rank 0 is ahead of this one, and by how many that may be off."""
         found = []
         for _ in range(_TIMES):
             self._asked += 1

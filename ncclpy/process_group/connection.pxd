@@ -9,18 +9,18 @@ from ncclpy.engine.work cimport Work
 
 
 cdef enum:
-    BARRIER = -2  # in the place of a tag, which a collective has none of
+    BARRIER = -2  # in the place of a tag, which collectives do not have
 
 
-# What other ranks compare one call, or one block of calls, with.
+# What the ranks compare of one call, or of one block of calls.
 cdef class Signature:
-    cdef bytes calls  # all ranks bring the same
-    cdef list messages  # (peer, kind, type, count, tag): each meets one of that peer's, in their order
+    cdef bytes calls  # the same on all ranks
+    cdef list messages  # (peer, kind, type, count, tag): each matches one of that peer's messages, in order
 
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
     ) except -1
-    # All of it as bytes, for other ranks.
+    # Return all of it as bytes, for other ranks.
     cdef bytes packed(self)
     cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1
 
@@ -32,21 +32,21 @@ cdef Signature new_signature()
 cdef class Request:
     cdef Work work
     cdef double limit  # seconds from its launch
-    cdef long long epoch  # in which it was made, see `Lifecycle.number`
+    cdef long long epoch  # of the group when it was made, see `Lifecycle.number`
     cdef Operation one
     cdef Operation* steps
     cdef size_t count
     cdef size_t capacity
-    cdef bint point_to_point  # all of it is
-    cdef Fingerprint call  # of what is no block
+    cdef bint point_to_point  # all of its operations are sends and receives
+    cdef Fingerprint call  # the fingerprint of a single call, not of a block
     cdef Signature brought  # what other ranks compare it with; None if nothing is compared
-    cdef list expected  # (channel, number, peer, message) of each message that it is held back for
-    cdef double since  # when it began to be waited for
-    cdef Request partner  # a receive from this rank, of its send to itself
+    cdef list expected  # ((channel, number), peer, message) of each message that it is held back for
+    cdef double since  # from when its limit counts; 0 before
+    cdef Request partner  # the other half, if this is a send of the rank to itself or its receive
 
     cdef int add(self, const Operation* operation) except -1
     cdef int fail(self, object error) except -1
-    cdef bint is_alone_with(self, int rank) noexcept  # one operation, with this rank of its communicator
+    cdef bint is_alone_with(self, int rank) noexcept  # one send or receive, with this rank of its communicator
     cdef int add_all(self, Lowered lowered) except -1
     cdef unsigned long long signature(self) noexcept
 
@@ -54,7 +54,8 @@ cdef class Request:
 cdef Request new_request(Work work, double limit)
 
 
-# Whose connection has failed with what was launched on it. Called where `LaunchOwner.launch_failed` is.
+# The owner of connections: told when what was launched on one has failed, in the thread that calls
+# `LaunchOwner.launch_failed`.
 cdef class ConnectionOwner(SetOwner):
     cdef int connection_failed(self, Connection connection, object error) except -1
 
@@ -62,31 +63,31 @@ cdef class ConnectionOwner(SetOwner):
 cdef class Connection(CommunicatorSet):
     cdef readonly str label
     cdef str title
-    cdef tuple meet  # what returns the unique id, once all ranks are there, and what forgets that
-    cdef double limit  # seconds in which that and the communicator have to be done
+    cdef tuple meet  # two callables: for the rendezvous, which returns the unique id, and for forgetting it
+    cdef double limit  # seconds for the rendezvous and for making the communicator
     cdef long long epoch  # see `Lifecycle.number`
-    cdef int peer  # in the group, of a pair; -1 if it is with all ranks
-    cdef int rank  # of this one in it
+    cdef int peer  # of a pair: the peer's rank in the group; -1 for the communicator of all ranks
+    cdef int rank  # of this process in the communicator
     cdef list members  # its ranks in the group
-    cdef int attempts  # to give it back
+    cdef int attempts  # how often this rank has tried to disconnect it
     cdef object making  # the communicator until it is taken over
-    cdef object memory  # device memory that a pair has exchanged a byte in
+    cdef object memory  # device memory for the first exchange of a pair
     cdef list waiting
     cdef str unmade  # what the recorder calls it until it is made
-    cdef list held  # what is not to be launched before messages were compared, and all behind it
+    cdef list held  # requests held back until their messages are compared, and all requests behind them
     cdef Awaited awaited
-    cdef readonly object settled  # an event: it is made, or cannot be made
-    cdef object failure  # what has become of it
+    cdef readonly object settled  # an event, set once it is made or cannot be made
+    cdef object failure  # the error that it has ended with
     cdef CUstream stream
-    cdef set overdue  # weak references to works that have failed and that the device may not be done with, of an owner that goes on
+    cdef set overdue  # weak references to failed works that the device may not be done with, of an owner that goes on
 
-    # How many of those there are.
+    # The number of `overdue` works that are not over.
     cdef Py_ssize_t late(self) except -1
-    # Whether a work on it has yet to come to its end.
+    # Whether a work on it is not over.
     cdef bint waits_here(self) except -1
     # How many operations wait for it or are under way on it.
     cdef Py_ssize_t pending(self) except -1
-    # Whether it can be closed: nothing went wrong on it that its peers would have to know of.
+    # Whether it can be closed: no error on it that its peers would have to know of.
     cdef bint is_well(self) except -1
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1
@@ -98,9 +99,10 @@ cdef class Connection(CommunicatorSet):
     cdef int _fill(self, Request request, object launch, double moment) except -1
 
 
-# The one of these streams, as numbers, that stands for all if they are being captured; NULL if none of them is.
+# One of these streams, given as numbers, if they are all being captured; NULL if none is. Raises ValueError if only
+# some are.
 cdef CUstream captured_of(set streams, int device) except? NULL
 
-# Put a request into the user's graph, on the streams that its steps have. Raises where nothing was called;
-# returns what went wrong in NCCL, or None.
+# Put a request into the user's graph, on the streams that its steps have. Raises if nothing was called; returns the
+# error of NCCL, or None.
 cdef object capture(Connection connection, Request request)

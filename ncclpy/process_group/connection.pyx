@@ -1,12 +1,14 @@
 """The communicators of a process group, requests for operations on them, and captures that use them.
 
-Of a collective that is its fingerprint as the user has called it: what it is lowered to differs by rank. Parts that all
-ranks have to know the sizes of, as in an all-gather, belong to that. What one rank sends another is a message, which has
-to fit the one that it meets there, and no other: all that a gather and a scatter consist of, as only the root knows
-whether its parts have one size. Types have names here: numbers are each process's own.
+The `Signature` of a collective has its fingerprint as the user called it, since what it is lowered to differs by rank.
+It includes the sizes of parts that all ranks have to know, as in an all-gather. What one rank sends another is a
+message, which is compared only with the matching message of that peer. Gathers and scatters of uneven parts consist of
+messages, as only the root knows whether its parts have one size. Types are compared by name: their numbers are each
+process's own.
 
-They are issued on that very stream by the thread that asks for them, so that no other stream and no event of ours is
-in the graph, and the monitor knows nothing of them. They run when the graph is launched, of which we hear nothing.
+Captured operations are issued on the captured stream itself by the calling thread, so that no other stream and no
+event of this package is in the graph, and the monitor does not watch them. They run when the graph is launched, of
+which this package is not told.
 """
 
 import threading
@@ -51,8 +53,8 @@ from ncclpy.process_group.check.disagreement import pack
 from ncclpy.process_group.options import Completion
 
 
-# One call; behind it the name of its type, and so many counts of parts, of 8 bytes each. `disagreement.CALL` is the same
-# for Python.
+# One call; the name of its type follows, and then its counts of parts, of 8 bytes each. `disagreement.CALL` is its
+# form in Python.
 cdef struct _Call:
     int kind
     int op
@@ -69,7 +71,7 @@ cdef class Signature:
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
     ) except -1:
-        """Add a call as it was begun; of sends and receives the peer as the group knows it."""
+        """Add a call as it was begun; the root of a send or receive is the peer's rank in the group."""
         cdef Fingerprint found
         cdef const Operation* step
         cdef size_t i, unit = max(<size_t>1, view.unit)
@@ -125,7 +127,7 @@ cdef Signature new_signature():
 
 
 cdef class Request:
-    """Operations that are one launch, on their way to it."""
+    """Operations that are launched together, before and at their launch."""
 
     def __dealloc__(self):
         if self.steps != &self.one:
@@ -148,7 +150,7 @@ cdef class Request:
         return 0
 
     cdef int add_all(self, Lowered lowered) except -1:
-        """Add those that a collective is made of; those of empty parts are left out, by all ranks alike."""
+        """Add the operations that a collective is lowered to; all ranks leave out those of empty parts."""
         cdef size_t i
         for i in range(lowered.count):
             if lowered.operations[i].count:
@@ -156,7 +158,7 @@ cdef class Request:
         return 0
 
     cdef int fail(self, object error) except -1:
-        """Bring its work, and its partner's, to their end; under no lock, as arrays of the user's may go."""
+        """Fail its work, and its partner's. Called without a lock, as user arrays may be freed."""
         self.work.settle(error)
         self.work.tidy()
         if self.partner is not None:
@@ -168,7 +170,7 @@ cdef class Request:
         return self.point_to_point and self.count == 1 and self.steps[0].root == rank
 
     cdef unsigned long long signature(self) noexcept:
-        """Return what NCCL's choice of a way depends on, for all operations together."""
+        """Return a hash of what NCCL's choice of an algorithm depends on, for all operations together."""
         cdef size_t i
         cdef unsigned long long all_of_them = 0
         if self.count == 1:
@@ -187,7 +189,7 @@ cdef Request new_request(Work work, double limit):
 
 
 cdef class Tells:
-    """A hook for operations that have ended, as the callback of a work."""
+    """A user's hook for completed operations, as the callback of a work."""
 
     cdef int rank
     cdef str group
@@ -199,7 +201,7 @@ cdef class Tells:
         self.rank, self.group, self.hook = rank, group, hook
 
     def of(self, int rank, str group not None):
-        """Return the same for what the rank is from now on."""
+        """Return a callback with the same hook, for a group that was reconfigured."""
         return Tells(rank, group, self.hook)
 
     def __call__(self, Work work not None):
@@ -211,7 +213,7 @@ cdef class Tells:
 
 
 cdef class ConnectionOwner(SetOwner):
-    """Whose connections they are."""
+    """The owner of connections, told when one fails."""
 
     cdef int connection_failed(self, Connection connection, object error) except -1:
         raise NotImplementedError
@@ -232,25 +234,25 @@ cdef class Connection(CommunicatorSet):
     Parameters
     ----------
     owner : ConnectionOwner
-        Who is told when it is made, when it is lost and when it fails.
+        Told when it is made, when it is lost and when it fails.
     label : str
         Its name within the group, the same on all of its ranks.
     title : str
-        What the recorder calls it, before what tells it from others of this title.
+        The first part of its name in the recorder, before what tells it from others of this title.
     peer : int
-        The one rank, in the group, that it connects this one with; -1 for all ranks. The two of a pair exchange a byte
+        The peer's rank in the group; -1 for the communicator of all ranks. The two ranks of a pair exchange a byte
         first, so that NCCL has connected them: a lane that waits for that would hold up the other pairs of its device.
     device : int
         The device of this rank.
     rank, nranks : int
-        Which rank of the communicator this is, and of how many.
+        This rank in the communicator, and its number of ranks.
     site : str
         Where the group was made, for warnings.
     meet : (callable, callable)
-        Called with seconds, and with what says whether it is still wanted: returns the unique id, once all ranks are
-        there. The second is called once the communicator stands.
+        The first does the rendezvous of all ranks and returns the unique id; it is called with seconds, and with what
+        says whether the communicator is still wanted. The second is called once the communicator is made.
     limit : float
-        Seconds until the communicator has to stand.
+        Seconds in which the communicator has to be made.
     """
 
     def __init__(
@@ -278,23 +280,23 @@ cdef class Connection(CommunicatorSet):
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
-            comm.readers_told = True  # the group tells them
-            self._check_wanted()  # an abort before this has not seen it
+            comm.readers_told = True  # the group tells its readers
+            self._check_wanted()  # an abort before this line has not seen `making`
             init_comm(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
             self._check_wanted()
             if self.peer >= 0:
                 self._exchange(comm)
             self.call(comm)
-        except BaseException as failure:  # told to all who wait for it
+        except BaseException as failure:  # passed to all requests that wait
             error = failure
         self.owner.set_made(self, made, error)
         if error is None:
             self.meet[1]()
 
     cdef int call(self, Communicator comm) except -1:
-        """Give a communicator that was made for this its name; from here on its deadlines are the monitor's."""
-        comm.site = self.site  # its line is another thread's, or another group's
+        """Name a communicator that was made for this connection; from here on the monitor watches its deadlines."""
+        comm.site = self.site  # its own is a line of another thread or group
         if comm.nranks > 1:
             believe(comm, load(&stops))  # all ranks have met just now
         self.name = f"{self.title} {comm.group_name}"
@@ -311,7 +313,8 @@ cdef class Connection(CommunicatorSet):
 
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
-        # Given back in the end: that waits for all that runs on the device, also for what waits for this pair's peer.
+        # Freed only by `close`: that waits for everything on the device, also for operations that wait for this pair's
+        # peer.
         self.memory = memory = _device.allocate(16, comm.device)
         stream = Stream(comm.device)
         with Group():
@@ -320,7 +323,7 @@ cdef class Connection(CommunicatorSet):
         stream.synchronize(self.limit)
 
     def abort(self, error):
-        """Fail what runs or waits with `error`, and return the communicators, also one whose ranks still meet."""
+        """Fail what runs or waits with `error`; return the communicators, also one that is being made."""
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
@@ -333,12 +336,12 @@ cdef class Connection(CommunicatorSet):
         """Close the communicator; nothing may run on it."""
         CommunicatorSet.close(self)
         memory, self.memory = self.memory, None
-        if memory is not None:  # after an abort something may still write there
+        if memory is not None:  # not after an abort: something may still write there
             _device.free(memory)
         self.settled.set()
 
     cdef list ready(self, list comms, list streams):
-        """Take the communicator over and launch what has waited for it; return that, to be let go of."""
+        """Take over the communicator and launch the requests that wait; return these, for the caller to release."""
         cdef Request request
         CommunicatorSet.ready(self, comms, streams)
         self.making = None
@@ -349,7 +352,7 @@ cdef class Connection(CommunicatorSet):
         return waiting
 
     cdef int fail(self, object error) except -1:
-        """Fail what waits for a communicator that cannot be made, or is gone; under no lock."""
+        """Fail the requests of a communicator that cannot be made, or is gone. Called without a lock."""
         cdef Request request
         self.state = GONE
         self.failure = error
@@ -361,7 +364,7 @@ cdef class Connection(CommunicatorSet):
         return 0
 
     cdef Launch take(self, Request request):
-        """Launch a request, as soon as the communicator is there; with the owner's lock held.
+        """Launch a request, or keep it until the communicator is made; called with the owner's lock held.
 
         Return the launch if the caller is to make its calls without the lock, see `Launch.start`.
         """
@@ -370,7 +373,7 @@ cdef class Connection(CommunicatorSet):
         if self.state == GONE:
             self.refuse()
         request.work.gathering = self.awaited
-        # A dump is to tell whose it is, also if the ranks never meet.
+        # A dump has to name its communicator, even if the rendezvous never completes.
         request.work.entry.communicator = self.unmade
         request.work.entry.rank = self.rank
         request.work.entry.nranks = self.nranks
@@ -378,13 +381,13 @@ cdef class Connection(CommunicatorSet):
         return None
 
     cdef Launch launch(self, Request request, bint here):
-        """Put a request on the device; what goes wrong is its work's, not the caller's.
+        """Put a request on the device; an error is raised by its work, not here.
 
         Return the launch if `here` allows it to be made by the caller, see `Launch.start`.
         """
         cdef Launch launch
         cdef double moment = now()
-        if request.count == 0:  # of empty parts alone
+        if request.count == 0:  # it has empty parts only
             request.work.settle(None)
             return None
         launch = self.begin()
@@ -402,12 +405,12 @@ cdef class Connection(CommunicatorSet):
         return None
 
     cdef int _fill(self, Request request, object launch, double moment) except -1:
-        """Add the operations of a request; the last one's work is for all of them."""
+        """Add the operations of a request to a launch; the last one has the work of all of them."""
         cdef Work work = request.work
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
-        work.allowed = work.given = request.limit  # what goes before it on the device is not counted
+        work.allowed = work.given = request.limit  # earlier operations on the device do not count
         work.gathering = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank
@@ -422,8 +425,8 @@ cdef class Connection(CommunicatorSet):
 
     cdef int launch_failed(self, Together launch, object error) except -1:
         if self.spares:
-            self.late()  # who are done with are forgotten
-            self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # which keep what they result in
+            self.late()  # forgets works that are over
+            self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # weak: works keep their results alive
         (<ConnectionOwner>self.owner).connection_failed(self, error)
         return 0 if self.spares else CommunicatorSet.launch_failed(self, launch, error)
 
@@ -458,7 +461,7 @@ cdef class Connection(CommunicatorSet):
 
 
 def _abort_soon(Communicator comm not None, reason):
-    """Abort a communicator as soon as there is something to abort."""
+    """Abort a communicator once its init call has returned."""
     await_init(comm)
     abort_in_background([comm], reason).join()
 
@@ -486,7 +489,7 @@ cdef object capture(Connection connection, Request request):
     cdef size_t i
     cdef double deadline = deadline_after(request.limit)
     _await_launches(connection, deadline)
-    if not connection.comms:  # an abort has taken it
+    if not connection.comms:  # an abort has removed it
         return NcclAborted(work.say("was not captured: its communicator was aborted"))
     comm = connection.comms[0]
     if load(&comm.engine_failed):
@@ -503,7 +506,7 @@ cdef object capture(Connection connection, Request request):
     memset(&calls, 0, sizeof(CallBatch))
     calls.steps, calls.stride, calls.count = <char*>steps, sizeof(Step), request.count
     calls.grouped = request.count > 1
-    calls.watched, calls.limit = True, request.limit  # NCCL may wait in it for other ranks, to connect them
+    calls.watched, calls.limit = True, request.limit  # NCCL may wait in the calls for other ranks, to connect to them
     try:
         saved = enter_device(connection.devices[0])
         try:
@@ -522,7 +525,7 @@ cdef object capture(Connection connection, Request request):
 
 
 cdef int _await_launches(Connection connection, double deadline) except -1:
-    """Wait until the calls of what was begun before are made, which a lane may still have before it."""
+    """Wait until the calls of earlier requests are made, which may still be queued in a lane."""
     cdef Work work
     for launch in list(connection.launches):
         for each in list((<Launch>launch).works):
@@ -536,23 +539,23 @@ cdef int _await_launches(Connection connection, double deadline) except -1:
 
 
 cdef int _call(CallBatch* calls, Work work, double deadline) except -1:
-    """Make the calls, when the threads before this one are through with the communicator."""
+    """Make the calls once the threads before this one have left the communicator."""
     cdef CUstreamCaptureMode mode
     cdef bint made
     while True:
         with nogil:
-            mode = relax()  # NCCL may allocate; what is captured stays what it is
+            mode = relax()  # NCCL may allocate; the capture itself is not relaxed
             made = make_calls(calls, min(now() + SLICE, deadline))
             restore(mode)
         if made:
             return 0
-        PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
+        PyErr_CheckSignals()  # nothing was called: an exception here leaves nothing behind
         if now() >= deadline:
             raise NcclTimeout(work.say("was not captured in time: another thread is inside its communicator"))
 
 
 cdef object _error(const CallBatch* calls, Handle comm, Work work):
-    """Return what NCCL has against it as an exception."""
+    """Return the error of NCCL as an exception."""
     cdef size_t failed = min(calls.failed, calls.count - 1)
     cdef const char* function = function_of((<Step*>calls.steps)[failed].operation.kind)
     if <int>calls.result == NOT_THERE:

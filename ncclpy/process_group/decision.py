@@ -1,11 +1,14 @@
-"""Who goes on after a failure: the survivors of a group agree on it in its store.
+"""Which ranks continue after a failure: the survivors of a group agree on it in its store.
 
-All that come say so under keys of their own, which end with their processes. The first of them waits until everybody
-is there who is not known to be gone, or until its time is up, and writes down who goes on, under one key that can be
-written once: so there is one decision for all, and whoever is not in it goes on with nobody. What was decided has a
-name, at which the survivors meet anew; should one die meanwhile, those who meet there decide again, there. So the
-decisions of a group are a chain, and no two halves can both go on. Ranks that let new ones in (`admit`) write so under
-the same key, before the first of them goes: who was met and is torn out of it then does not recover alone.
+Each survivor sets a key of its own, which is deleted when its process ends. The lowest of them waits until every rank
+that is not known to be gone has set its key, or until its time is up. It writes down which ranks continue, under one
+key that can be written once; a rank that runs out of time before does the same. So all ranks get one decision, and a
+rank that is not in it cannot continue without the others. The decision has a name, at which the survivors have a new
+rendezvous; if one of them dies meanwhile, the ranks at that rendezvous decide again, there. So the decisions of a
+group are a chain, and two parts of a group can never both continue.
+
+Ranks that admit new ones (`admit`) write so under the same key before the first of them leaves: a rank that is
+interrupted after their rendezvous does not recover alone.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, s
 
 __all__ = ["Past", "Recovery", "decide", "decide_to_move"]
 
-#: How often the first of those that have come looks for the others, and how long the others wait at a time; longer
-#: where many ask the store.
+#: Seconds between two looks of the lowest rank for the others, and between two looks of the others for the decision;
+#: the third is added for each rank of the group, as all ask the store.
 _LOOK = 0.02
 _SLICE = 0.2
 _SLICE_OF_A_RANK = 0.5e-3
@@ -34,18 +37,18 @@ _SLICE_OF_A_RANK = 0.5e-3
 
 @dataclass(frozen=True)
 class Recovery:
-    """Tell who goes on after `ProcessGroup.recover`.
+    """The outcome of `ProcessGroup.recover`.
 
     Attributes
     ----------
     survivors
-        The ranks that they had before, by their rank now.
+        The ranks that the survivors had before, by their rank now.
     lost
-        The ranks from before that are not there any more.
+        The ranks from before that are gone.
     last_finished
-        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; after it
-        some may have finished what others had not. None if one of them had finished none, or does not know, as its
-        recorder is off.
+        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished. Some of
+        them may have finished later ones. None if one of them had finished none, or does not know, as its recorder is
+        off.
     """
 
     survivors: tuple[int, ...]
@@ -54,16 +57,16 @@ class Recovery:
 
 
 class Past:
-    """What a group was when it worked last, while its survivors look for each other.
+    """A group as it was before its failure, while its survivors decide.
 
     Parameters
     ----------
     is_lost
-        Asked with a rank of then: whether it cannot come any more.
+        Called with a rank from before; returns whether it can no longer take part.
     origin
-        By rank now: the rank then.
+        The ranks from before, by rank now.
     size
-        How many there were.
+        The number of ranks before.
     finished
         The last collective that this rank had finished, None if there is none.
     """
@@ -72,15 +75,15 @@ class Past:
         self._is_lost, self.origin, self.size, self.finished = is_lost, origin, size, finished
 
     def among(self, members: list[int]) -> Past:
-        """Return the same for those who go on."""
+        """Return the same for the ranks that continue."""
         return Past(self._is_lost, [self.origin[member] for member in members], self.size, self.finished)
 
     def is_lost(self, rank: int) -> bool:
-        """Return whether a rank of now cannot come any more."""
+        """Return whether a rank, numbered as now, can no longer take part."""
         return self._is_lost(self.origin[rank])
 
     def recovery(self, finished: list[int | None]) -> Recovery:
-        """Return what has come of it; `finished` has what each of those who go on had finished."""
+        """Return the outcome; `finished` has the last collective that each survivor had finished."""
         known = [each for each in finished if each is not None]
         lost = sorted(set(range(self.size)) - set(self.origin))
         return Recovery(tuple(self.origin), tuple(lost), min(known) if len(known) == len(finished) else None)
@@ -96,29 +99,29 @@ def decide(
     timeout: float,
     wanted: Callable[[], bool],
 ) -> tuple[list[int], str]:
-    """Return which ranks go on, and the name under which they meet; this rank may not be among them.
+    """Return which ranks continue, and the name of their rendezvous; this rank may not be among them.
 
     Parameters
     ----------
     store
-        The part of a store that belongs to what has failed.
+        The part of a store that belongs to the group that has failed.
     name
-        The group's.
+        The name of the group.
     rank, size
-        Which of how many this is.
+        This rank, and the number of ranks.
     is_lost
-        Asked with a rank: whether it cannot come any more.
+        Called with a rank; returns whether it can no longer take part.
     min_size
-        With fewer nobody goes on.
+        The least number of survivors; with fewer the decision is to fail.
     timeout
-        Seconds for the others to come; who has not come by then is taken for lost.
+        Seconds for the others to take part; ranks that have not by then count as lost.
     wanted
-        Asked every now and then; nothing more is waited for once it returns False.
+        Called now and then; once it returns False the wait ends with `NcclAborted`.
 
     Raises
     ------
     NcclError
-        If too few are left, or the ranks have gone on together with new ones.
+        If too few are left, or the ranks have continued with new ones.
     """
     attempt, told = _latest(store, None)
     if not told:
@@ -134,12 +137,12 @@ def decide(
 
 
 def decide_to_move(store: Store, name: str, rank: int) -> None:
-    """Have all ranks go on together, with new ones: who is not with them then does not go on in another way.
+    """Decide that all ranks continue together with new ones, so that no rank recovers without them.
 
     Raises
     ------
     NcclError
-        If others have decided before to go on without some.
+        If ranks have decided before to continue without some.
     """
     _, told = _latest(store, json.dumps({"moved": True}).encode())
     if "moved" not in told:
@@ -150,7 +153,7 @@ def decide_to_move(store: Store, name: str, rank: int) -> None:
 
 
 class _Election:
-    """One time that ranks come to decide who goes on."""
+    """One attempt of the ranks to decide which of them continue."""
 
     def __init__(
         self,
@@ -168,16 +171,18 @@ class _Election:
     def hold(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         mine = f"{self._here()}{self.rank}"
-        leases = set_while_alive(self.store, mine, b"")  # then who is here is alive
+        leases = set_while_alive(self.store, mine, b"")  # with leases, the keys that are here are of live ranks
         try:
             return self._await(leases, deadline, timeout, wanted)
         except BaseException:
-            with contextlib.suppress(StoreError, NcclTimeout):  # it is not there for the others to go on with
+            with contextlib.suppress(StoreError, NcclTimeout):  # the others must not wait for it
                 self.store.delete(mine)
             raise
 
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
-        suspects: set[int] = set()  # a rank that only just makes its group has no lease for an instant
+        # Ranks found lost at the last look: only a second look counts, as a rank that is just making its group has no
+        # lease for an instant.
+        suspects: set[int] = set()
         while wanted():
             here = (ranks_of(self.store.keys(self._here())) & set(range(self.size))) | {self.rank}
             left = deadline - time.monotonic()
@@ -211,7 +216,7 @@ class _Election:
 
 
 def _latest(store: Store, ours: bytes | None) -> tuple[int, dict[str, Any]]:
-    """Return the number of the first attempt that has not failed, and what was decided in it: else `ours`."""
+    """Return the first attempt that has not failed, and its decision; `ours` becomes the decision if there is none."""
     attempt = 0
     while "failed" in (told := _read(store, attempt, store.compare_set(_decided(attempt), None, ours)[1])):
         attempt += 1
@@ -223,7 +228,7 @@ def _decided(attempt: int) -> str:
 
 
 def _read(store: Store, attempt: int, told: bytes | None) -> dict[str, Any]:
-    """Return what was decided, nothing if that is not there yet."""
+    """Return a decision, {} if there is none yet."""
     return {} if told is None else decode(_outcome_of, told, store, _decided(attempt))
 
 

@@ -25,7 +25,7 @@ from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
 
-# Colors that can be brought, if only to be refused.
+# The bound of colors that `split` exchanges; within it, wrong ones are refused on all ranks.
 cdef long long _FAR = 1LL << 62
 
 
@@ -36,49 +36,49 @@ check="off", check_nan=False, high_priority=False, timing=False)
 
 Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
 
-    A group has one device of its process, and meets the other ranks in a store. It makes its communicator when it is
-    first used, or by `connect`; until it stands, operations queue, and the calls return at once. Operations run on a
-    stream of the group's own, which waits for the stream that produces the input; the CPU waits for nothing. Arrays
-    are held until nobody can touch them any more.
+    A group uses one device of its process, and its ranks find each other in a store. The communicator is made when the
+    group is first used, or by `connect`; until it is made, operations queue, and the calls return at once. Operations
+    run on the group's own stream, which waits for the stream that produces the input; the CPU does not wait. Arrays
+    are kept alive until no operation can access them any more.
 
-    All ranks make the same groups, each rank those of one name in the same order; they begin the same collectives, in
-    the same order.
+    All ranks make the same groups, and each rank makes the groups of one name in the same order. All ranks begin the
+    same collectives, in the same order.
 
     Parameters
     ----------
     store : ncclpy.bootstrap.Store
         Where the ranks meet. The group does not close it.
     rank, size : int
-        Which of how many ranks this is.
+        This rank, and the number of ranks.
     device : int, optional
         The ordinal of this rank's device; by default the current one.
     name : str, optional
         The group's name, the same on all ranks.
     timeout : float, optional
-        Seconds in which an operation must be done once its communicator stands, and in which ranks must meet. None is
-        without end.
+        Seconds for an operation, counted once its communicator is made, and for a rendezvous of the ranks. None means
+        no limit.
     config : Config, optional
         NCCL's configuration for the communicators.
     on_error : str, optional
-        What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are
-        aborted on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped
-        to stderr and the process ends with status 70. ``"exit_now"``: it ends so at once, and aborts nothing.
-        ``"report"``: the operation's work fails, the logger ``ncclpy.process_group`` tells of it, and nothing else
-        happens: what is late may still come, and the group goes on.
+        What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are aborted
+        on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped to stderr
+        and the process ends with status 70. ``"exit_now"``: the same at once, without an abort. ``"report"``: the
+        operation's work fails, the logger ``ncclpy.process_group`` reports it, and the group goes on: the late
+        operation may still complete.
     check : str, optional
-        Whether operations are compared across ranks before their launch, the same on all ranks. ``"first"``: those of a
-        name, type, count, root and operator that are new. ``"always"``: all; each collective then waits for the other
-        ranks to call it. Ranks that bring what does not fit get an `NcclError` that names what each brings, where they
-        would wait for each other until a deadline passes with ``"off"``. Sends and receives are held back until what they
-        meet is known, with both.
+        Whether the ranks compare operations before their launch; the same on all ranks. ``"first"``: operations with a
+        new combination of name, type, count, root and operator. ``"always"``: all operations; each collective then
+        waits for the other ranks to call it. Ranks that disagree get an `NcclError` that names what each brings; with
+        ``"off"`` they would wait for each other until a deadline passes. Both settings hold sends and receives back
+        until the peer's matching operation is known.
     check_nan : bool, optional
-        Whether arrays of numpy, torch, CuPy and JAX are looked at for NaNs before they are sent, by ranks that send them:
-        of a broadcast and a scatter by the root, of receives by nobody. The CPU waits for that. A call whose input has
-        one raises ValueError with the rank, their number and the first one's place, and begins nothing. What no
-        framework is known for, such as a `Buffer`, is not checked: a warning of the logger ``ncclpy.process_group`` says
-        so once.
+        Whether arrays of numpy, torch, CuPy and JAX are checked for NaNs before they are sent, by the ranks that send
+        them: for a broadcast and a scatter the root does so; receives are not checked. The CPU waits for the check. A
+        call with a NaN in its input raises ValueError with the rank, the number of NaNs and the place of the first
+        one, and begins nothing. Objects of no known framework, such as a `Buffer`, are not checked: a warning of the
+        logger ``ncclpy.process_group`` says so once.
     high_priority : bool, optional
-        Whether the group's streams go before others.
+        Whether the group's streams have a high priority.
     timing : bool, optional
         Whether works know their `duration`, and whether they have started.
 
@@ -89,7 +89,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
     name : str
         As given.
     timeout : float
-        Seconds that an operation may take where it is not told otherwise.
+        Seconds that an operation may take if its call sets no other timeout.
     """
 
     def __cinit__(self):
@@ -131,7 +131,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         state = "closed" if life.closed else "ended" if life.failure is not None else f"{life.pending()} pending"
         return f"<ncclpy.ProcessGroup {life.name!r} rank {life.rank} of {life.size} device={life.device} {state}>"
 
-    # What it is now.
+    # State.
 
     @property
     def name(self):
@@ -147,7 +147,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def translate(self):
-        """What turns an exception into the one that the framework above raises, or None."""
+        """A callable that turns an exception into the one that the framework above raises, or None."""
         return self.lifecycle.translate
 
     @translate.setter
@@ -156,7 +156,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def seq(self):
-        """How many collectives were begun; a coalesced group is one. The same on all ranks that are as far."""
+        """The number of collectives begun; a coalesced group counts as one. Equal on ranks at the same place."""
         return self.lifecycle.collectives
 
     @property
@@ -169,26 +169,27 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def communicator(self):
-        """The group's `Communicator` with all ranks, None until it stands. Its calls are in no order with the group's."""
+        """The group's `Communicator` with all ranks, None until it is made; not ordered with the group's calls."""
         return self.lifecycle.communicator()
 
-    # Several at once.
+    # Coalesced operations.
 
     def coalescing(self, timeout=None):
-        """Make one launch, with one sequence number and one work, of all operations that this thread begins in a block.
+        """Make one launch, with one sequence number and one work, of all operations that this thread begins in a
+        block.
 
-        Sends and receives in it go by the communicator of all ranks, and do not wait for each other. An exception in
-        the block launches nothing.
+        Sends and receives in the block use the communicator of all ranks, and do not wait for each other. If the block
+        raises, nothing is launched.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds for all of it; as for an operation.
+            Seconds for the whole block, counted as for an operation.
 
         Returns
         -------
         context manager
-            It gives the `Work`, which the operations in the block return as well. Its result is the list of their
+            It gives the `Work`, which the operations in the block also return. Its result is the list of their
             results.
         """
         return self._block(timeout)
@@ -254,7 +255,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return work
 
     def deadline(self, seconds):
-        """Give each operation that this thread begins in a block a deadline, unless it has one of its own.
+        """Give each operation that this thread begins in a block a timeout, unless its call sets one.
 
         Parameters
         ----------
@@ -270,14 +271,15 @@ Work with other ranks from one thread or several: collectives and point-to-point
     def all_reduce_sparse(self, indices, values, *, shape=None, stream=None, timeout=None):
         """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
 
-        The ranks first tell each other how many entries they bring, so the call waits until all have called it; then the
-        indices and the values of all go to all ranks, in one launch of uneven parts. These are two collectives for `seq`.
+        The ranks first exchange how many entries they bring, so the call waits until all ranks have called it. Then
+        each rank gathers the indices and the values of all, in one launch of uneven parts. `seq` counts two
+        collectives.
 
         Parameters
         ----------
         indices : array
-            Contiguous, of numpy, CuPy or torch, of type int64: ``(n,)``, or ``(dimensions, n)`` as of a COO tensor. `n`
-            differs by rank and may be 0; an index may come several times.
+            Contiguous, of numpy, CuPy or torch, of type int64: ``(n,)``, or ``(dimensions, n)`` as of a COO tensor.
+            `n` differs by rank and may be 0; an index may occur several times.
         values : array
             Of the same package: ``(n, ...)``, with the same further dimensions and type on all ranks.
         shape : sequence of int, optional
@@ -297,10 +299,11 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Raises
         ------
         TypeError, ValueError
-            If the arrays do not fit, here or, on all ranks alike, those of different ranks; the group goes on.
+            If the arrays are wrong on this rank, or, on all ranks alike, those of the ranks do not fit together. The
+            group can still be used.
         NcclError
-            If the group fails while the ranks wait for each other. If the wait is left by a signal handler that raises,
-            the group is aborted, as the others would wait for what this rank does not begin.
+            If the group fails while the ranks wait for each other. If a signal handler raises during the wait, the
+            group is aborted, as the other ranks would wait for what this rank does not begin.
         """
         cdef Work work
         cdef long long number = self.lifecycle.number
@@ -342,46 +345,47 @@ Work with other ranks from one thread or several: collectives and point-to-point
     # Communicators.
 
     def connect(self, peers=None, timeout=None):
-        """Make the communicator now, and wait until it stands.
+        """Make the communicator now, and wait for it.
 
         Parameters
         ----------
         peers : iterable of int, optional
-            Ranks to be connected with for sends and receives as well.
+            Ranks to connect to for sends and receives as well.
         timeout : float, optional
-            Seconds to wait; the group's by default. The making itself goes on, within the group's.
+            Seconds to wait; the group's timeout by default. The making itself continues, within the group's timeout.
 
         Raises
         ------
         NcclTimeout
-            If it does not stand in time; it names who has not come, and says what all ranks do.
+            If it is not made in time; the error names the missing ranks, and says what all ranks do.
         NcclRemoteError
-            If a rank will not come any more: it has closed the group, or its process has ended.
+            If a rank can no longer take part: it has closed the group, or its process has ended.
         """
         cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
         self.lifecycle.check_usable()
         stand(self.lifecycle, [root_rank(self.lifecycle.size, peer, "peers") for peer in peers or ()], seconds)
 
     def disconnect(self, peers=None, timeout=None):
-        """Give back the communicators that sends and receives have made; the next ones make new ones.
+        """Destroy the communicators that sends and receives have made; the next ones make new ones.
 
-        Both ranks of a pair call it, as often and at the same place in their sends and receives. It waits until what
-        was begun between them is done, and for the other rank to call it too.
+        Both ranks of a pair call it, equally often and at the same place among their sends and receives. It waits
+        until the operations between them are done, and until the other rank calls it too.
 
-        To give a communicator back waits for everything that runs on the device. So nothing may run there, of this group
-        or another, that waits for a rank which waits for this one.
+        Destroying a communicator waits for everything that runs on the device. So no operation of this or another
+        group may run there that waits for a rank which waits for this one.
 
         Parameters
         ----------
         peers : iterable of int, optional
-            Which ranks; by default all that there is a communicator with.
+            The peers; by default all ranks that this one has a communicator with.
         timeout : float, optional
-            Seconds for all of it; the group's by default.
+            Seconds for the whole call; the group's timeout by default.
 
         Raises
         ------
         NcclTimeout
-            If something is not done in time, or the other rank did not come; the message says who. Then that pair stays.
+            If an operation is not done in time, or the other rank has not called it; the message names the rank. The
+            communicator of that pair then stays.
         """
         cdef double deadline = deadline_after(self.lifecycle.timeout if timeout is None else as_timeout(timeout))
         cdef Connection one
@@ -392,28 +396,28 @@ Work with other ranks from one thread or several: collectives and point-to-point
             wanted = [root_rank(self.lifecycle.size, peer, "peers") for peer in peers]
         disconnect(self.lifecycle, [peer for peer in wanted if peer != self.lifecycle.rank], deadline)
 
-    # Who is told, and tells.
+    # Hooks and status.
 
     def on_completion(self, hook):
         """Call ``hook(completion)`` when an operation that begins from now on has ended, with a `Completion`.
 
-        It runs in a thread for callbacks, as those of works do.
+        The hook runs in a thread for callbacks, as the callbacks of works do.
         """
         self.lifecycle.completions = [*self.lifecycle.completions, Tells(self.lifecycle.rank, self.lifecycle.name, hook)]
 
     def on_abort(self, hook):
-        """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks; at once if it has."""
+        """Call ``hook(error)`` in a thread for callbacks once the group has failed or was aborted, at once if so now."""
         if not callable(hook):
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
         self.lifecycle.call_on_abort(hook)
 
     def health_check(self, timeout=None):
-        """Raise unless all ranks answer: a `barrier`, waited for.
+        """Raise unless all ranks answer: begin a `barrier` and wait for it.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds until all must have answered; the group's by default. Past them the group has failed.
+            Seconds until all must have answered; the group's timeout by default. After that the group has failed.
         """
         self.barrier(timeout=timeout).wait()
 
@@ -423,8 +427,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         timeout : float, optional
-            Seconds for the ranks to answer. Of one that does not, the result has what it told last: once a second a rank
-            puts what it does into the store, if that has changed.
+            Seconds for the ranks to answer. For a rank that does not answer, the result has its last status in the
+            store, where each rank puts its status once a second, if it has changed.
 
         Returns
         -------
@@ -452,8 +456,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Returns
         -------
         ProcessGroup or None
-            With the options of this one; None on ranks that do not belong to it. Its ranks meet when it is first used:
-            unlike `split` this waits for nobody.
+            The group, with the options of this one; None on ranks that do not belong to it. Its ranks have their
+            rendezvous when it is first used: unlike `split`, this call does not wait for other ranks.
         """
         members = [root_rank(self.lifecycle.size, rank, "ranks") for rank in ranks]
         if len(set(members)) != len(members) or not members:
@@ -470,31 +474,31 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         color : int or None
-            Which group this rank goes to, from 0 on. None, or NCCL's own -1: this rank joins none.
+            Which group this rank joins, from 0 on. With None, or NCCL's own -1, it joins none.
         key : int
-            Where it stands there; ranks with one key are in the order of this group.
+            Its place in that group; ranks with equal keys are in the order of this group.
 
         Returns
         -------
         ProcessGroup or None
-            With the options of this one.
+            The group, with the options of this one; None if this rank joins none.
 
         Raises
         ------
         ValueError
-            On all ranks alike, where the color of one is none.
+            On all ranks alike, if the color of any rank is invalid.
 
         Notes
         -----
-        All ranks wait for each other. Where all of them have the group's communicator, NCCL divides that
-        (`ncclCommSplit`), which is one more collective: it begins when what this rank has begun on it is done, and other
-        threads must begin nothing on it meanwhile. Else each part meets anew when it is first used.
+        All ranks wait for each other. If all of them have the group's communicator, NCCL divides it (`ncclCommSplit`),
+        which is one more collective: it begins when this rank's operations on it are done, and other threads must
+        begin nothing on it meanwhile. Otherwise the ranks of each part have a rendezvous when it is first used.
         """
         cdef double deadline = deadline_after(self.lifecycle.timeout)
         self.lifecycle.check_usable()
         if self.submission.in_block():
             raise ValueError("split() within coalescing(): leave the block first")
-        if color is not None:  # one that is too small or too large is brought, and refused by all
+        if color is not None:  # a color out of range is exchanged, and refused on all ranks
             color = as_integer(color, "color", -_FAR, _FAR)
             color = None if color == -1 else color
         mine = [color, as_integer(key, "key"), can_divide(self.lifecycle)]
@@ -507,7 +511,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             if refused is None:
                 members, comm = divide(self.lifecycle, color, values, deadline)
                 return None if color is None else self._child(name, members, comm)
-        except BaseException as error:  # others may have made theirs, and would wait for this one
+        except BaseException as error:  # other ranks may have made their group, and would wait for this one
             if color is not None:
                 self.lifecycle.notices.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
             raise
@@ -529,7 +533,9 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return child
 
     def _below(self, name, members, timeout, timing, **options):
-        """Return a group of some ranks under this group's keys: groups of one name number their parts alike, and not all
+        """Return a group of some ranks, with its keys under this group's part of the store.
+
+        Under the store itself its name would not be unique: groups of one name number their parts alike, and not all
         ranks count each of them.
         """
         cdef Lifecycle life = self.lifecycle
@@ -540,7 +546,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         child.lifecycle.notices.part_of(life.notices, list(members))
         return child
 
-    # Going on with other ranks.
+    # Reconfiguration.
 
     def reconfigure_handle(self):
         """Return the text by which this group takes part in `reconfigure`; it stays the same."""
@@ -548,83 +554,85 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.lifecycle.handle
 
     def reconfigure(self, handles, *, uuid, timeout=None):
-        """Go on with other ranks: fewer, more, others, or in another order; all of them call it alike.
+        """Continue with other ranks: fewer, more, different ones, or in another order. All of them call it alike.
 
-        Once all have come, what is in flight ends with `NcclAborted`; arrays are held until nobody can touch them. Then the
-        group is what it was when it was made, with another rank and size, and without an error if it had one: its hooks, its
-        stream and its options stay, its communicators are made anew when they are first used, and `seq` counts from 0. No
-        thread begins anything on it meanwhile.
+        Once all ranks have called it, operations in flight end with `NcclAborted`; arrays are kept alive until no
+        operation can access them. Then the group is as when it was made, with another rank and size, and without an
+        error if it had one: its hooks, its stream and its options stay, its communicators are made anew when they are
+        first used, and `seq` counts from 0. No thread may begin anything on it meanwhile.
 
-        Ranks of this group that have not come within a second hear of it, and what they wait for ends as well, so that they
-        can come. Those that are not among the handles hear that their group has ended.
+        Ranks of this group that have not called it within a second are told so, and what they wait for ends as well,
+        so that they can call it. Ranks that are not among the handles are told that their group has ended.
 
         Parameters
         ----------
         handles : list or set of str
-            The `reconfigure_handle` of each group that goes on, the same for all of them. A list gives the ranks by
-            position. Those of a set are in the order of the ranks that the groups were made with.
+            The `reconfigure_handle` of each group that continues, the same for all of them. A list gives the ranks by
+            position. The handles of a set are ordered by the ranks that the groups were made with.
         uuid : str or int
-            The name of this one time, the same for all, which was never used before.
+            The name of this reconfiguration, the same for all ranks and never used before.
         timeout : float, optional
-            Seconds for all of them to come; the group's by default.
+            Seconds for all ranks to call it; the group's timeout by default.
 
         Raises
         ------
         TypeError, ValueError
-            If a handle is none, comes twice or is missing, the uuid was used, or others have another `check`; then nothing has
-            changed.
+            If a handle is invalid, repeated or missing, the uuid was used before, or other ranks have another `check`;
+            then nothing has changed.
         NcclAborted
-            If another rank has called it with other handles, or in another order, and does not come.
+            If another rank has called it with other handles, or in another order, and so does not take part.
         NcclTimeout
-            If ranks have not come in time; it names them. It may be tried again, with another uuid.
+            If ranks have not called it in time; the error names them. It can be tried again, with another uuid.
 
         Notes
         -----
-        The ranks meet in the store that the group of the first handle was made with.
+        The rendezvous is in the store that the group of the first handle was made with.
         """
         self.membership.reconfigure(handles, uuid, timeout)
 
     def recover(self, timeout, min_size=1):
-        """Go on without the ranks that are gone; all that are left call it, whatever has become of the group.
+        """Continue without the ranks that are gone. All remaining ranks call it, in whatever state the group is.
 
-        The survivors agree in the store who they are. Ranks whose processes have ended, as far as the store or this machine
-        knows, are not waited for; who has not come after `timeout` seconds for another reason, as it is stopped or busy, is
-        taken for lost, and gets an `NcclError` when it comes. There is one decision, so that never two parts of a group go
-        on. Then the group works again as after `reconfigure`, with the survivors in the order of their ranks.
+        The survivors agree in the store on the ranks that continue. Ranks with processes that have ended, as far as
+        the store or this machine knows, are not waited for. A rank that has not called it after `timeout` seconds for
+        another reason, as it is stopped or busy, counts as lost, and gets an `NcclError` when it calls it. There is
+        one decision, so two parts of a group never both continue. Then the group works again as after `reconfigure`,
+        with the survivors in the order of their ranks.
 
         Parameters
         ----------
         timeout : float
-            Seconds for the others to come, and as long again to meet anew.
+            Seconds for the other ranks to call it, and as long again for the new rendezvous.
         min_size : int, optional
-            With fewer survivors nobody goes on.
+            The least number of survivors; with fewer the call fails.
 
         Returns
         -------
         Recovery
-            Who is left, and what was the last collective that all of them had finished.
+            The survivors, and the last collective that all of them had finished.
 
         Raises
         ------
         NcclError
-            If fewer are left than asked for, if the others have gone on without this rank, or if the store is gone, in
-            which they would have to agree.
+            If fewer are left than asked for, if the others have continued without this rank, or if the store, in which
+            they would have to agree, is gone.
         NcclTimeout
-            If somebody has come and is not there any more, and it is not known to have ended; `recover` may be called again.
+            If a rank has called it and does not answer any more, but is not known to have ended; `recover` can be
+            called again.
         """
         return self.membership.recover(timeout, min_size)
 
     def admit(self, timeout=None):
-        """Let those join who wait for it in `join`; all ranks call it, at one place among their operations.
+        """Admit the processes that wait in `join`. All ranks call it, at the same place among their operations.
 
-        It waits until what was begun is done and all ranks have come. If nobody asks, that is all. Else the group is
-        reconfigured: the new ranks come behind those that are there, which keep theirs. No other thread begins anything
-        meanwhile.
+        It waits until all operations are done and all ranks have called it. If no process waits, that is all.
+        Otherwise the group is reconfigured: the present ranks keep their numbers, and the new ranks follow. No other
+        thread may begin anything meanwhile.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds for all of it; the group's by default.
+            Seconds for the whole call; the group's timeout by default.
 
         Returns
         -------
@@ -634,8 +642,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Raises
         ------
         NcclTimeout
-            If something is not done, or somebody has not come in time; it names them. A process that dies while it joins
-            ends the group: `recover` then.
+            If an operation is not done, or a rank has not called it, in time; the error names it. A process that dies
+            while it joins ends the group: `recover` then.
         """
         return self.membership.admit(timeout)
 
@@ -720,11 +728,11 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         store : ncclpy.bootstrap.Store
-            The one that the group was made with.
+            The store that the group was made with.
         name : str, optional
-            The group's.
+            The group's name.
         timeout : float, optional
-            Seconds to be admitted in, and the group's.
+            Seconds to wait for admission; also the timeout of the group.
         device : int, optional
             As for `ProcessGroup`.
         config, on_error, check, check_nan, high_priority, timing
@@ -735,7 +743,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         ValueError
             If the other ranks were given another `check`.
         NcclTimeout
-            If nobody has admitted this process in time.
+            If the group's ranks have not admitted this process in time.
         """
         cdef ProcessGroup group
         seconds = as_timeout(timeout)
@@ -752,38 +760,42 @@ Work with other ranks from one thread or several: collectives and point-to-point
             raise
         return group
 
-    # Its end.
+    # The end of the group.
 
     def explain(self, error):
-        """Add to an error what all ranks do now, as the errors that end the group have it.
+        """Add to an error what all ranks do now, as in the errors that end the group.
 
-        For a wait that has ended before its work did: `Work.wait` with a timeout asks nobody, as the work goes on.
+        For a wait that ended before its work did: `Work.wait` with a timeout does not ask the ranks, as the work goes
+        on.
 
         Parameters
         ----------
         error : NcclError
-            Its text gets a sentence more, and its attribute `ranks` the ranks' states; nothing if the group has ended,
-            or has one rank. To ask takes as long as the store takes to answer, 3 s at most.
+            A sentence is added to its text, and its attribute `ranks` gets the ranks' states; neither if the group has
+            ended, or has one rank. Asking takes as long as the store takes to answer, 3 s at most.
         """
         if self.lifecycle.notices is not None:
             self.lifecycle.explain_by(error, self.lifecycle.notices.inquire)
 
     def ask_after_stop(self):
-        """Find out whether the group was ended while this process stood still, and believe the ends of operations again if not."""
+        """Find out whether the group was ended while this process was stopped.
+
+        If not, completed operations are believed again.
+        """
         self.lifecycle.ask_after_stop()
 
     def wait_for_pending_works(self, timeout=None):
-        """Wait until all operations that were begun are done; their errors are their works'.
+        """Wait until all operations begun so far are done; their errors are raised by their works.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds; by default the group's.
+            Seconds to wait; the group's timeout by default.
 
         Raises
         ------
         NcclTimeout
-            If some are not; they go on.
+            If some are not; they continue.
         """
         cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
         check_process()
@@ -814,20 +826,20 @@ Work with other ranks from one thread or several: collectives and point-to-point
             thread.join(min(limit, ABORT_DEADLINE + 1))
 
     def close(self, timeout=None):
-        """Let what was begun end, and give the communicators back.
+        """Wait until all operations have ended, and destroy the communicators.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for that; by default the group's. Past them what is left is aborted.
+            Seconds to wait; the group's timeout by default. Operations that are left then are aborted.
 
         Raises
         ------
         NcclTimeout
-            If something was left.
+            If operations were left.
         NcclError
-            If operations have failed, and the program has not been given that error: they have no result. Everything is
-            given back before.
+            If operations have failed, and so have no result, and the program has not been given their error. It is
+            raised after everything is released.
         """
         self.lifecycle.close(timeout)
 
@@ -878,8 +890,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.lifecycle.wait_until_told()
 
     def bring_to_commit(self, value, double seconds):
-        """Return what all ranks bring to a commit of a memory pool within some `seconds`, by rank; this one brings `value`.
+        """Return, by rank, what all ranks bring to a commit of a memory pool; this rank brings `value`.
 
-        For `ncclpy.memory`.
+        `seconds` limit the wait for the other ranks. For `ncclpy.memory`.
         """
         return self.lifecycle.commit(value, seconds)

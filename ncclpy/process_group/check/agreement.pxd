@@ -1,23 +1,24 @@
 from ncclpy.process_group.connection cimport Signature
 
 
-# Whether all ranks of a group bring the same to their collectives.
+# Compares the collectives of all ranks of a group before NCCL is called.
 cdef class Agreement:
     cdef object notices
     cdef str name
     cdef int rank
     cdef int size
     cdef double timeout
-    cdef bint first  # only what a rank has not brought before is compared
-    cdef readonly object board  # None until the ranks have met
-    cdef object turn  # of the threads of this rank
-    cdef dict known  # calls that all have brought, by their digest
-    cdef list long  # keys of notes that were too long for the board, of this comparison and the last one
-    cdef object found  # the last disagreement
-    cdef bint ends  # some rank has called NCCL with it
-    cdef list met  # the meetings that all have come back from with the first comparison
+    cdef bint first  # compare only calls that are new to this rank
+    cdef readonly object board  # None until the ranks have had their rendezvous
+    cdef object turn  # lock: one thread of this rank compares at a time
+    cdef dict known  # the notes of calls that all ranks have compared, by those calls
+    cdef list long  # keys of notes that were too long for the board: of this comparison and the one before
+    cdef object found  # the last disagreement, as an NcclError
+    cdef bint ends  # some rank has called NCCL for the collective in `found`
+    cdef list met  # the rendezvous of `_meet`, which all ranks have left by the end of the first comparison
 
-    # Have the others' calls of this number compared with these; raise for all that fits ill, and what keeps it from being told.
+    # Compare this rank's calls with the other ranks' calls of this number. Raises if they disagree, and for whatever
+    # prevents the comparison.
     cdef int agree(self, long long number, Signature brought, double limit, object wanted) except -1
     cdef int begin(self, double deadline, object wanted) except -1
     cdef int end(self) except -1

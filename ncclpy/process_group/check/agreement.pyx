@@ -1,12 +1,13 @@
-"""Whether the ranks bring the same to a collective, found out before NCCL is called.
+"""Compare what all ranks bring to a collective before NCCL is called.
 
-Each rank notes what it brings to the group's n-th collective on a board that all can read, then waits until all have
-noted something for that number, and looks. All that wait see the same notes, so all come to the same end. With
-``check="first"`` a rank whose calls were compared before notes them and waits for nobody. If they are new to another
-rank at that number, the two disagree, and that one finds the note.
+Each rank writes a note of what it brings to the group's n-th collective on a board that all ranks can read. It waits
+until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so all
+reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and does
+not wait. If those calls are new to another rank at that number, the two ranks disagree, and the other rank finds the
+note.
 
-The thread that begins the collective waits, one at a time of a rank, under no lock of the package. Who leaves early
-marks its note, so that who comes later does not go on without it.
+The thread that begins the collective waits, one thread of a rank at a time, and holds no other lock of the package. A
+rank that leaves early marks its note, so that ranks that arrive later do not proceed without it.
 """
 
 import json
@@ -27,9 +28,9 @@ from ncclpy.process_group.check.shared_memory import read_offer
 from ncclpy.process_group.check.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"
-#: Seconds for a note that is too long for shared memory to come from the store.
+#: Seconds to wait in the store for a note that is too long for shared memory.
 _LONG = 10.0
-#: So many calls are remembered.
+#: The number of calls that are remembered.
 _MANY = 1 << 16
 
 
@@ -39,11 +40,11 @@ cdef class Agreement:
     Parameters
     ----------
     notices : Notices
-        What the ranks tell each other by.
+        The group's part of the store.
     timeout : float
-        Seconds in which they have to meet.
+        Seconds for a rendezvous of the ranks.
     first : bool
-        Whether to compare only what is new to a rank.
+        Whether to compare only calls that are new to a rank.
     """
 
     def __init__(self, notices, double timeout, bint first):
@@ -53,7 +54,7 @@ cdef class Agreement:
         self.known, self.long, self.met = {}, [], []
 
     cdef int begin(self, double deadline, object wanted) except -1:
-        """Wait for this thread's turn."""
+        """Acquire this rank's turn; raise NcclAborted once `wanted` says no, NcclTimeout at the deadline."""
         turn = self.turn
         if turn.acquire(False):
             return 0
@@ -72,7 +73,7 @@ cdef class Agreement:
         return 0
 
     cdef int close(self) except -1:
-        board, self.board = self.board, None  # the memory goes with the last wait in it
+        board, self.board = self.board, None  # its memory is unmapped after the last wait in it
         self.found = None
         if board is not None:
             board.close()
@@ -86,7 +87,7 @@ cdef class Agreement:
         board = self.board
         if board is None:
             self.board = board = self._meet(wanted)
-        # What a rank sends to some is not known to the others: that is compared each time.
+        # Only the two ranks of a message know it, so a call with messages is compared each time.
         if not self.first or has_messages or calls not in self.known:
             note = brought.packed()
             if board.too_long(note):
@@ -102,7 +103,7 @@ cdef class Agreement:
                     break
                 PyErr_CheckSignals()
                 if not wanted():
-                    if board.look(number, calls, 0.0):  # one that has found out has ended it
+                    if board.look(number, calls, 0.0):  # a rank that found a disagreement may have ended the group
                         break
                     raise NcclAborted(f"process group {self.name!r} has ended")
                 if now() >= deadline:
@@ -116,7 +117,7 @@ cdef class Agreement:
                     late.missing = absent
                     raise late
             text = None if found == 1 else self._disagreement(board, number, &ends)
-        except StoreDamaged:  # the others find the same, and are not to take this one for gone
+        except StoreDamaged:  # the other ranks find the same damage, so this one does not count as having left
             raise
         except BaseException:
             if note is not None:
@@ -130,7 +131,7 @@ cdef class Agreement:
             )
             raise self.found
         if self.first and not has_messages:
-            if len(self.known) >= _MANY:  # all ranks forget at the same number
+            if len(self.known) >= _MANY:  # all ranks clear it at the same number
                 self.known.clear()
             self.known[calls] = note
         if self.met:
@@ -138,7 +139,7 @@ cdef class Agreement:
         return 0
 
     cdef str _disagreement(self, object board, long long number, bint* ends):
-        """Say how what all bring differs, None if it fits; and whether somebody has gone on already."""
+        """Return how the ranks' calls differ, None if they agree; set `ends` if a rank has called NCCL already."""
         found = board.brought(number)
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:
@@ -154,7 +155,7 @@ cdef class Agreement:
         notes = []
         before = None
         for rank, note in enumerate(found):
-            if note is None or type(note) is int:  # one that has waited for nobody
+            if note is None or type(note) is int:  # that rank did not wait, or is far ahead
                 ends[0] = True
                 if before is None:
                     before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
@@ -165,7 +166,7 @@ cdef class Agreement:
         return self._difference(notes, number)
 
     def _difference(self, notes, number):
-        """Say how notes differ, once each was read."""
+        """Return how the notes differ; a note that cannot be read raises StoreDamaged."""
         for rank, note in enumerate(notes):
             if note is not None:
                 decode(unpack, note, self.notices.store, StoredBoard.key(number, rank), rank)
@@ -180,11 +181,11 @@ cdef class Agreement:
         store = self.notices.store
         store.set(key, note)
         self.long.append(key)
-        while len(self.long) > 2:  # of those before the last one all are through
+        while len(self.long) > 2:  # all ranks have read the notes before the last one
             store.delete(self.long.pop(0))
 
     cdef object _meet(self, object wanted):
-        """Return the board, once all ranks have come: in shared memory if they can all have that."""
+        """Return the board after a rendezvous of all ranks: in shared memory if all can map it, else in the store."""
         arrivals, everyone = self.notices.arrivals, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
         mine = {"machine": BOOT_ID, "pid": os.getpid()}
@@ -195,7 +196,7 @@ cdef class Agreement:
                     fd, token = shared_memory.create_board(self.size)
                     mine.update(fd=fd, token=token.hex())
                 except OSError:
-                    pass  # then it is the store
+                    pass  # the board will be in the store
             packed = arrivals.meet(
                 "check/meeting", everyone, what, json.dumps(mine).encode(), arrivals.combined("check/meeting", read_offer),
                 self.timeout, wanted,
@@ -208,7 +209,7 @@ cdef class Agreement:
             try:
                 board = shared_memory.attach_board(first["pid"], first["fd"], first["token"], self.rank, self.size)
             except (OSError, TypeError, ValueError, OverflowError):
-                pass  # all hear of it
+                pass  # the second rendezvous tells the other ranks
             packed = arrivals.meet(
                 "check/opened", everyone, what, b"false" if board is None else b"true",
                 arrivals.combined("check/opened", _answer), self.timeout, wanted,
@@ -229,5 +230,5 @@ cdef class Agreement:
 
 
 def _answer(packed):
-    """Return whether a rank has opened the memory of the first one."""
+    """Return whether a rank has mapped rank 0's memory."""
     return {b"true": True, b"false": False}[packed]

@@ -1,4 +1,4 @@
-"""What ranks bring to one launch, as bytes and as words, and whether it fits."""
+"""What the ranks bring to one launch, as bytes and as text, and whether it agrees."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ncclpy.types import ReduceOp
 
 __all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack", "unpack_message"]
 
-#: kind, operator, root, whether parts may differ, how many counts of parts follow, length of the type's name, count.
+#: kind, operator, root, whether parts may differ, number of part counts that follow, length of the type's name, count.
 CALL = struct.Struct("=iiiIIIQ")
 _LENGTH = struct.Struct("=I")
 #: peer, kind, tag, length of the type's name, count.
 _MESSAGE = struct.Struct("=iiiIQ")
-#: So many counts of parts are shown.
+#: The number of part counts that a text shows.
 _SHOWN = 8
 
 #: (peer, kind, name of the type, count, tag)
@@ -25,7 +25,7 @@ Message = tuple[int, int, str, int, int]
 
 
 def pack(calls: bytes, messages: Sequence[Message]) -> bytes:
-    """Return the calls and the messages of one launch as one piece."""
+    """Return the calls and the messages of one launch as bytes."""
     head = _LENGTH.pack(len(calls)) + calls
     return head + b"".join(map(pack_message, messages)) if messages else head
 
@@ -51,7 +51,7 @@ def _name(packed: bytes, offset: int, length: int) -> str:
 
 
 def unpack(note: bytes) -> tuple[list[_Call], list[Message]]:
-    """Return the calls and the messages of a note; raise ValueError or struct.error for what is none."""
+    """Return the calls and the messages of a note; raise ValueError or struct.error if it is not a note."""
     calls = _calls(note)
     for call in calls:
         if call.op >= 0:
@@ -116,7 +116,7 @@ def _call_text(call: _Call) -> str:
 
 
 def _text(calls: list[_Call], place: int, alone: bool) -> str:
-    """Say what one rank brings, of which the call at a place is the first that is not that of all."""
+    """Describe the calls of one rank; `place` is the first call on which the ranks differ."""
     if alone:
         return _call_text(calls[0])
     several = f"a block of {len(calls)} collective{'s' * (len(calls) != 1)}"
@@ -126,7 +126,7 @@ def _text(calls: list[_Call], place: int, alone: bool) -> str:
 
 
 def _grouped(texts: Sequence[str]) -> str:
-    """Say which ranks bring what."""
+    """Describe which ranks bring what."""
     who: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         who.setdefault(text, []).append(rank)
@@ -138,7 +138,7 @@ def _grouped(texts: Sequence[str]) -> str:
 
 
 def message_text(message: Message | None, peer: int) -> str:
-    """Say what a message is, on the rank that brings it."""
+    """Describe a message, from the view of the rank that brings it."""
     if message is None:
         return "nothing"
     _, kind, dtype, count, tag = message
@@ -148,7 +148,7 @@ def message_text(message: Message | None, peer: int) -> str:
 
 
 def beside(mine: Message, theirs: Message, rank: int, peer: int) -> str | None:
-    """Say why two messages that meet do not fit, in the same words on both ranks; None if they do."""
+    """Return how two matching messages differ, in the same words on both ranks; None if they agree."""
     if mine[1] != theirs[1] and mine[2:] == theirs[2:]:
         return None
     return _pair(mine, theirs, rank, peer)
@@ -161,12 +161,13 @@ def _pair(mine: Message | None, theirs: Message | None, rank: int, peer: int) ->
 
 
 def disagreement(notes: Sequence[bytes | None]) -> str | None:
-    """Say how what the ranks bring to one launch differs; None if it fits.
+    """Return how the ranks' parts of one launch differ; None if they agree.
 
     Parameters
     ----------
     notes
-        What each rank has packed; None if nobody knows that any more, since the rank is far ahead.
+        What each rank has packed. None if its note is not known: the rank is far ahead, or it left only a digest of
+        calls that were not compared here.
     """
     known = [None if note is None else _calls(note) for note in notes]
     there = [calls for calls in known if calls is not None]

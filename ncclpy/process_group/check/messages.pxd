@@ -5,7 +5,7 @@ from ncclpy.process_group.check.shared_memory cimport Mailbox, Post
 
 
 cdef enum:
-    # How far two ranks are with finding out which way their notes go.
+    # How far two ranks are in choosing shared memory or the store for their notes.
     UNMET = 0
     OFFERED = 1
     OPENED = 2
@@ -13,28 +13,28 @@ cdef enum:
     STORED = 4
 
 
-# How one rank and a peer tell each other what they bring to messages. What is not said to be called by the group's thread
-# is called under the group's lock.
+# How one rank and a peer tell each other their messages. The group's lock is held in all calls but those that the
+# group's thread makes.
 cdef class Route:
     cdef object store
     cdef int rank
     cdef int peer
     cdef int state
-    cdef Post post  # once they share memory
+    cdef Post post  # once the two ranks share memory
     cdef Post opened
-    cdef dict untold  # messages that the peer has not been told, by channel and number
-    cdef dict come  # what it has told and nobody has asked for yet
+    cdef dict untold  # messages that the peer has not been told, by (channel, number)
+    cdef dict come  # messages that the peer has told, by (channel, number), until `forget`
 
-    # Tell the peer what this rank brings; False if that has to wait.
+    # Tell the peer a message of this rank; False if that has to wait for the group's thread.
     cdef bint tell(self, tuple key, tuple message)
-    # Tell it in memory what has waited, as far as there is room.
+    # Write waiting messages into shared memory, as far as there is room; return whether any was written.
     cdef bint tell_again(self)
-    # What the peer brings; None if nobody knows yet.
+    # Return the peer's message; None if it is not known yet.
     cdef tuple look(self, tuple key)
     cdef int forget(self, tuple key) except -1
-    # By the group's thread, under no lock: take the next step to find the way; return what the state is to be.
+    # By the group's thread, without the lock: take the next step in choosing the way; return the new state.
     cdef int meet(self, Mailbox mine) except -1
-    # Where a rank puts what it brings into the store.
+    # Return the key in the store of a rank's message.
     cdef str key_of(self, tuple key, int rank)
 
     cdef bint _post(self, tuple key, tuple message)
@@ -42,19 +42,19 @@ cdef class Route:
 
 cdef Route new_route(store, int rank, int peer)
 
-# A channel as its keys and messages name it.
+# Return the name of a channel, for keys and error texts.
 cdef str channel_text(int channel, int rank, int peer)
 
 
-# What holds messages back until they were compared with those that they meet.
+# Holds messages back until they are compared with the peer's matching messages.
 cdef class Holder:
     cdef object store
-    cdef Lifecycle group  # as long as there is a thread
+    cdef Lifecycle group  # while the thread runs
     cdef dict counts  # of messages in blocks, by peer and kind
     cdef dict routes  # by peer
-    cdef Mailbox mailbox  # made by the thread, when it first has something to look after
-    cdef bint serves  # whether there is a thread
-    cdef bint urgent  # it has to look at what was held back last, also if nobody rings
+    cdef Mailbox mailbox  # made by the thread when it first runs
+    cdef bint serves  # whether the thread runs
+    cdef bint urgent  # the thread has to look at the request held last, even if no peer wakes it
 
     cdef Route _route_to(self, int rank, int peer)
     cdef bint _fits(self, Request request) except -1
@@ -68,13 +68,13 @@ cdef Holder new_holder(Lifecycle group)
 # Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
 
-# Have what is held looked after; under no lock.
+# Start the thread that compares held requests, or wake it if it has to look at once. Called without the group's lock.
 cdef int look_after(Lifecycle group) except -1
 
 # Wait until nothing is held back on a communicator.
 cdef int wait_until_given(Connection connection, Lifecycle group, double deadline) except -1
 
 
-# Have a collective compared with those of the other ranks, and keep other threads of this rank from theirs until the
-# agreement's `end`.
+# Compare a collective with those of the other ranks. On success this thread keeps the agreement's turn until its
+# `end`, so that other threads of this rank wait with their collectives.
 cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1

@@ -1,17 +1,19 @@
 """Messages between two ranks of a group that compares calls.
 
-Either both go the one way or both the other. Each puts into the store where its memory is found, opens the other's, and
-says whether it could; both look at what both have said. That is done when the two first have a message, by the threads that
-hold messages back, and what is begun meanwhile waits for it: who begins a message waits for nobody.
+Two ranks exchange their notes both ways through shared memory, or both ways through the store. Each rank puts into the
+store where its memory is found, opens the peer's memory, and says whether it could; both ranks read both answers. The
+threads that hold messages back do so when the two ranks first have a message. Messages that are begun meanwhile wait
+for the outcome; the threads that begin them do not.
 
-Each message is known by its channel and its number there. The channels of two ranks are the blocks of the lower one to the
-higher one, those the other way, and each communicator that the two have as a pair, one after the other.
+Each message is known by its channel and its number there. The channels of two ranks are the blocks from the lower rank
+to the higher one, the blocks from the higher to the lower, and each communicator that the two have had as a pair, in
+turn.
 
-Who begins one is not to wait: a ring in which all receive first and send then is legal. So both ranks tell each other what
-they bring, by its number between them, and go on. Who finds that the other one has brought its part already launches at
-once, in its own call; what comes first is launched, in its order, by a thread of the group. Those of a block go by the
-communicator of all ranks, where what one rank sends another meets its receives in their order; what comes behind on that
-communicator is held back with them.
+A call that begins a message must not wait: a ring in which all ranks receive first and send then is legal. So both
+ranks tell each other what they bring, by its number between them, and return. The rank that finds its peer's message
+already there launches at once, in its own call; on the rank that began first, a thread of the group launches the
+message, in order. Messages of a block use the communicator of all ranks, where the messages from one rank to another
+match the receives there in their order; later operations on that communicator are held back with them.
 """
 
 import functools
@@ -43,7 +45,7 @@ from ncclpy.process_group.check.shared_memory import read_offer
 
 
 cdef class Route:
-    """One peer of a rank's."""
+    """The exchange of notes with one peer of a rank."""
 
     cdef bint tell(self, tuple key, tuple message):
         if self.state == SHARED and not self.untold and self._post(key, message):
@@ -78,7 +80,7 @@ cdef class Route:
     cdef tuple look(self, tuple key):
         cdef Note note
         found = self.come.get(key)
-        # What others wait for is kept for them, what nobody has asked for yet stays where it is bounded.
+        # Notes read on the way are kept for their own requests; notes behind `key` stay in the ring, which is bounded.
         while found is None and self.state == SHARED and self.post.next(&note):
             message = (self.rank, note.kind, (<bytes>note.type).decode("ascii", "replace"), note.count, note.tag)
             other = (note.channel, note.place)
@@ -103,9 +105,9 @@ cdef class Route:
             theirs = self._read(self._place(self.peer, "offers"))
             if theirs is None:
                 return OFFERED
-            store.delete(self._place(self.peer, "offers"))  # it was for this rank alone
+            store.delete(self._place(self.peer, "offers"))  # only this rank reads it
             offered = decode(read_offer, theirs, store, self._place(self.peer, "offers"), self.peer)
-            # Both see both, and so come to the same end.
+            # Both ranks read both offers, and so choose the same way.
             if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
                 return STORED
             try:
@@ -113,7 +115,7 @@ cdef class Route:
                     mine, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
                 )
             except (OSError, TypeError, ValueError, OverflowError):
-                pass  # the peer hears of it
+                pass  # the peer is told below
             store.set(self._place(self.rank, "opened"), b"n" if self.opened is None else b"y")
             return OPENED
         if state == OPENED:
@@ -157,24 +159,26 @@ cdef str channel_text(int channel, int rank, int peer):
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Seconds between two looks into the store for what others bring: at first, and later.
+#: Seconds between two looks into the store for the peers' messages: at first, and later.
 _SHORT, _LONG = 0.1e-3, 2e-3
 
-#: Seconds between two looks whether a communicator is made, from which on deadlines count; and whether the group is there.
+#: Seconds between two looks whether a communicator is made, from when its limits count; and whether the group is
+#: there.
 _MAKING, _WANTED = 10e-3, 0.5
 
-#: Seconds that the thread stays when nothing is held.
+#: Seconds that the thread stays while nothing is held.
 _LINGERS = 0.2
 
-#: Seconds that who waits for a message looks for what it meets, before it leaves that to the thread.
+#: Seconds that a thread waiting for a message polls for the matching one before it leaves that to the group's thread.
 cdef double _HELPS = 60e-6
 
-#: A limit from which on, in seconds, it may be told of half a second late: no thread is woken for what is held then.
+#: A timeout may be noticed half a second late (`_WANTED`) if its limit is at least so many seconds: the thread is not
+#: woken for such requests.
 cdef double _AMPLE = 10.0
 
 
 cdef class _Unmatched(Awaited):
-    """What the work of a message waits for."""
+    """The matching message that the work of a message waits for."""
 
     cdef int peer
     cdef Holder holder
@@ -190,7 +194,7 @@ cdef class _Unmatched(Awaited):
 
 
 cdef class Holder:
-    """The messages of one group that wait to be compared."""
+    """The messages of one group that are held back until they are compared."""
 
     def __init__(self, store):
         self.store = store
@@ -203,7 +207,7 @@ cdef class Holder:
         return route
 
     cdef bint _fits(self, Request request) except -1:
-        """Return whether all that a request meets is there, and fits; with the group's lock held."""
+        """Return whether all matching messages of a request are there and agree. The group's lock is held."""
         cdef Route route
         for key, peer, mine in request.expected:
             route = self.routes[peer]
@@ -213,15 +217,17 @@ cdef class Holder:
             if theirs is None:
                 return False
             if mine[1] == theirs[1] or mine[2:] != theirs[2:]:
-                self.urgent = True  # the thread says why; nobody rings for it any more
+                self.urgent = True  # the thread reports it; no peer will wake the thread for it
                 return False
         for key, peer, _ in request.expected:
             (<Route>self.routes[peer]).forget(key)
         return True
 
     cdef tuple _absent(self, Request request, dict come, list stored):
-        """Return the first of what a request meets that is not there, None if all is; note what has come, and what to look
-        for in the store."""
+        """Return the first message of a request that has no match yet, None if all have.
+
+        Adds the matches to `come`, and the messages to look for in the store to `stored`.
+        """
         cdef Route route
         for each in request.expected:
             route = self.routes[each[1]]
@@ -237,7 +243,7 @@ cdef class Holder:
         return None
 
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
-        """Launch a request that is held, in a thread that waits for it anyway, if what it meets comes within an instant."""
+        """Launch a held request in the thread that waits for it, if its matches arrive within `_HELPS` seconds."""
         cdef Mailbox mailbox = self.mailbox
         cdef Connection one
         cdef Launch lent = None
@@ -272,10 +278,10 @@ cdef class Holder:
             if launched or failure is not None or self.urgent or not mailbox.is_rung(heard, until):
                 break
         try:
-            mailbox.leave(first if others else mailbox.heard())  # what has come may be for others
+            mailbox.leave(first if others else mailbox.heard())  # notes that arrived may be for other requests
         finally:
             launch_here(lent)
-        if self.urgent or (launched and connection.held):  # for the thread; or what is behind this one
+        if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
             self.urgent = False
             mailbox.ring()
         if failure is not None:
@@ -283,14 +289,14 @@ cdef class Holder:
         return 0
 
     cdef bint _expects(self):
-        """From here on notes of others wake the thread, if there is one to be woken."""
+        """Have notes of the peers wake the thread from now on; return whether it has a mailbox to be woken by."""
         cdef Mailbox mailbox = self.mailbox
         if mailbox is not None:
             mailbox.expect(True)
         return mailbox is not None
 
     def ring(self):
-        """Have the thread look; it may be about to begin."""
+        """Wake the thread, if it has its mailbox already."""
         cdef Mailbox mailbox = self.mailbox
         if mailbox is not None:
             mailbox.ring()
@@ -307,9 +313,9 @@ cdef class Holder:
         while True:
             heard = mailbox.heard()
             with group.lock:
-                over = group.holder is not self  # the group has ended, or goes on with others
+                over = group.holder is not self  # the group has ended or was reconfigured
                 heads = [one for one in group.connections.values() if one.held]
-                mailbox.expect(bool(heads))  # before it looks
+                mailbox.expect(bool(heads))  # before the thread looks
             if over:
                 self.group = None
                 return
@@ -326,7 +332,7 @@ cdef class Holder:
                 moved = self._tell(group, mailbox)
                 for one in heads:
                     moved = self._advance(group, one) or moved
-            except Exception as error:  # of the store, that is: nobody can be compared with any more
+            except Exception as error:  # an error of the store: no message can be compared any more
                 for one in heads:
                     self._lose(group, one, error)
             pause = _SHORT if moved else min(_LONG, 1.5 * pause)
@@ -337,7 +343,7 @@ cdef class Holder:
                 mailbox.wait(heard, left)
 
     def _tell(self, Lifecycle group, Mailbox mailbox not None):
-        """Tell peers what this rank brings, as far as it could not do so in the call; return whether that was something."""
+        """Tell peers the messages that the calls could not tell; return whether anything changed."""
         cdef Route route
         cdef int state
         cdef bint moved = False
@@ -365,7 +371,7 @@ cdef class Holder:
         return moved or bool(untold)
 
     def _patience(self, Lifecycle group, heads, double pause):
-        """Return for how many seconds nothing has to be looked for but what rings."""
+        """Return how many seconds the thread may sleep unless it is woken."""
         cdef Connection one
         cdef Request request
         cdef double left = _WANTED
@@ -381,7 +387,7 @@ cdef class Holder:
         return left
 
     def _advance(self, Lifecycle group, Connection connection):
-        """Launch what is the first to be held on a communicator, if what it meets is there; return whether it is gone."""
+        """Launch the first held request of a communicator if its matches are there; return whether to look again."""
         cdef Request request
         cdef Route route
         cdef Launch lent = None
@@ -392,14 +398,14 @@ cdef class Holder:
             request = connection.held[0]
             if request.expected:
                 absent = self._absent(request, theirs, stored)
-        if request.since == 0 and connection.state != MAKING:  # as for every operation
+        if request.since == 0 and connection.state != MAKING:  # the limit counts from here, as for every operation
             request.since = now()
         if request.expected:
             keys = [(<Route>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
             if absent is None and stored and not store.check(keys):
                 absent = [each for each, key in zip(stored, keys, strict=True) if not store.check([key])]
                 if not absent:
-                    return True  # it has come meanwhile
+                    return True  # it has arrived meanwhile
                 absent = absent[0]
             if absent is not None:
                 if request.since == 0 or now() - request.since < request.limit:
@@ -416,7 +422,7 @@ cdef class Holder:
             if stored:
                 found = store.multi_get(keys, 10.0)
                 for key in keys:
-                    store.delete(key)  # it was for this rank alone
+                    store.delete(key)  # only this rank reads it
                 for each, key, packed in zip(stored, keys, found, strict=True):
                     theirs[each[:2]] = decode(unpack_message, packed, store, key, each[1])
             for key, peer, mine in request.expected:
@@ -450,19 +456,19 @@ cdef class Holder:
         return True
 
     def _lose(self, Lifecycle group, Connection connection, error):
-        """End the group, or this communicator alone: nobody knows what the peer makes of what it met."""
+        """End the group, or only this communicator: it is not known whether the peer has launched its match."""
         if group.on_error == "report":
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
-            group.inquire(error)  # before who waits sees it
+            group.inquire(error)  # before the waiting threads see it
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
             group.fail(error, text_of(error), connection.epoch, asks=True)
 
 
 def _report(Lifecycle group not None, error):
-    user_executor.submit(functools.partial(  # a logger's handlers are the user's
+    user_executor.submit(functools.partial(  # handlers of a logger are user code
         _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))
@@ -515,7 +521,7 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
 cdef int look_after(Lifecycle group) except -1:
     cdef Holder holder = group.holder
     cdef bint begins = False
-    if holder is None:  # the group goes on with others by now
+    if holder is None:  # the group was reconfigured meanwhile
         return 0
     with group.lock:
         if not holder.serves:
@@ -526,17 +532,20 @@ cdef int look_after(Lifecycle group) except -1:
             threading.Thread(target=holder._serve, name="ncclpy-group-check", daemon=True).start()
         except BaseException as failure:
             holder.serves, holder.group = False, None
-            if isinstance(failure, RuntimeError):  # no thread is to be had
+            if isinstance(failure, RuntimeError):  # no thread can be started
                 _lose_all(group, holder, failure)
             raise
-    if holder.urgent:  # else its peer's note wakes the thread, if nobody has been faster
+    if holder.urgent:  # else the note of its peer wakes the thread, unless a waiting thread has launched it before
         holder.urgent = False
         holder.ring()
     return 0
 
 
 cdef int _lose_all(Lifecycle group, Holder holder, failure) except -1:
-    """Give up what is held: peers that were told of it may launch what it meets, and would then meet the next message."""
+    """Fail all held requests.
+
+    Peers that were told of them may launch their matching messages, which would then meet this rank's next ones.
+    """
     cdef Connection one
     error = NcclError(
         f"process group {group.name!r}: messages cannot be compared with those of other ranks: {text_of(failure)}",
@@ -573,23 +582,23 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
             if request.epoch != group.number:
                 group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives
-            request.work.entry.note(group.ledger.ledger)  # what it waits in
+            request.work.entry.note(group.ledger.ledger)  # its status: this rank waits in this collective
             agreement.agree(group.collectives, request.brought, request.limit, wanted)
         except NcclError as error:
             if request.epoch != group.number:
                 group.refuse_old()
             if group.is_ended():
                 if error is not agreement.found:
-                    group.check_usable()  # says what has ended it
+                    group.check_usable()  # raises what has ended the group
                 error.ranks = getattr(group.failure, "ranks", None)
                 add_sentence(error, where_called(request.work.entry))
                 raise
-            group.collectives += 1  # on all ranks
+            group.collectives += 1  # as on all ranks
             error._where_called = where_called(request.work.entry)
             _disagreed(group, connection, error)
             raise
         except BaseException as error:
-            if request.epoch == group.number and not group.is_ended():  # the others would wait for what this rank does not begin
+            if request.epoch == group.number and not group.is_ended():  # others wait for it
                 group.abort(f"the wait for the other ranks' part of collective {group.collectives} was left with "
                             f"{type(error).__name__}")
             raise
@@ -600,17 +609,18 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
 
 
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
-    """Do as `on_error` says."""
+    """Handle an error of a comparison as `on_error` says."""
     cdef Agreement agreement = group.agreement
     cdef bint told = error is agreement.found
-    # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
+    # A rank that has called NCCL keeps its operation on the device for good; what ranks that are missing do is not
+    # known.
     if group.on_error != "report" or (told and agreement.ends):
-        group.fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text tells what all bring
+        group.fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text says what all bring
         return 0
     group.explain_by(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
     if not told:
         abort_in_background(connection.abort(error), text_of(error))
-    user_executor.submit(functools.partial(  # a logger's handlers are the user's
+    user_executor.submit(functools.partial(  # handlers of a logger are user code
         _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))

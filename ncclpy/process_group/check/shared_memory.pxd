@@ -39,11 +39,11 @@ cdef extern from * nogil:
     void* map_shared "ncclpy_shared_map"(int fd, size_t offset, size_t size)
     int munmap(void* at, size_t size)
 
-# What the memory begins with: the word that it is known by.
+# Bytes of the random token that shared memory begins with, by which it is recognised.
 cdef enum:
     TOKEN = 16
 
-# What one rank brings to a message, as it lies in shared memory.
+# A rank's message, as it is stored in shared memory.
 cdef struct Note:
     uint64_t number  # in its ring, plus 1: published last, so that a note is read whole or not at all
     uint64_t place  # in its channel
@@ -53,13 +53,13 @@ cdef struct Note:
     int tag
     char type[NAME + 1]  # the name of the data type
 
-# The word that a rank sleeps on.
+# The futex word that a rank sleeps on, with its counters.
 cdef struct Bell:
     char token[16]
     int changes
     int sleepers
-    int expects  # something is held back here: else no note is worth waking anybody for
-    int watchers  # who look at it awake: as long as there are any, no sleeper has to be woken
+    int expects  # 1 while requests are held back here; otherwise a note wakes no thread
+    int watchers  # threads that poll `changes`: while there are any, no sleeper has to be woken
 
 
 cdef class Page:
@@ -67,43 +67,43 @@ cdef class Page:
     cdef size_t length
 
 
-# One rank's: its bell, and a ring of notes of each other rank.
+# The shared memory of one rank: its bell, and a ring of notes from each other rank.
 cdef class Mailbox:
     cdef int size
-    cdef int fd  # -1 if there is no memory that others could open
-    cdef int owner  # the process that may close it
+    cdef int fd  # -1 if there is no memory that peers could open
+    cdef int owner  # the process that made it, the only one to close `fd`
     cdef bytes token
     cdef Page head
-    cdef Bell alone  # the bell where there is no such memory
+    cdef Bell alone  # stands in for the bell in shared memory if there is none
     cdef Bell* bell
 
-    # What others need to open it; empty if they cannot.
+    # What peers need to open it; empty if they cannot.
     cdef dict offered(self)
     cdef int heard(self) noexcept
     cdef void ring(self) noexcept
-    # Wait until it has been rung since it was `heard`, for so many seconds.
+    # Sleep until `changes` differs from `heard`, for so many seconds at most.
     cdef int wait(self, int heard, double seconds) except -1
-    # Look for an instant whether it is rung, instead of who sleeps, from `watch` to `leave`.
+    # Poll `changes` instead of sleeping, from `watch` to `leave`.
     cdef void watch(self) noexcept
     cdef bint is_rung(self, int heard, double until) noexcept
     cdef void leave(self, int heard) noexcept
-    # Whether notes of others are to wake who sleeps.
+    # Set whether notes of the peers wake a sleeping thread.
     cdef void expect(self, bint expects) noexcept
     cdef int close(self) except -1
 
 
-# What two ranks of one machine have between them, as one of them uses it. Its calls are in no order of their own: whoever
-# makes them sees to that.
+# One rank's end of the memory that two ranks of one machine share. It is not thread-safe: its callers call it one at a
+# time.
 cdef class Post:
     cdef Page inbox
     cdef Page outbox
-    cdef Page wakeup  # with the other's bell
+    cdef Page wakeup  # with the peer's bell
     cdef uint64_t written
     cdef uint64_t read
 
-    # Put a note where the other one looks; False if there is no room.
+    # Write a note into the peer's ring; False if there is no room.
     cdef bint put(self, Note* note) noexcept
-    # Have the other one look.
+    # Wake the peer.
     cdef void ring(self) noexcept
-    # Take the next note of the other one's; False if there is none.
+    # Take the peer's next note; False if there is none.
     cdef bint next(self, Note* note) noexcept

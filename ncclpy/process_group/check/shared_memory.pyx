@@ -1,19 +1,20 @@
 """Memory that the processes of one machine share for `check=`: messages of two ranks, and a board for collectives.
 
-It has no name (`memfd_create`): it is opened through a descriptor of the process that has made it, and ends with the last
-process that has it, however these end.
+It has no name (`memfd_create`): it is opened through a descriptor of the process that made it, and is freed with the
+last process that maps it, however these processes end.
 
-Each rank has memory of its own: a page with a word that it sleeps on, and behind it pages for each other rank, with a
-ring of notes that this one writes and nobody else. So a rank sleeps in one place, whoever it waits for, and two ranks
-that exchange messages need nobody else to have come. Pages that nobody has written to take no memory.
+Each rank has memory of its own: a page with a word that it sleeps on, and then pages for each other rank, with a ring
+of notes that only that other rank writes. So a rank sleeps in one place, whichever peer it waits for, and two ranks
+can exchange messages before the other ranks have arrived. Pages that were never written take no memory.
 
-A note is there when its number is, which is written last: a process that is killed in between has left nothing. The memory
-of one that has gone stays for who has mapped it. Nobody waits in it but the thread that holds messages back, which has
-a reference for so long.
+A note is there once its number is, which is written last: a process that is killed in between leaves no note. The
+memory of a process that has ended stays with the processes that have mapped it. Only the thread that holds messages
+back sleeps in it, and that thread has a reference meanwhile.
 
-Each rank has a ring of short notes by number, a digest each, which it writes for every collective; a rank that is ahead of
-the others overwrites its oldest. And it has two places for whole notes, of the comparisons that it waits in: it comes to the
-next but one when all others are at the next, and so through with this one.
+The board has for each rank a ring of short notes by number, with a digest each, which the rank writes for every
+collective; a rank that is ahead of the others overwrites its oldest ones. It also has two places for a rank's whole
+notes, of the comparisons that the rank waits in. Two are enough: the rank reaches the comparison after the next one
+only when all other ranks are at the next one, and so have finished with this one.
 """
 
 import fcntl
@@ -32,12 +33,12 @@ from ncclpy.engine.native cimport add, load as word_of, swap
 
 
 def read_offer(packed):
-    """Return what a process tells of its memory: its machine, and if it has any, how others find it (`reopen`).
+    """Return what a process offers: its machine and, if it has memory, how peers open it (`reopen`).
 
     Raises
     ------
     KeyError, TypeError, ValueError
-        If it tells of something else.
+        If it is not such an offer.
     """
     told = json.loads(packed)
     offer = {"machine": str(told["machine"]), "pid": int(told.get("pid", 0))}
@@ -47,11 +48,11 @@ def read_offer(packed):
 
 
 def create_memory(name, length):
-    """Return a descriptor of new memory of so many bytes, and the word that it is known by, with which it begins."""
+    """Make memory of so many bytes; return its descriptor and the random token that it begins with."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, length)
-        # Who reads what another one has cut off is killed.
+        # A process that reads what another process has cut off is killed (SIGBUS).
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         token = secrets.token_bytes(TOKEN)
         os.pwrite(fd, token, 0)
@@ -62,17 +63,17 @@ def create_memory(name, length):
 
 
 def reopen(pid, fd, token, length):
-    """Return a descriptor of one's own of the memory that a process of this machine has under one of its own.
+    """Return a new descriptor of the memory that another process of this machine has open.
 
     Raises
     ------
     OSError
-        If it cannot be had, or is another one.
+        If it cannot be opened, or is other memory.
     """
     own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(own)
-        # In a container process and descriptor may be another's.
+        # In a container the process and the descriptor may be others.
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
         if not is_ours or os.pread(own, TOKEN, 0) != token:
             raise OSError(f"descriptor {fd} of process {pid} is not the group's")
@@ -91,14 +92,14 @@ cdef extern from "sched.h" nogil:
 cdef size_t _PAGE = mmap.PAGESIZE
 
 cdef enum:
-    _NOTES = 63  # with the ring's head they fill three of the smallest pages there are
+    _NOTES = 63  # with the ring's head they fill three pages of 4 KiB
 
-#: Seconds that who watches looks before it gives way in between.
+#: Seconds that a polling thread spins before it yields the core between two looks.
 cdef double _AT_HAND = 4e-6
 
 cdef struct _Ring:
-    uint64_t taken  # by who reads
-    int wants_room  # who writes: it is to be rung when something is taken
+    uint64_t taken  # notes that the reader has taken
+    int wants_room  # the writer has to be woken when a note is taken
     char rest[52]
     Note notes[_NOTES]
 
@@ -106,12 +107,12 @@ cdef size_t _PAGES = (sizeof(_Ring) + _PAGE - 1) // _PAGE
 
 
 cdef size_t _length(size_t size):
-    """Return how long the memory of one of so many ranks is."""
+    """Return the bytes of one rank's memory in a group of so many ranks."""
     return (1 + size * _PAGES) * _PAGE
 
 
 cdef class Page:
-    """Some pages of a rank's memory."""
+    """Some pages of a rank's memory, mapped."""
 
     def __init__(self, int fd, size_t first, size_t pages=1):
         if self.base != NULL:
@@ -127,7 +128,8 @@ cdef class Page:
 
 
 cdef void _ring(Bell* bell) noexcept:
-    # With the GIL, as a peer's: this waits for nobody, and who gave it up could wait long for it, under a group's lock.
+    # The GIL is kept, as in `Post.ring`: this does not wait, and a thread that gave the GIL up could wait long for it
+    # while it holds a group's lock.
     add(&bell.changes, 1)
     if word_of(&bell.sleepers):
         wake_shared(&bell.changes)
@@ -146,7 +148,7 @@ cdef bint _is_rung(Bell* bell, int heard, double until) noexcept nogil:
 
 
 cdef class Mailbox:
-    """One rank's memory, which is found through a descriptor: it stays open, since its peers come when they first need it.
+    """One rank's memory. Its descriptor stays open, since peers open the memory when they first need it.
 
     Parameters
     ----------
@@ -164,7 +166,7 @@ cdef class Mailbox:
             self.fd, self.token = create_memory("ncclpy-check-messages", _length(size))
             self.head = Page(self.fd, 0)
             self.bell = <Bell*>self.head.base
-        except OSError:  # then it is the store
+        except OSError:  # messages go through the store then
             self.close()
 
     def __dealloc__(self):
@@ -200,28 +202,28 @@ cdef class Mailbox:
     cdef void leave(self, int heard) noexcept:
         cdef Bell* bell = self.bell
         add(&bell.watchers, -1)
-        if word_of(&bell.changes) != heard:  # who has rung may have seen that somebody watches
+        if word_of(&bell.changes) != heard:  # a peer that saw this watcher has woken no sleeper
             _ring(bell)
 
     cdef void expect(self, bint expects) noexcept:
         swap(&self.bell.expects, expects)
 
     cdef int close(self) except -1:
-        """Let no more peers in. What is mapped stays so for who has it."""
+        """Close the descriptor, so that no more peers can open the memory. Mappings stay."""
         cdef int fd = self.fd
         self.fd = -1
-        if fd >= 0 and os is not None and os.getpid() == self.owner:  # in a fork's child the number may be anybody's
+        if fd >= 0 and os is not None and os.getpid() == self.owner:  # in a forked child it may be another file
             os.close(fd)
         return 0
 
 
 def attach_mailbox(Mailbox mine not None, int rank, int peer, pid, fd, token):
-    """Return what a rank and a peer have between them, given what the peer has `offered`.
+    """Return a rank's `Post` to a peer, from what the peer has `offered`.
 
     Raises
     ------
     OSError
-        If that cannot be opened, or is somebody else's.
+        If the peer's memory cannot be opened, or is other memory.
     """
     cdef Post post = Post.__new__(Post)
     if mine.fd < 0:
@@ -236,14 +238,14 @@ def attach_mailbox(Mailbox mine not None, int rank, int peer, pid, fd, token):
 
 
 cdef class Post:
-    """What two ranks have between them; `attach` makes it."""
+    """One rank's end of the memory that two ranks share; `attach_mailbox` makes it."""
 
     cdef bint put(self, Note* note) noexcept:
         cdef _Ring* ring = <_Ring*>self.outbox.base
         cdef Note* slot
         if self.written - load_shared(&ring.taken) >= _NOTES:
             swap(&ring.wants_room, 1)
-            if self.written - load_shared(&ring.taken) >= _NOTES:  # who reads has not missed that
+            if self.written - load_shared(&ring.taken) >= _NOTES:  # still full: the reader will see `wants_room`
                 return False
         slot = &ring.notes[self.written % _NOTES]
         slot.place, slot.count, slot.channel = note.place, note.count, note.channel
@@ -255,7 +257,7 @@ cdef class Post:
 
     cdef void ring(self) noexcept:
         cdef Bell* bell = <Bell*>self.wakeup.base
-        add(&bell.changes, 1)  # before it is looked who wants to know: they look at this when they have said so
+        add(&bell.changes, 1)  # before the counters are read: a thread sets its counter before it reads this
         if word_of(&bell.expects) and word_of(&bell.sleepers) and not word_of(&bell.watchers):
             wake_shared(&bell.changes)
 
@@ -276,18 +278,18 @@ cdef class Post:
 cdef enum:
     _RING = 1024
     _HEAD = 4096
-    #: What `look` says: not all are there; all bring the same; a rank brings something else, or messages.
+    #: Results of `look`: ranks are missing; all bring the same; a rank brings something else, or messages.
     _WAITS = 0
     _ALIKE = 1
     _TO_COMPARE = 2
-    #: How a rank came to a collective.
+    #: How a rank takes part in a collective: it does not wait; it compares; it compares messages too; it has left.
     _PASSED = 0
     _COMPARES = 1
     _HAS_MESSAGES = 2
     _LEFT = 3
 
-#: Seconds that a rank looks before it gives way in between, and before it sleeps: others have just begun the same call,
-#: but may need this one's core for that.
+#: Seconds that a rank polls before it sleeps, as other ranks have often just begun the same call. It yields the core
+#: meanwhile (`_AT_HAND`), which they may need for that.
 cdef double _SPIN = 60e-6
 
 cdef struct _Short:
@@ -306,7 +308,7 @@ cdef struct _Head:
 
 
 cdef size_t _room(size_t size):
-    """Return how long a whole note may be: its messages are two a rank, its parts one."""
+    """Return how many bytes a whole note may have: room for two messages and one part count per rank."""
     return 4096 - sizeof(_Whole) + 64 * size
 
 
@@ -324,17 +326,17 @@ cdef uint64_t digest_of(bytes calls):
 
 
 def create_board(size):
-    """Return a descriptor of new memory for so many ranks, and the word that it is known by."""
+    """Make the memory of a board for so many ranks; return its descriptor and token."""
     return create_memory("ncclpy-check", _HEAD + size * _stride(size))
 
 
 def attach_board(pid, fd, token, rank, size):
-    """Return a rank's board in the memory that a process of this machine has under a descriptor.
+    """Return a rank's view of the board that a process of this machine has open under a descriptor.
 
     Raises
     ------
     OSError
-        If it cannot be had, or is another one.
+        If it cannot be opened, or is other memory.
     """
     own = reopen(pid, fd, token, _HEAD + size * _stride(size))
     try:
@@ -344,7 +346,7 @@ def attach_board(pid, fd, token, rank, size):
 
 
 cdef class SharedBoard:
-    """Notes of all ranks in shared memory, as one of them writes and reads them; `attach_board` makes it."""
+    """The board in shared memory, as one rank writes and reads it; `attach_board` makes it."""
 
     cdef char* base
     cdef size_t length
@@ -376,7 +378,7 @@ cdef class SharedBoard:
         return <_Whole*>(<char*>self.short_of(rank, 0) + _RING * sizeof(_Short) + which * place)
 
     def put(self, uint64_t number, bytes calls not None, bytes note, bint has_messages):
-        """Note what this rank brings to a collective; with a whole note it waits for the others there."""
+        """Write this rank's note for a collective; with a whole note the rank waits for the others there."""
         cdef _Short* short = self.short_of(self.rank, number)
         cdef _Whole* whole
         if note is not None:
@@ -394,7 +396,7 @@ cdef class SharedBoard:
         self._tell()
 
     def leave(self, uint64_t number, note):
-        """Take back that this rank waits for the others."""
+        """Mark that this rank waits for the others no longer."""
         cdef _Short* short = self.short_of(self.rank, number)
         store_shared(&short.how, _LEFT)
         self._tell()
@@ -417,12 +419,13 @@ cdef class SharedBoard:
             if there < number + 1:
                 return _WAITS
             if there > number + 1 or short.digest != digest or short.how >= _HAS_MESSAGES or load_shared(&short.number) != there:
-                found = _TO_COMPARE  # or it is being overwritten
+                found = _TO_COMPARE  # it differs, or is being overwritten
         return found
 
     def look(self, uint64_t number, bytes calls not None, double seconds):
-        """Wait for the other ranks for so many seconds; return 1 if all bring these calls, 2 if one does not or has
-        messages, 0 if some are not there.
+        """Wait for the other ranks for so many seconds.
+
+        Returns 1 if all bring these calls, 2 if a rank brings something else or messages, 0 if some are missing.
         """
         cdef uint64_t digest = digest_of(calls)
         cdef _Head* head = <_Head*>self.base
@@ -452,8 +455,10 @@ cdef class SharedBoard:
         return found
 
     def brought(self, uint64_t number):
-        """Return what each rank brings: its note; the digest of one that it has brought before; None if it is too far
-        ahead, False if it is not there or has left. A note that is too long is empty.
+        """Return what each rank brings.
+
+        That is its note, empty if it was too long; the digest of its calls if it did not wait; None if it is too far
+        ahead; False if it is missing or has left.
         """
         cdef _Short* short
         cdef _Whole* whole
@@ -479,7 +484,7 @@ cdef class SharedBoard:
         return found
 
     def absent(self, uint64_t number):
-        """Return the ranks that are not there."""
+        """Return the ranks that are missing."""
         return [rank for rank in range(self.size) if load_shared(&self.short_of(rank, number).number) < number + 1]
 
     def too_long(self, bytes note not None):
@@ -487,9 +492,9 @@ cdef class SharedBoard:
         return <size_t>len(note) > _room(self.size)
 
     def close(self):
-        """Do nothing: the memory goes with its last reference."""
+        """Do nothing: the memory is unmapped with its last reference."""
 
 
 def digest(bytes calls not None):
-    """Return what stands for calls in short notes."""
+    """Return the digest that stands for calls in short notes."""
     return int(digest_of(calls))

@@ -1,8 +1,8 @@
-"""What ranks on several machines bring to their collectives, in the store that they meet in.
+"""What ranks on several machines bring to their collectives, in the group's store.
 
-A rank that waits for the others puts its note under a key of that collective. With ``check="first"`` one that has
-brought the same before waits for nobody, and puts nothing: it remembers its last notes, and puts one when it is asked
-for it by a rank that waits for long.
+A rank that waits for the others sets its note under a key of that collective. With ``check="first"`` a rank that has
+brought the same calls before does not wait, and sets nothing: it remembers its last notes, and sets one when a rank
+that has waited for long asks for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["StoredBoard"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: So many notes are remembered.
+#: The number of notes that are remembered.
 _REMEMBERED = 4096
-#: Seconds after which those are asked who have not come.
+#: Seconds of waiting after which the missing ranks are asked for their notes.
 _PATIENCE = 0.05
-#: How long the thread that is asked waits before it looks whether the group was closed.
+#: Seconds that the answering thread waits before it looks whether the group was closed.
 _SLICE = 0.5
 
 _COMPARES, _PASSED, _LEFT = b"+", b"=", b"-"
@@ -34,16 +34,16 @@ _WAITS, _ALIKE, _TO_COMPARE = 0, 1, 2
 
 
 class StoredBoard:
-    """Notes of all ranks in a store, as one of them writes and reads them.
+    """The board in a store, as one rank writes and reads it.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the group.
     rank, size
-        Which of how many this is.
+        This rank, and the number of ranks.
     asks
-        Whether ranks pass by collectives that they know, so that others have to ask them.
+        Whether ranks set no notes for collectives that they know, so that other ranks have to ask for those.
     """
 
     shared = False
@@ -65,11 +65,11 @@ class StoredBoard:
 
     @staticmethod
     def key(number: int, rank: int) -> str:
-        """Return where a rank notes what it brings to a collective."""
+        """Return the key of a rank's note for a collective."""
         return f"check/{number}/{rank}"
 
     def put(self, number: int, calls: bytes, note: bytes | None, has_messages: bool) -> None:
-        """Note what this rank brings to a collective; with a whole note it waits for the others there."""
+        """Set this rank's note for a collective, where it then waits; without one, remember the calls."""
         if note is None:
             with self._lock:
                 self._notes[number] = calls
@@ -89,12 +89,15 @@ class StoredBoard:
             self._before = before
 
     def leave(self, number: int, note: bytes) -> None:
-        """Take back that this rank waits for the others."""
+        """Mark that this rank waits for the others no longer."""
         with contextlib.suppress(StoreError, NcclTimeout):
             self.store.set(self.key(number, self.rank), _LEFT + note)
 
     def look(self, number: int, calls: bytes, seconds: float) -> int:
-        """Wait for the other ranks for so many seconds; return 2 once all are there, 0 if some are not."""
+        """Wait for the other ranks for so many seconds.
+
+        Returns 1 if all bring these calls, 2 if a rank brings something else or messages, 0 if some are missing.
+        """
         keys = [self.key(number, rank) for rank in range(self.size)]
         late = time.monotonic() - self._since[1] >= _PATIENCE
         try:
@@ -104,7 +107,7 @@ class StoredBoard:
                 self._ask(number)
                 self._since = (-1, self._since[1])
             return _WAITS
-        if self._before is not None:  # all are here, and so have read what they were asked before
+        if self._before is not None:  # all ranks are here, and so have read the note before
             self.store.delete(self._before)
             self._before = None
         mine = self._there[self.rank]
@@ -113,27 +116,27 @@ class StoredBoard:
         return _TO_COMPARE
 
     def brought(self, number: int) -> list[bytes | bool | None]:
-        """Return what each rank brings, False for one that has left."""
+        """Return what each rank brings, False for one that is missing or has left."""
         return [told is not None and told[:1] != _LEFT and told[1:] for told in self._there]
 
     def passed(self) -> bool:
-        """Return whether a rank has waited for nobody in the collective that was looked at last."""
+        """Return whether a rank did not wait in the collective that was looked at last."""
         return any(told is not None and told[:1] == _PASSED for told in self._there)
 
     def absent(self, number: int) -> list[int]:
-        """Return who is not there."""
+        """Return the ranks that are missing."""
         return [rank for rank in range(self.size) if not self.store.check([self.key(number, rank)])]
 
     def too_long(self, note: bytes) -> bool:
-        """Return whether a note is longer than its place: never here."""
+        """Return whether a note is longer than its place; never in a store."""
         return False
 
     def close(self) -> None:
-        """Be asked no more."""
+        """Stop answering other ranks."""
         self._over.set()
 
     def _ask(self, number: int) -> None:
-        """Have those that have passed a collective by tell what they brought."""
+        """Ask the ranks that did not wait in a collective for their notes."""
         place = self._asked
         while not self.store.compare_set(f"check/asked/{place}", None, str(number).encode())[0]:
             place += 1
@@ -148,7 +151,7 @@ class StoredBoard:
                 with self._lock:
                     calls = self._notes.get(number)
                     if calls is None:
-                        self._wanted.add(number)  # not there yet
+                        self._wanted.add(number)  # this rank is not there yet
                 if calls is not None:
                     self.store.compare_set(self.key(number, self.rank), None, _PASSED + pack(calls, ()))
             except NcclTimeout:

@@ -68,7 +68,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, ...]:
     info.add_argument("--json", action="store_true", help="print it as JSON")
     perf = commands.add_parser("perf", help="time a collective and check its results, as nccl-tests does")
     perf_arguments.add_arguments(perf)
-    trace = commands.add_parser("trace", help="what is stuck and on whom it waits, from the recorder's dumps")
+    trace = commands.add_parser("trace", help="what is stuck and which rank it waits for, from the recorder's dumps")
     trace_arguments.add_arguments(trace)
     run = commands.add_parser("run", help="start a program in several processes, one for each rank")
     run_arguments.add_arguments(run)

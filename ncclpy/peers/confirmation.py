@@ -1,6 +1,6 @@
 """How ranks tell each other that they have heard of the end of a group, before any of them aborts its communicators.
 
-A rank that has confirmed believes no end of an operation that it sees from then on (engine.fence): an abort of another
+A rank that has confirmed believes no end of an operation that it sees from then on (engine.work): an abort of another
 rank may be what has ended it, with wrong data.
 """
 
@@ -53,7 +53,7 @@ class Patience:
     """How long the ranks are waited for that have not confirmed.
 
     A rank whose process has ended is not; one that is stopped, for a second of that: when it goes on it asks before it
-    believes an end (`engine.fence`). Others for five seconds, in which they were not stopped.
+    believes an end (`engine.work`). Others for five seconds, in which they were not stopped.
 
     Parameters
     ----------

@@ -147,7 +147,7 @@ def decide_to_move(store: Store, name: str, rank: int) -> None:
     _, told = _latest(store, json.dumps({"moved": True}).encode())
     if "moved" not in told:
         raise NcclError(
-            f"process group {name!r} admits nobody: {ranks(spans(told['members']))} decided to recover it when rank "
+            f"process group {name!r} admits no rank: {ranks(spans(told['members']))} decided to recover it when rank "
             f"{rank} had met the others"
         )
 

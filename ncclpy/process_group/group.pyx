@@ -309,7 +309,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         cdef long long number = self.lifecycle.number
         self.lifecycle.check_usable()
         if self.submission.in_block():
-            raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
+            raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, which a block must not do")
         if self.submission.captures(values, stream):
             raise ValueError(
                 "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for how much each "
@@ -406,7 +406,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         self.lifecycle.completions = [*self.lifecycle.completions, Tells(self.lifecycle.rank, self.lifecycle.name, hook)]
 
     def on_abort(self, hook):
-        """Call ``hook(error)`` in a thread for callbacks once the group has failed or was aborted, at once if so now."""
+        """Call ``hook(error)`` in a thread for callbacks once the group has failed or was aborted; now, if it has."""
         if not callable(hook):
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
         self.lifecycle.call_on_abort(hook)

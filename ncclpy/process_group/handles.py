@@ -1,7 +1,7 @@
-"""By which name a group of this process is known to those who go on with it, and at which place in which store.
+"""Handles: texts by which groups take part in a reconfiguration, and the place in a store of its rendezvous.
 
-A handle stays with its group: it has the rank that the group had at first, for an order that all ranks agree on, a
-number that no other group has, and the address of the store that the group was made with.
+A handle stays with its group. It has the rank that the group had at first, for an order that all ranks agree on, a
+token that no other group has, and the address of the store that the group was made with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Handle:
 
 
 def new_handle(rank: int, store: Store) -> str:
-    """Return a handle for a group that is made."""
+    """Return a handle for a new group."""
     return f"{_KIND}:{rank}:{secrets.token_hex(8)}:{_address(store)}"
 
 
@@ -52,7 +52,7 @@ def ordered(handles: Iterable[str], mine: str) -> list[str]:
     Raises
     ------
     TypeError, ValueError
-        If one is no handle, or comes twice, or this rank's is not among them.
+        If one is not a handle, or is there twice, or this rank's is not among them.
     """
     if isinstance(handles, str):
         raise TypeError("handles: expected several texts of reconfigure_handle(), got one")
@@ -69,7 +69,7 @@ def ordered(handles: Iterable[str], mine: str) -> list[str]:
 
 
 def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
-    """Return what says who those are that become some ranks, by the ranks that their groups were made with."""
+    """Return a callable that describes the groups that become some ranks, by the ranks that they were made with."""
 
     def called(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
@@ -84,12 +84,12 @@ def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
 
 
 def place_of(uuid: str) -> str:
-    """Return where in a store those meet who go on under a name that is used once."""
+    """Return the place in a store where a reconfiguration has its rendezvous; each uuid is used once."""
     return f"ncclpy/reconfigure/{quote(uuid, safe='')}"
 
 
 def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: Callable[[], object]) -> None:
-    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one.
+    """Reserve a uuid for these handles, before anything is ended; `refuses` is called if others wait for this rank.
 
     Raises
     ------
@@ -117,14 +117,14 @@ def _handles(packed: bytes) -> list[str]:
 
 
 def store_of(handle: str, store: Store, seconds: float) -> Store:
-    """Return the store that a handle's group was made with: this one if it is the same, else one that is made here.
+    """Return the store that a handle's group was made with: `store` if it is the same, else a connection made here.
 
-    ``seconds`` are those in which that has to be reached, and its operations' thereafter.
+    ``seconds`` limit the connection, and later the operations of that store.
 
     Raises
     ------
     ValueError
-        If it is another one that cannot be reached from here.
+        If it is another store, and cannot be reached from here.
     """
     address = _read(handle).address
     if address == _address(store):
@@ -154,7 +154,7 @@ def give_back(store: Store) -> None:
 
 
 def _address(store: Store) -> str:
-    """Return what others can reach a store by; of one that they cannot, what tells it from others."""
+    """Return the address by which other processes reach a store, or else a text that tells it from other stores."""
     prefixes: list[str] = []
     while isinstance(store, PrefixStore):
         prefixes.insert(0, store.prefix)

@@ -1,8 +1,8 @@
 """How a new process and a running group find each other in a store.
 
-Who wants to join asks, under a key that ends with its process where the store can do that. The group's first rank
-invites those who ask when the group admits somebody; who answers at once is in, and is told with whom it meets, and
-where.
+A process that wants to join asks, under a key that is deleted when the process ends, where the store can do that. Rank
+0 of the group invites the processes that ask when the group calls `admit`. A process that answers at once is admitted,
+and is told the handles of all ranks and the uuid of their rendezvous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ncclpy.errors import NcclError, NcclTimeout, seconds
 
 __all__ = ["Admitter", "Joiner"]
 
-#: How long a wait goes on before who wants to join asks once more, and the seconds for those invited to answer.
+#: Seconds after which a joining process asks once more, and seconds for invited processes to answer.
 _SLICE = 0.5
 _ANSWERS = 1.0
 
@@ -43,18 +43,18 @@ class _JoinKeys:
 
 
 class Joiner(_JoinKeys):
-    """A rank that asks to join a group.
+    """A process that asks to join a group.
 
     Parameters
     ----------
     store
         The store that the group was made with.
     name
-        The group's.
+        The group's name.
     handle
-        Of the group of one that this one has.
+        The handle of this process's own group, which has one rank.
     check
-        How it compares collectives, which all ranks do alike.
+        How this process compares collectives; all ranks do so alike.
     """
 
     def __init__(self, store: Store, name: str, handle: str, check: str = "off") -> None:
@@ -63,7 +63,10 @@ class Joiner(_JoinKeys):
         self.number = f"{store.add(f'{self.place}/number'):012d}"
 
     def wait(self, timeout: float) -> tuple[list[str], str]:
-        """Return the handles of all, by rank, and the name under which they meet, once the group admits this one."""
+        """Wait until the group admits this process.
+
+        Return the handles of all ranks, by rank, and the uuid of their rendezvous.
+        """
         deadline = time.monotonic() + timeout
         try:
             self._await("invited", deadline, timeout)
@@ -91,7 +94,7 @@ class Joiner(_JoinKeys):
     def _await(self, what: str, deadline: float, timeout: float) -> bytes:
         while True:
             left = deadline - time.monotonic()
-            if what == "invited":  # again and again: who has not answered once is forgotten
+            if what == "invited":  # each time: rank 0 forgets a process that has not answered once
                 self._put("asks", f"{self.handle} {self.check}".encode())
             try:
                 return self.store.get(self.key(what, self.number), max(0.0, min(_SLICE, left)))
@@ -104,7 +107,7 @@ class Joiner(_JoinKeys):
 
 
 def _asked(packed: bytes) -> tuple[str, str]:
-    """Return the handle of who wants to join, and how it compares collectives."""
+    """Return the handle of a process that wants to join, and how it compares collectives."""
     handle, theirs = packed.decode().split(" ")
     if theirs not in ("off", "first", "always"):
         raise ValueError(f"{theirs!r} is no way to compare collectives")
@@ -112,7 +115,7 @@ def _asked(packed: bytes) -> tuple[str, str]:
 
 
 def _told(packed: bytes) -> dict[str, Any]:
-    """Return what the group's first rank tells who wants to join."""
+    """Return what rank 0 of the group tells a process that wants to join."""
     told = json.loads(packed)
     for word in ("other", "failed"):
         if word in told:
@@ -121,13 +124,13 @@ def _told(packed: bytes) -> dict[str, Any]:
 
 
 class Admitter(_JoinKeys):
-    """The first rank of a group, as it admits those who ask."""
+    """Rank 0 of a group, which admits the processes that ask."""
 
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
-        """Return the handles of those who ask and answer, by their numbers; it waits a second for them at most.
+        """Return the handles of the processes that ask and answer, by number; wait a second for them at most.
 
-        Who compares collectives in another way than these ranks, which is `check`, is told so and is not let in: they
-        would wait for each other.
+        A process that compares collectives in another way than these ranks, which is `check`, is told so and is not
+        admitted: they would wait for each other.
         """
         asks = self.store.keys(self.key("asks", ""))
         numbers = [key.rpartition("/")[2] for key in asks]
@@ -153,21 +156,21 @@ class Admitter(_JoinKeys):
                     joiners[number] = handle
                 else:
                     self._tell({number: handle}, {"other": check})
-            else:  # it is gone, or asks again
+            else:  # the process is gone, or asks again
                 self.store.delete(self.key("invited", number))
                 self.store.delete(self.key("asks", number))
         return joiners
 
     def welcome(self, joiners: dict[str, str], handles: list[str], uuid: str) -> None:
-        """Tell those who are admitted with whom they meet, and where."""
+        """Tell the processes that are admitted the handles of all ranks, and the uuid of the rendezvous."""
         self._tell(joiners, {"handles": handles, "uuid": uuid})
 
     def refuse(self, joiners: dict[str, str], why: str) -> None:
-        """Tell them that nothing comes of it."""
+        """Tell the processes that they are not admitted."""
         with contextlib.suppress(StoreError, NcclTimeout):
             self._tell(joiners, {"failed": why})
 
     def _tell(self, joiners: dict[str, str], what: object) -> None:
         for number in joiners:
-            self.store.delete(self.key("asks", number))  # nobody else invites it
+            self.store.delete(self.key("asks", number))  # no later admission invites it
             self.store.set(self.key("goes", number), json.dumps(what).encode())

@@ -45,20 +45,21 @@ _log = logging.getLogger("ncclpy.process_group")
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
-#: The same for a process that ends then.
+#: Seconds for that if the process then ends.
 _EXITS = 3.0
-#: How often a rank that has stood still asks a store that does not answer.
+#: Seconds between two questions of a rank that was stopped to a store that does not answer.
 _ASKS_AGAIN = 1.0
-#: What a rank that is gone has taken part in may yet be seen to be done for so long.
+#: Seconds in which operations that a rank took part in before it was gone may still be seen to complete.
 _GRACE = 0.5
 
-cdef long long _groups = 0  # that were made
+cdef long long _groups = 0  # the last number that was given
 
 
 cdef class Lifecycle:
-    """A group as all parts of `ProcessGroup` know it; it knows none of them.
+    """The state of a group, for all parts of `ProcessGroup`.
 
-    Connections and works refer to it, and `ProcessGroup` does: so a group that users have dropped can be freed.
+    It has no reference to them, and connections and works refer only to it: so a group that users have dropped can be
+    freed.
     """
 
     def __cinit__(self):
@@ -68,7 +69,7 @@ cdef class Lifecycle:
         self, store, rank, size, device, name, timeout, config, on_error, check, bint check_nan, bint high_priority,
         bint timing,
     ) except -1:
-        """Be a rank of a group, see `ProcessGroup` for the parameters."""
+        """Initialise it as a rank of a group, see `ProcessGroup` for the parameters."""
         store = as_store(store)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
@@ -107,12 +108,12 @@ cdef class Lifecycle:
         return 0
 
     cdef object new_notices(self, store, int rank, int size, place=None):
-        """Return how one of so many ranks meets the others at a place of a store."""
+        """Return the notices of one of so many ranks, at a place of a store."""
         look = functools.partial(_standing_of, weakref.ref(self))
         return Notices(store, self.name, rank, size, self.device, look, place)
 
     cdef int enter(self, notices) except -1:
-        """Be the rank that these notices are of, under a new number; it has no communicators yet."""
+        """Become the rank that these notices are of, under a new number; it has no communicators yet."""
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
         who = f"rank {rank} of process group {self.name!r}"
@@ -121,7 +122,7 @@ cdef class Lifecycle:
             agreement = Agreement(notices, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
-        # Let go of when the lock is left.
+        # `before` keeps all that is replaced until the lock is released.
         if self.notices is not None and self.notices is not notices:
             self.places = [*self.places, self.notices]
         before = (
@@ -129,7 +130,7 @@ cdef class Lifecycle:
             self.generations, self.alone, self.holder, self.ledger, self.news,
         )
         ledger = Ledger()
-        cdef long long number = _next_number()  # what was begun since it left has the one between
+        cdef long long number = _next_number()  # operations that were begun since `suspend` have the number between
         cdef News news = News(self, number)
         with self.lock:
             self.number, self.news = number, news
@@ -145,30 +146,31 @@ cdef class Lifecycle:
         notices.listen(news.ended, news.gone, news.silent, news.is_wanted, news.look_for_closed, ledger)
         return 0
 
-    # What it is now.
+    # State.
 
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
     cdef bint is_over(self) noexcept:
-        """Return whether it has failed, or is closed, which waits for what was begun, and has no communicators any more."""
+        """Return whether it has failed, or is closed and has no communicators; `close` waits for operations."""
         return self.failure is not None or (self.closed and not self.connections)
 
     cdef Communicator communicator(self):
-        """Return the communicator with all ranks, None until it stands."""
+        """Return the communicator with all ranks, None until it is made."""
         cdef Connection main = self.connections.get(_MAIN)
         return main.comms[0] if main is not None and main.state == MADE and main.comms else None
 
     cdef object wanted(self):
-        """Return what says whether what is waited for is still wanted: the group is there, and what it is now."""
+        """Return what says whether a wait is still wanted: the group has not ended and was not reconfigured."""
         return functools.partial(self._is_wanted, self.number)
 
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
     cdef list meet(self, place, value, double seconds, read):
-        """Return what all ranks bring to a meeting, by rank, see `Notices.gather`; the end of a rank that has yet to come
-        ends the group.
+        """Return what all ranks bring to a rendezvous, by rank, see `Notices.gather`.
+
+        The end of a rank that is missing there ends the group.
         """
         notices = self.notices
         self.meetings += 1
@@ -181,16 +183,16 @@ cdef class Lifecycle:
             self.meetings -= 1
 
     cdef list commit(self, value, double seconds):
-        """Return what all ranks bring to a commit of a pool, by rank; the n-th of one rank meets the n-th of the others."""
+        """Return what all ranks bring to a commit of a pool, by rank; the n-th commits of all ranks are one."""
         self.check_usable()
-        number = self.commits  # those that come to nothing count as well: the other ranks may have come
+        number = self.commits  # failed ones count as well: the other ranks may have been there
         self.commits += 1
         try:
             brought = self.meet(f"commit/{number}", value, seconds, _numbers)
         except NcclAborted:
-            self.check_usable()  # says what has ended it
+            self.check_usable()  # raises what has ended it
             raise
-        if self.rank == 0 and number > 0:  # all have come back from the last one
+        if self.rank == 0 and number > 0:  # all ranks have left the last one
             self.notices.arrivals.forget(f"commit/{number - 1}", list(range(self.size)))
         return brought
 
@@ -202,7 +204,7 @@ cdef class Lifecycle:
 
     cdef int check_usable(self) except -1:
         check_process()
-        if self.connections is None:  # each call comes here: no other call for what is always so
+        if self.connections is None:  # checked here, as each operation calls this: it saves the other call
             self.check_initialised()
         if self.failure is not None:
             withdraw(self.name)
@@ -213,21 +215,24 @@ cdef class Lifecycle:
         return 0
 
     def _class_of_later(self):
-        """Return what a call raises on a group that has ended: until something has begun here, the first one is told why."""
+        """Return the class of what calls raise once the group has ended.
+
+        It is the failure's own class as long as this rank has begun nothing, so that its first call shows the reason.
+        """
         return NcclAborted if self.closed or any(self.begun().values()) else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
-        """Raise for what was begun by what this group was before it was reconfigured."""
+        """Raise for an operation that was begun before the group was reconfigured."""
         self.check_usable()
         raise NcclAborted(
             f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
             "now; nothing of it has begun"
         )
 
-    # Going on as another: `Membership` takes these steps.
+    # Reconfiguration: `Membership` takes these steps.
 
     cdef bint suspend(self) except -1:
-        """Have an error until the group goes on, and a number that nothing belongs to; return whether it had no error."""
+        """Set an error until the group resumes, and a number that nothing has; return whether it had no error."""
         cdef bint worked
         moving = NcclAborted(f"process group {self.name!r} is being reconfigured")  # not under the lock
         with self.lock:
@@ -239,17 +244,20 @@ cdef class Lifecycle:
         return worked
 
     cdef object resume(self):
-        """Have no error any more, unless it is closed; what has ended it since it was suspended stays, and is returned."""
+        """Clear the error, unless the group is closed.
+
+        An error that has ended it since it was suspended stays, and is returned.
+        """
         between = self.between
         with self.lock:
             ended = None if self.failure is self.between else self.failure
             if not self.closed:
                 self.failure, self.between, self.failures = ended, None, []
-        del between  # not under the lock: a user's exception may hang on it
+        del between  # not under the lock: a user's exception may depend on it
         return ended
 
     cdef bint end_suspended(self, error) except -1:
-        """End with an error, as it does not go on; return False if something else has ended it since it was suspended."""
+        """End with an error instead of resuming; return False if another one has ended it since it was suspended."""
         cdef bint ours
         between = self.between
         with self.lock:
@@ -261,7 +269,7 @@ cdef class Lifecycle:
         return ours
 
     cdef int replace_failure(self, error) except -1:
-        """Have another error than the one that it has ended with."""
+        """Replace the error that it has ended with."""
         before = self.failure
         with self.lock:
             self.failure = error
@@ -271,7 +279,7 @@ cdef class Lifecycle:
     # Communicators.
 
     cdef str label_of(self, int peer):
-        """Return the name of the communicator with a peer; each time that it is made anew it has another."""
+        """Return the name of the communicator with a peer; each new one has another name."""
         cdef str label = f"{min(self.rank, peer)}:{max(self.rank, peer)}"
         if self.generations:
             generation = self.generations.get(peer)
@@ -280,7 +288,7 @@ cdef class Lifecycle:
         return label
 
     cdef Connection connection_with(self, int peer):
-        """Return the communicator with all ranks, or the one with a peer; it is begun with if there is none."""
+        """Return the communicator with all ranks (-1) or with a peer; its making is begun if there is none."""
         cdef Connection made, found
         label = _MAIN if peer < 0 else self.label_of(peer)
         found = self.connections.get(label)
@@ -308,7 +316,7 @@ cdef class Lifecycle:
         return found
 
     cdef Connection standing(self, int peer):
-        """Return the communicator with all ranks (-1), or with a peer, for a capture: none can be made within one."""
+        """Return the communicator with all ranks (-1) or with a peer, for a capture, in which none can be made."""
         label = _MAIN if peer < 0 else self.label_of(peer)
         cdef Connection found = self.connections.get(label)
         if found is None or found.state != MADE:
@@ -322,7 +330,7 @@ cdef class Lifecycle:
 
     cdef Connection _new_connection(self, str label, int peer):
         cdef Connection made
-        cdef long long number = self.number  # of what all of this is read from
+        cdef long long number = self.number  # all below is read for this number
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
@@ -335,7 +343,7 @@ cdef class Lifecycle:
         return made
 
     cdef int adopt(self, Communicator comm) except -1:
-        """Begin with a communicator of all ranks that stands, before anybody else has this group."""
+        """Take over a communicator of all ranks, before the program has this group."""
         cdef Connection made = self._new_connection(_MAIN, -1)
         made.call(comm)
         self.connections[_MAIN] = made
@@ -347,7 +355,7 @@ cdef class Lifecycle:
         launched, streams = [], []
         if error is None:
             try:
-                # Pairs have streams of their own: a send that waits for its peer is not to hold up the collectives.
+                # Pairs have streams of their own: a send that waits for its peer must not hold up the collectives.
                 streams = [self.pool.of(self.device, 1 + connection.peer)]
             except BaseException as failure:
                 error = failure
@@ -361,7 +369,7 @@ cdef class Lifecycle:
         del launched
         if error is None and wanted:
             for comm in comms:
-                if is_doubted(<Handle>comm):  # it was not there yet when the others were asked about a stop
+                if is_doubted(<Handle>comm):  # it was not there yet when the ranks were asked after a stop
                     internal_executor.submit(self.ask_after_stop)
             connection.settled.set()
             return 0
@@ -376,19 +384,19 @@ cdef class Lifecycle:
             abort_in_background(comms, "it is not needed any more")
         return 0
 
-    # Its end.
+    # The end of the group.
 
     cdef dict standing_now(self):
-        """Return what this rank does, as JSON knows it."""
-        return {} if self.ledger is None else self.ledger.standing()  # another group is asked while this one is made
+        """Return this rank's status, as JSON knows it."""
+        return {} if self.ledger is None else self.ledger.standing()  # another group may ask while this one is made
 
     cdef bint waits(self) except -1:
-        """Return whether an operation, a meeting or a comparison is under way."""
+        """Return whether an operation, a rendezvous or a comparison is under way."""
         cdef Agreement agreement = self.agreement
         return self.pending() or self.meetings or (agreement is not None and agreement.turn.locked())
 
     cdef tuple inquire(self, error, bint says=True):
-        """Find out what all ranks do now: an error gets it as data, which this returns, and as a sentence if it `says` so."""
+        """Ask what all ranks do now; add it to an error, as data and, if it `says` so, as a sentence; return both."""
         said, states = self.inquiries.ask(functools.partial(_standing_of, weakref.ref(self)))
         if not says:
             said, error.ranks = None, states
@@ -397,7 +405,7 @@ cdef class Lifecycle:
         return said, states
 
     cdef int _say_where_called(self, error) except -1:
-        """Have an error say where this rank called the operation that has failed, else the first one that has not ended."""
+        """Add to an error where this rank called the failed operation, else the first one that has not ended."""
         cdef Entry entry
         sentence = getattr(error, "_where_called", None)
         if sentence is None:
@@ -407,7 +415,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int explain_by(self, error, inquire, bint says=True) except -1:
-        """Do so with an error that does not end the group; the ranks are asked by `inquire`."""
+        """Add what all ranks do to an error that does not end the group; `inquire` asks them."""
         if self.size > 1 and not self.is_ended():
             who = f"rank {self.rank} of process group {self.name!r}"
             said, states = Inquiries(inquire, True, who).ask(functools.partial(_standing_of, weakref.ref(self)))
@@ -441,14 +449,14 @@ cdef class Lifecycle:
         try:
             self.fail(error, text, None, exits=False, asks=True)
             self.wait_until_told()
-        finally:  # who leaves a meeting before the others have heard is only one rank less
+        finally:  # not before: a rank that left a rendezvous before the others are told would only be missing there
             self.failures = []  # the caller wants no results
             self.moves = False
             self.enders.discard(threading.get_ident())
         return 0
 
     cdef int call_on_abort(self, hook) except -1:
-        """Have a hook called with the error once the group has ended before its time, at once if it has."""
+        """Have a hook called with the error once the group has failed or was aborted, at once if it has."""
         with self.lock:
             error = self.failure
             if error is None:
@@ -464,7 +472,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int end_as_told(self, long long number, told) except -1:
-        """End as another rank has told, which says what all did then."""
+        """End the group as another rank has told, with what all ranks did then."""
         error = was_ended_by(self.name, told.text, told.said, told.kind)
         error.ranks = told.states
         planned = self.handle in (told.handles or ())
@@ -472,9 +480,9 @@ cdef class Lifecycle:
         return 0
 
     cdef int end_without(self, long long number, int rank, why) except -1:
-        """End, or log that the group goes on, as a rank that something waits for is gone."""
+        """End the group, or log that it goes on, because a rank that something waits for is gone."""
         told = None
-        with contextlib.suppress(NcclError, ValueError):  # it may be gone since the group has ended: then that is why
+        with contextlib.suppress(NcclError, ValueError):  # if the group has ended before, that is why the rank is gone
             told = self.notices.told()
         if told is not None:
             return self.end_as_told(number, told)
@@ -486,12 +494,12 @@ cdef class Lifecycle:
         return 0
 
     cdef int connection_failed(self, error, Connection connection) except -1:
-        """Do as `on_error` says when a connection has failed, or an operation on it."""
+        """Handle the failure of a connection, or of an operation on it, as `on_error` says."""
         if connection.epoch != self.number:
             return 0
         if self.on_error != "report":
             ended = self.failure
-            if ended is not None and ended is not error:  # NCCL says less: what has ended the group names ranks
+            if ended is not None and ended is not error:  # NCCL's error says less than the group's, which names ranks
                 add_sentence(error, text_of(ended))
                 error.ranks = getattr(ended, "ranks", None)
             self.fail(error, text_of(error), connection.epoch, connection, asks=True)
@@ -501,18 +509,18 @@ cdef class Lifecycle:
         self._say_where_called(error)
         with self.lock:
             told = not self.is_over() and connection.epoch == self.number
-            if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
+            if told and connection.state == MAKING:  # its ranks would not all be there: it is not made again
                 connection.state, connection.failure = GONE, error
         if told:
             self.notices.known.troubled(error)
-            user_executor.submit(functools.partial(  # a logger's handlers are the user's
+            user_executor.submit(functools.partial(  # handlers of a logger are user code
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
             ))
         return 0
 
     cdef int division_failed(self, Connection main, error) except -1:
-        """Do the same when the communicator of all ranks could not be divided; that has aborted it, or others wait in it."""
+        """Handle a failed division of the communicator of all ranks: it was aborted, or other ranks wait in it."""
         cdef Communicator comm
         if self.on_error != "report":
             self.fail(error, text_of(error), main.epoch)
@@ -526,21 +534,21 @@ cdef class Lifecycle:
     def fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        `but` is a connection that sees to its own end. If it `asks`, the error has what all ranks do, and so do the others';
-        if it `says` so they have it in words too. `calls` is whether hooks are called; `asked`, whether the others take the text
-        only if they ask, as they hear of the end in another way.
+        `but` is a connection that ends itself. If it `asks`, this error and those of the other ranks have what all
+        ranks do, as data and, if it `says` so, in words. `calls` is whether hooks are called. `asked` is whether the
+        other ranks take the text only if they ask, as they learn of the end in another way.
         """
         said = states = None
         try:
             if asks and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
-                said, states = self.inquire(error, says)  # before anybody sees the error
-        finally:  # also where a signal handler has left the wait
+                said, states = self.inquire(error, says)  # before the program sees the error
+        finally:  # also if a signal handler has raised in the wait
             self._end_by(error, text, number, but, exits, calls, said, states, asked)
 
     def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states, bint asked):
-        """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
+        """Do the rest of `fail`, once it is known what the ranks do, or that this cannot be found out."""
         cdef Connection one
-        if not asked:  # else the error is in users' hands already; the others are told the text without this
+        if not asked:  # else the program has the error already; the text for the others does not have this
             self._say_where_called(error)
         with self.lock:
             if number is not None and number != self.number:
@@ -548,18 +556,18 @@ cdef class Lifecycle:
             if (self.failure is not None and self.failure is not self.between) or (self.closed and not self.connections):
                 return
             self.failure = error
-            # Before any request fails: its waiter may close the group at once, and what this rank still tells in the store
-            # has to be there before the last rank clears that away.
+            # Before any request fails: the thread that waits for it may close the group at once, and what this rank
+            # still tells in the store has to be there before the last rank clears that away.
             self.end_begun, self.end_maker = threading.Event(), threading.get_ident()
             begun = self.end_begun
             connections, notices = list(self.connections.values()), self.notices
             in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
             alone, self.alone = self.alone, []
-            hooks = self.aborts  # later ones are called as they come
+            hooks = self.aborts  # hooks that are added later are called at once
             kind = type(error).__name__
             if but is not None:
                 if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
-                    kind = NcclRemoteError.__name__  # what was never made was not aborted
+                    kind = NcclRemoteError.__name__  # a communicator that was never made was not aborted
                 but.state = GONE
         notices.begin_end()
         try:
@@ -571,7 +579,7 @@ cdef class Lifecycle:
             exits = exits and self.on_error in ("exit", "exit_now")
             if exits and self.on_error == "exit_now":
                 self._exit(error, notices)
-            # Before the program hears of it, whose end waits for this thread.
+            # Before the program sees the error: if it ends then, Python waits for this thread.
             exiting = exits and self._exit_later(begun, error, notices, but, comms)
             telling = None
             if text is not None:
@@ -582,7 +590,7 @@ cdef class Lifecycle:
                 try:
                     telling.start()
                     self.tell_thread = telling
-                except RuntimeError:  # no thread is to be had
+                except RuntimeError:  # no thread can be started
                     telling = None
                     notices.tell(*told)
             is_abort = type(error) is NcclAborted
@@ -597,7 +605,7 @@ cdef class Lifecycle:
                 (<Request>request).fail(others)
             if not exits:
                 readers.discard(threading.get_ident())
-                readers -= self.enders  # they hear of it by what they are in
+                readers -= self.enders  # the calls that they are in raise it
                 shown = error if self.translate is None else self.translate(error)
                 tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
                 self._abort_later(notices, telling, comms, text_of(error), tell_readers)
@@ -605,25 +613,25 @@ cdef class Lifecycle:
             begun.set()
         for hook in hooks if calls else ():
             user_executor.submit(functools.partial(hook, error))
-        if exits and not exiting:  # no thread is to be had
+        if exits and not exiting:  # no thread can be started
             self._exit(error, notices, begun, but, comms)
 
     cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=None) except -1:
-        """Abort communicators once all ranks have heard that the group ends, in a thread of its own."""
+        """Abort communicators once all ranks have confirmed the end of the group, in a thread of its own."""
         thread = threading.Thread(
             target=_abort_when_heard, args=(notices, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
             daemon=True,
         )
         try:
             thread.start()
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no thread can be started
             _abort_when_heard(notices, telling, comms, reason, tell_readers)
             return 0
-        self.abort_thread = thread  # others join it
+        self.abort_thread = thread  # `end_connections` joins it
         return 0
 
     cdef bint _exit_later(self, begun, error, notices, Connection but, list comms) except -1:
-        """Begin a thread that ends the process; return whether there is one to be had."""
+        """Start a thread that ends the process; return whether it could be started."""
         thread = threading.Thread(
             target=self._exit, args=(error, notices, begun, but, comms), name="ncclpy-group-exit", daemon=False
         )
@@ -636,8 +644,8 @@ cdef class Lifecycle:
     def _exit(self, error, notices, begun=None, Connection but=None, comms=()):
         """End the process, as `on_error` asks for, once the end has `begun` and the others were told.
 
-        Nothing is aborted before: of an abort the neighbours get wrong data, and this process may go on with some. What
-        the device waits for ends with the process.
+        Nothing is aborted before: an abort gives wrong data to neighbours, and this process might use some too.
+        Operations that wait on the device end with the process.
         """
         cdef double deadline = now() + _EXITS
         cdef bint goes_on = False
@@ -651,10 +659,10 @@ cdef class Lifecycle:
                 goes_on = notices.goes_on(self.handle)
             if not goes_on:
                 notices.confirm()
-                notices.wait_until_confirmed(HEARS)  # with this process the store may end, in which the others read why
+                notices.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
         except Exception:  # the process ends in any case
             _log.debug("rank %d could not wait until the others have heard of the end", self.rank, exc_info=True)
-        if goes_on:  # another rank has ended it on purpose, and that is what this one has seen
+        if goes_on:  # another rank has ended the group to reconfigure it, and this rank has seen only that
             self._abort_later(notices, None, list(comms), text_of(error))
             return
         while but is not None and but.launches and now() < deadline:
@@ -665,7 +673,10 @@ cdef class Lifecycle:
             end_process(self.rank, self.name, self.on_error, error)
 
     def ask_after_stop(self):
-        """Find out whether the group was ended while this process stood still, and believe the ends of operations again if not."""
+        """Find out whether the group was ended while this process was stopped.
+
+        If not, completed operations are believed again.
+        """
         cdef Connection one
         cdef int seen = load(&stops)
         cdef long long number = self.number
@@ -682,7 +693,7 @@ cdef class Lifecycle:
             text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
             self.fail(NcclRemoteError(text), None, number)
             return
-        except (NcclError, ValueError) as error:  # there is nothing to ask any more: the program is to go on
+        except (NcclError, ValueError) as error:  # the store cannot be asked any more: the program goes on
             user_executor.submit(functools.partial(
                 _log.warning, "rank %d of process group %r has stood still, and cannot ask whether the group was ended "
                 "meanwhile: it takes what it sees for success (%s)", self.rank, self.name, error,
@@ -694,7 +705,7 @@ cdef class Lifecycle:
             one.believe(seen)
 
     cdef int close(self, timeout) except -1:
-        """Let what was begun end, and give everything back, see `ProcessGroup.close`."""
+        """Wait for all operations, and release everything, see `ProcessGroup.close`."""
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
@@ -746,7 +757,7 @@ cdef class Lifecycle:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        if self.end_begun is not None and self.end_maker != threading.get_ident():  # not in a handler of signals there
+        if self.end_begun is not None and self.end_maker != threading.get_ident():  # not in a signal handler there
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             for one in connections:
@@ -757,9 +768,9 @@ cdef class Lifecycle:
         return 0
 
     cdef int end_notices(self, bint says_so) except -1:
-        """Hear nothing of the others any more."""
+        """Stop hearing of the other ranks."""
         cdef Agreement agreement = self.agreement
-        holder, self.holder = self.holder, None  # its memory goes when its thread has left
+        holder, self.holder = self.holder, None  # its memory is freed when its thread ends
         if holder is not None:
             holder.ring()
         self.notices.close(says_so=says_so, begun=self.begun())
@@ -768,7 +779,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int leave_places(self, bint closed) except -1:
-        """Leave the places in a store where the group was before it went on with others; where it is now too, if it is `closed`."""
+        """Leave the places in a store of earlier numbers and, if the group is `closed`, its present one."""
         places, self.places = self.places, []
         for notices in places:
             notices.leave(went_on=True)
@@ -777,15 +788,15 @@ cdef class Lifecycle:
         return 0
 
     def _end(self, bint drained):
-        """Give everything back."""
+        """Release everything."""
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
         cdef bint well = drained and self.failure is None
-        if well:  # now, since NCCL may take seconds to give communicators back, and the others ask where this rank is
+        if well:  # now: NCCL may take seconds to destroy communicators, and the others ask for this rank
             self.end_notices(True)
         self.end_connections(error, well)
         if not well:
             self.end_notices(self.failure is None)
-        self.wait_until_told()  # a process that ends next would take the news with it
+        self.wait_until_told()  # the process may end next, and then nothing would be told
         self.pool.close()
         self.leave_places(True)
         if self.borrowed is not None:
@@ -795,7 +806,7 @@ cdef class Lifecycle:
             _device.free(pointer)
 
     def __del__(self):
-        # Communicators warn for themselves.
+        # Communicators warn about themselves.
         if self.notices is not None and not self.closed and not sys.is_finalizing():
             self.end_notices(False)
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
@@ -804,40 +815,42 @@ cdef class Lifecycle:
 
 
 cdef class News:
-    """What a group hears of its other ranks while it has one number, and what it tells them; it keeps no group alive.
+    """What a group is told by its other ranks while it has one number, and what it tells them.
+
+    It does not keep the group alive.
 
     Parameters
     ----------
     group : Lifecycle
         The group.
     number : int
-        Its number: under another one nothing of this concerns it.
+        Its number; a group that has another number is not concerned.
     """
 
     def __init__(self, Lifecycle group not None, long long number):
         self.group, self.number = weakref.ref(group), number
 
     cdef Lifecycle _concerned(self):
-        """Return the group, None if that is not there, has ended or goes on under another number."""
+        """Return the group, None if it is freed, has ended or has another number."""
         cdef Lifecycle group = self.group()
         return None if group is None or group.number != self.number or group.is_over() else group
 
     def ended(self, told):
-        """Take the news that another rank has ended the group, and what all did then."""
+        """Take the news that another rank has ended the group, and what all ranks did then."""
         cdef Lifecycle group = self.group()
         if group is not None:
             group.end_as_told(self.number, told)
 
     def gone(self, rank, why):
-        """Take the news that a rank is gone, and why: what still waits in a while waits for it."""
+        """Take the news that a rank is gone, and why: what still waits after `_GRACE` seconds waits for it."""
         call_at(now() + _GRACE, functools.partial(self._look_without, rank, why, True))
 
     def silent(self, rank, why):
-        """Take the news that a rank was not heard of for long while something waited."""
+        """Take the news that a rank has been silent for long while something waited."""
         internal_executor.submit(functools.partial(self._look_without, rank, why, False))
 
     def _look_without(self, rank, why, again):
-        """End the group if something waits in it, which a rank that is gone will not bring; else look `again`."""
+        """End the group if something waits in it for a rank that is gone; otherwise look `again`, if asked."""
         cdef Lifecycle group = self._concerned()
         if group is None:
             return
@@ -847,7 +860,7 @@ cdef class News:
             self.gone(rank, why)
 
     def is_wanted(self):
-        """Return whether the group goes on under this number, and so publishes what its rank does."""
+        """Return whether the group has this number and has not ended, so that its rank's status is published."""
         return self._concerned() is not None
 
     def look_for_closed(self):
@@ -867,7 +880,7 @@ cdef class News:
 
 
 cdef class _Owner(ConnectionOwner):
-    """A group, as its communicators know it."""
+    """A group as the owner of its connections."""
 
     cdef Lifecycle group
 
@@ -891,19 +904,19 @@ def _abort_when_heard(notices, telling, comms, reason, tell_readers):
     if telling is not None:
         telling.join(_TOLD_WITHIN)
     if tell_readers is not None:
-        tell_readers()  # their program may end with that
+        tell_readers()  # the program may end with that
     notices.confirm()
     if notices.wait_until_confirmed(None if comms else 0.0) and comms:
         abort_in_background(comms, reason).join()
 
 
 def _meeting_of(notices, label, members):
-    """Return what meets the ranks of a communicator and returns its unique id, and what clears that away."""
+    """Return two callables: the rendezvous of a communicator's ranks, for its unique id, and clearing it away."""
     return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
 
 
 def _standing_of(reference):
-    """Return what this rank does in a group, as long as there is one."""
+    """Return this rank's status in a group, {} once the group is freed."""
     cdef Lifecycle group = reference()
     return {} if group is None else group.standing_now()
 

@@ -2,20 +2,21 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.operations cimport Submission
 
 
-# How a group goes on with fewer ranks, with more, or with others. One thread at a time does so.
+# Has a group continue with fewer ranks, with more, or with others. One thread at a time does so.
 cdef class Membership:
     cdef Lifecycle group
     cdef Submission submission
-    cdef object turn  # of the threads that reconfigure the group
-    cdef object is_lost  # whether a rank cannot come any more, by what the group was before, until it goes on; None elsewhere
-    cdef object past  # what the group was when it worked last, while it is recovered
+    cdef object turn  # lock of the threads that reconfigure the group
+    # Says whether a rank can no longer take part, by what the group was before, while it is reconfigured; else None.
+    cdef object is_lost
+    cdef object past  # the group as it worked last, while it is recovered
     cdef long long admissions
 
     # What `ProcessGroup`'s methods of these names do.
     cdef int reconfigure(self, handles, uuid, timeout) except -1
     cdef object recover(self, timeout, min_size)
     cdef tuple admit(self, timeout)
-    # Have a group of one rank become one of those that admit it.
+    # Have a group of one rank become a rank of the group that admits it.
     cdef int join(self, str name, double seconds) except -1
 
     cdef int _enter(self, notices, past, is_lost) except -1

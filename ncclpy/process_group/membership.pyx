@@ -1,8 +1,9 @@
-"""How a process group goes on with fewer ranks, with more, or with others.
+"""How a process group continues with fewer ranks, with more, or with other ones.
 
-To go on a group leaves what it is: its communicators are aborted, or closed where nothing runs there, and what is in flight
-ends with an error. Then it enters another place of a store with the ranks that it goes on with, under another number: so
-nothing that still comes of the old one (a thread in a call, news of a rank, a work that fails late) meets the new one.
+For that a group first leaves its present state: its communicators are aborted, or closed if nothing runs on them, and
+operations in flight end with an error. Then it enters another place of a store with its new ranks, under another
+number: so late effects of the old number (a thread in a call, news of a rank, a work that fails late) do not reach the
+new one.
 """
 
 import contextlib
@@ -25,9 +26,9 @@ from ncclpy.process_group.decision import Past, decide, decide_to_move
 from ncclpy.process_group.joining import Joiner, Admitter
 from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
 
-#: Seconds after which the others hear that a rank waits for them to go on.
+#: Seconds after which the other ranks are told that a rank waits for them in `reconfigure`.
 _PATIENCE = 1.0
-#: Where those meet who go on.
+#: The name of the rendezvous.
 _MEETING = "the reconfiguration"
 
 
@@ -86,18 +87,18 @@ cdef class Membership:
         return 0
 
     def _comes(self, order, moment):
-        """Return whether this rank still waits for the others, which hear after a while that it does."""
+        """Return whether this rank still waits for the others; tell them so after a while."""
         cdef Lifecycle group = self.group
         if group.failure is None and now() >= moment:
             self._tell_plan(order, "waits in reconfigure() to go on as other ranks")
         return self._is_wanted()
 
     def _is_wanted(self):
-        """Return whether the group is still to go on: neither abort() nor close() has ended that."""
+        """Return whether the reconfiguration is still wanted: neither abort() nor close() has ended it."""
         return self.group.moves and not self.group.closed
 
     cdef int _tell_plan(self, order, does) except -1:
-        """Tell the ranks of this group what this one does: it goes on, or ends for those without a handle among these."""
+        """Tell the ranks of this group what this one does; for ranks without a handle among these the group ends."""
         cdef Lifecycle group = self.group
         if group.size > 1:
             group.notices.tell(f"rank {group.rank} of {group.size}: it {does}", None, None, order)
@@ -108,7 +109,7 @@ cdef class Membership:
         return f"rank {group.rank} of {group.size} of process group {group.name!r}"
 
     cdef int _compare(self, notices) except -1:
-        """Raise ValueError, also on those who meet there, if this rank compares collectives in another way than they do."""
+        """Raise ValueError, also on the ranks at the rendezvous, if this rank compares collectives in another way."""
         try:
             notices.compare(self.group.check)
         except ValueError as error:
@@ -140,13 +141,13 @@ cdef class Membership:
                         past, past.is_lost,
                     )
                 except NcclAborted as error:
-                    if group.failure is not error or not self._is_wanted():  # somebody has ended it
+                    if group.failure is not error or not self._is_wanted():  # another error has ended it
                         raise
-                    continue  # one more has died; those who are left decide again
+                    continue  # one more rank has died: the remaining ones decide again
                 return past.recovery([each["finished"] for each in come])
 
     cdef tuple _decide(self, least, double seconds):
-        """Return who goes on, and where, as all that are left have decided."""
+        """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided."""
         cdef Lifecycle group = self.group
         notices, past = group.notices, self.past
         try:
@@ -182,7 +183,7 @@ cdef class Membership:
         self._check_movable("admit()")
         group.check_usable()
         with _Turn(self, "admit()"):
-            number = self.admissions  # those that come to nothing count as well: the other ranks may have come
+            number = self.admissions  # failed ones count as well: the other ranks may have been there
             self.admissions += 1
             if not group.drain(deadline):
                 raise NcclTimeout(
@@ -200,7 +201,8 @@ cdef class Membership:
                 except NcclAborted:
                     if group.closed or not group.notices.goes_on(group.handle):
                         raise
-                    # All have met, and one that has gone on has ended it before this rank had looked.
+                    # The rendezvous is complete, and a rank that has left it has ended the group before this rank had
+                    # looked.
                     met = group.notices.gather(
                         f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True, _admission
                     )
@@ -210,7 +212,7 @@ cdef class Membership:
                 admitter.refuse(joiners, text_of(error))
                 group.check_usable()
                 raise
-            if group.rank == 0 and number > 0:  # all have come back from the last one
+            if group.rank == 0 and number > 0:  # all ranks have left the last one
                 group.notices.arrivals.forget(f"admit/{number - 1}", list(range(group.size)))
             handles = [each["handle"] for each in met] + met[0]["joiners"]
             if len(handles) == group.size:
@@ -235,7 +237,7 @@ cdef class Membership:
         return 0
 
     cdef int _enter(self, notices, past, is_lost) except -1:
-        """Have the group be the rank that these notices are of; `recover` knows by `past` what it was before."""
+        """Have the group become the rank that these notices are of; `past` is the group before, for `recover`."""
         self.past, self.is_lost, self.admissions = past, is_lost, 0
         self.group.enter(notices)
         return 0
@@ -250,9 +252,9 @@ cdef class Membership:
         return 0
 
     cdef int _leave(self, error, bint drained, handles) except -1:
-        """End what the group is; until it goes on it has an error.
+        """End the group's present state; until it resumes it has an error.
 
-        ``handles`` are told to the ranks of the old group, unless it had ended anyway.
+        ``handles`` are told to the ranks of the old group, unless it had ended before.
         """
         cdef Lifecycle group = self.group
         if group.suspend() and handles is not None:
@@ -264,7 +266,7 @@ cdef class Membership:
         return 0
 
     cdef int _confirm(self, bint drained) except -1:
-        """Tell those who end what the group is that this rank knows: it hears nothing of that any more."""
+        """Confirm to the ranks that end the present state that this rank knows: it is not told of that any more."""
         cdef Lifecycle group = self.group
         cdef Connection one
         if not drained:
@@ -277,10 +279,10 @@ cdef class Membership:
     cdef object _stand(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=None
     ):
-        """Leave, and be one of other ranks, once all of them have come; return what each has brought.
+        """Leave the present state, and enter a rendezvous of other ranks; return what each of them has brought.
 
-        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`; ``tells`` is
-        called when this rank has come: should that be torn, the others hear of it.
+        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`.
+        ``tells`` is called when this rank has entered: if that fails, the other ranks learn of it.
         """
         cdef Lifecycle group = self.group
         store = group.borrowed or group.store
@@ -298,10 +300,11 @@ cdef class Membership:
             except NcclAborted:
                 if group.closed or not _has_met(notices):
                     raise
-                come = notices.gather(_MEETING, brought, seconds, lambda: True, _past_of)  # one has gone on, and ended it
+                # A rank that has left the rendezvous has ended the group since.
+                come = notices.gather(_MEETING, brought, seconds, lambda: True, _past_of)
             self._go_on()
         except BaseException as failure:
-            if notices is None:  # the others are there, and so is what recover() finds
+            if notices is None:  # where the other ranks are, and what recover() needs
                 with contextlib.suppress(NcclError, ValueError):
                     notices = group.new_notices(store, rank, size, place_of(uuid))
             self._torn(failure, notices, past, is_lost)
@@ -309,7 +312,7 @@ cdef class Membership:
         return come
 
     cdef int _torn(self, failure, notices, past, is_lost) except -1:
-        """End it, as it is not what it was any more, and not what it would be either; raise what else has ended it."""
+        """End the group, which is between two states; raise what else has ended it."""
         cdef Lifecycle group = self.group
         error = failure if isinstance(failure, Exception) else NcclAborted(
             f"process group {group.name!r} was being reconfigured, which {type(failure).__name__} has ended"
@@ -323,7 +326,7 @@ cdef class Membership:
                     group.end_connections(error, False)
                     self._enter(notices, past, is_lost)
                 text = f"rank {notices.rank} of {notices.size}: {text_of(group.failure)}"
-                if notices.arrivals.give_up(_MEETING, text):  # the others have gone on
+                if notices.arrivals.give_up(_MEETING, text):  # the other ranks have left the rendezvous
                     notices.tell(text)
         if group.closed:
             group.end_notices(False)
@@ -332,7 +335,7 @@ cdef class Membership:
         return 0
 
     cdef int _go_on(self) except -1:
-        """Be usable again, unless it is closed; what has ended it since all have met stays, as if it came right behind."""
+        """Make the group usable again unless it is closed; an error since the rendezvous ends it afterwards."""
         cdef Lifecycle group = self.group
         ended = group.resume()
         if not group.closed:
@@ -340,19 +343,19 @@ cdef class Membership:
         if group.closed:
             group.check_usable()
             raise ValueError(f"process group {group.name!r} is closed; make a new one")
-        if ended is not None:  # the others may not have heard here
+        if ended is not None:  # the others may not have been told here
             group.notices.tell(f"rank {group.rank} of {group.size}: {text_of(ended)}")
         group.leave_places(False)
         return 0
 
     def _is_moving(self, arrivals, is_lost):
-        """Return whether the ranks that go on still meet: nobody has ended that, and none that is missing has died."""
+        """Return whether the rendezvous can still complete: nothing has ended it, and no missing rank has died."""
         cdef Lifecycle group = self.group
         if not self._is_wanted() or group.failure is not group.between:
             return False
         if is_lost is None:
             return True
-        if group.rank > 0:  # the first one waits for all, the others for that one
+        if group.rank > 0:  # rank 0 waits for all, the others for rank 0
             return arrivals.has_come(_MEETING, 0) or not is_lost(0)
         there = arrivals.there(_MEETING)
         return not any(is_lost(rank) for rank in range(1, group.size) if rank not in there)
@@ -365,7 +368,10 @@ cdef Membership new_membership(Lifecycle group, Submission submission):
 
 
 cdef class _Turn:
-    """The turn of a thread to reconfigure a group, one at a time, as a context; what a signal handler raises finds it taken or not, never between."""
+    """The turn of a thread to reconfigure a group, one at a time, as a context.
+
+    An exception of a signal handler finds it taken or not taken, never half taken.
+    """
 
     cdef Membership membership
     cdef object what
@@ -388,24 +394,24 @@ cdef class _Turn:
 
 
 def _has_met(notices):
-    """Return whether all have met who go on, as far as the store can say."""
+    """Return whether the rendezvous is complete, as far as the store can say."""
     with contextlib.suppress(NcclError, ValueError):
         return notices.arrivals.has_met(_MEETING)
     return False
 
 
 def _lost_of(reports, size, rank):
-    """Return whether a rank cannot come any more, as far as what the group was before knows it."""
+    """Return whether a rank can no longer take part, as far as the group before knows."""
     return rank < size and reports.is_lost(rank)
 
 
 def _admission(brought):
-    """Return what a rank has brought to an admission: its handle, those of whom it lets in, and where they meet."""
+    """Return what a rank brings to an admission: its handle, those that it admits, and the uuid of the rendezvous."""
     return {"handle": str(brought["handle"]), "joiners": list(map(str, brought["joiners"])), "uuid": str(brought["uuid"])}
 
 
 def _past_of(brought):
-    """Return what a rank of a group that goes on tells of the past: its last collective, if it was in the group before."""
+    """Return what a rank brings to a recovery: its last collective, if it was in the group before."""
     if brought is None:
         return None
     return {"finished": None if brought["finished"] is None else int(brought["finished"])}

@@ -1,6 +1,6 @@
-"""The package that an array comes from, and a look for NaNs in what is sent, if that is asked for.
+"""The package that an array comes from, and a check for NaNs in what is sent, if that is asked for.
 
-Nothing is imported for that: who passes an array has its framework.
+Nothing is imported for that: a program that passes an array has imported its framework.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ncclpy.core.runtime.stream import Event
 
 
 def wait_for_stream(stream, device):
-    """Wait, on the CPU, for what is on a stream: what a framework does next comes on its current one."""
+    """Wait, on the CPU, for a stream: the framework's next operation is on its current stream, not on this one."""
     with Event(device) as event:
         event.record(stream)
         event.synchronize()
 
 
 def by_package(kind, table):
-    """Return what a table has for the package that a type, or one that it is built on, comes from; None if nothing."""
+    """Return what a table has for the package of a type, or of one of its bases; None if nothing."""
     for base in kind.__mro__:
         found = table.get(base.__module__.partition(".")[0])
         if found is not None:
@@ -31,7 +31,7 @@ _log = logging.getLogger("ncclpy.process_group")
 
 
 class NanCheck:
-    """Look for NaNs in what one rank sends.
+    """The check for NaNs in what one rank sends.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class NanCheck:
         self._unknown: set[type] = set()  # of which a warning was given
 
     def refuse(self, sent, operation: str, producer=None) -> None:
-        """Raise if an array of an operation has a NaN; what nobody can look into is passed over, with a warning.
+        """Raise if an array of an operation has a NaN; an array of no known framework is passed over, with a warning.
 
         Parameters
         ----------
@@ -92,24 +92,24 @@ class NanCheck:
 
 
 def _by_itself(array):
-    """Return where an array is not what it is, in its flat order; None if its type has no NaN."""
+    """Return a flat mask of the elements that differ from themselves, as only NaNs do; None if the type has no NaN."""
     return None if array.dtype.kind in "biu" else (array != array).reshape(-1)
 
 
 def _by_torch(tensor):
     if not tensor.is_floating_point() and not tensor.is_complex():
         return None
-    if tensor.element_size() == 1:  # there is no comparing of float8
+    if tensor.element_size() == 1:  # float8 has no comparison
         tensor = tensor.float()
     return tensor.isnan().flatten().byte()
 
 
-#: By the package that a type, or one that it is built on, comes from.
+#: By the package of a type, or of one of its bases.
 _MASKS = {"numpy": _by_itself, "cupy": _by_itself, "jax": _by_itself, "jaxlib": _by_itself, "torch": _by_torch}
 
 
 def _index(flat, shape):
-    """Return where in an array the element of this number is, as an int if there is one dimension."""
+    """Return the index of an array's element with this flat number, as an int if there is one dimension."""
     places: list[int] = []
     for extent in reversed(shape):
         flat, place = divmod(flat, extent)

@@ -1,4 +1,4 @@
-"""The status service of a process group, its meetings in the store, and calls of a group that do not keep it."""
+"""The status service of a process group, its rendezvous in the store, and callbacks without a reference to the group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Below it the ranks are told whose lease has ended; all watch it.
+#: Prefix of the keys for ranks with an ended lease; all ranks watch it.
 _GONE = "told/gone/"
 
 _T = TypeVar("_T")
@@ -43,18 +43,19 @@ _T = TypeVar("_T")
 #: How many ranks have closed the group.
 _CLOSED = "closed"
 
-#: How the first rank compares collectives.
+#: How the first rank that made the group compares collectives.
 _CHECK = "options/check"
 
-#: Seconds for the store to be told what happens all the same should it be stuck.
+#: Seconds that a write to the store is waited for, which goes on if the store is stuck.
 _TELLS = 1.0
 
-#: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
+#: So many ranks, the lowest, watch for ended leases and tell the others: if all did, each would tell each.
 _LOOKOUTS = 2
 
-#: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
-#: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
-#: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended.
+#: What is said of a rank that can no longer take part, by its state; and how often in a row it has to be found in that
+#: state, a third of a second apart. A rank that is just making its group has no lease for an instant. And all ranks
+#: are told of an ended process by its lease, which ends the group if something waits there: this is for ranks that are
+#: not told, as the ranks that watch the leases have ended.
 _LEFT = {
     "closed": ("closed the group", 2),
     "ended": ("process ended", 5),
@@ -67,7 +68,7 @@ def _anything(brought: Any) -> object:
 
 
 def _check_of(packed: bytes) -> tuple[str, str]:
-    """Return how a rank compares collectives, and the words in which it says so."""
+    """Return how a rank compares collectives, and the text in which it says so."""
     check, words = json.loads(packed)
     if not isinstance(check, str) or not isinstance(words, str):
         raise TypeError("these are no texts")
@@ -81,8 +82,8 @@ def _place_of(name: str) -> str:
 class Notices(StatusService):
     """The part of a store that belongs to one group, and its status service.
 
-    Groups of one name are told apart by their number, see `Numbering`. So their keys never meet those of another
-    group, in whatever order and by however many threads they are made.
+    Groups of one name are told apart by their number, see `Numbering`. So the keys of two groups are never the same,
+    in whatever order and by however many threads they are made.
 
     Parameters
     ----------
@@ -91,17 +92,17 @@ class Notices(StatusService):
     name
         The group's name, the same on all ranks.
     rank, size, device
-        Which of how many this is, and what it works with.
+        This rank, the number of ranks, and this rank's device.
     look
-        Returns this rank's standing, see `Reports`.
+        Returns this rank's status, see `Reports`.
     place
-        Where in the store, for one group; by default the place of all groups of this name.
+        A place in the store for this one group; by default the place of all groups of this name.
 
     Attributes
     ----------
     before
-        Asked with a rank that has not made this group: the state of its process, as far as that is known from what it
-        was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
+        Called with a rank that has not made this group; returns the state of its process, as far as an earlier group
+        knows it: ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
     """
 
     def __init__(
@@ -117,15 +118,15 @@ class Notices(StatusService):
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[Notices, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
-        self.number = 1  # a rank that comes to a place again, after a failure, meets the others
+        self.number = 1  # a rank that enters a place again, after a failure, finds the others
         part: Store = GroupStore(f"{place}/1", store)
         if place is None:
             self._numbering = _numbering_of(store, name, rank, size)
             self.number = self._numbering.enter()
             part = self._numbering.part(self.number)
             self.before = self._before
-        self._meetings: list[tuple[str, float]] = []  # this rank is at, and since when
-        self._joins: list[str] = []  # the communicators that this rank meets others to make
+        self._meetings: list[tuple[str, float]] = []  # those that this rank is at, and since when
+        self._joins: list[str] = []  # the communicators that this rank is at the rendezvous of
         self._at_no_meeting = threading.Condition()  # guards both lists
         self._leaving = False
         self._begun = look
@@ -137,7 +138,7 @@ class Notices(StatusService):
         self.clocks = Clocks(part, rank, self.known)
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
-        """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
+        """Run the rendezvous of a communicator's ranks, and return the unique id that the first of them makes.
 
         Parameters
         ----------
@@ -146,9 +147,9 @@ class Notices(StatusService):
         members
             Its ranks in the group, in the order of their ranks in the communicator.
         timeout
-            Seconds; the error names who has not come.
+            Seconds to wait; the error names the missing ranks.
         wanted
-            Asked whether the communicator is still to be made.
+            Called to ask whether the communicator is still wanted.
         """
         what = f"to make communicator {label!r} of process group {self.name!r}"
         place = f"communicator/{label}"
@@ -168,7 +169,8 @@ class Notices(StatusService):
 
     @contextlib.contextmanager
     def _at_meeting(self, meetings: list[_T], meeting: _T) -> Iterator[None]:
-        """Note that a thread is at a meeting; `leave` waits for it, as it writes keys until it has left that.
+        """Note that a thread is at a rendezvous; `leave` waits for the thread, which writes keys until it has left
+        that.
 
         Raises `NcclAborted` once this rank leaves the group: another rank may have cleared its keys away.
         """
@@ -184,7 +186,7 @@ class Notices(StatusService):
                 self._at_no_meeting.notify_all()
 
     def made(self, label: str, members: list[int]) -> None:
-        """Clear away what a communicator was made by: it stands, so that all of its ranks have had that."""
+        """Clear the keys of a communicator's rendezvous away: it is made, so all of its ranks have read them."""
         if self.rank == members[0]:
             self.arrivals.forget(f"communicator/{label}", members)
         self.look_for_processes()
@@ -197,9 +199,9 @@ class Notices(StatusService):
         wanted: Callable[[], bool],
         read: Callable[[Any], object] = _anything,
     ) -> list[Any]:
-        """Return what all ranks of the group bring to a meeting, by rank; it may be anything that JSON knows.
+        """Return what all ranks of the group bring to a rendezvous, by rank; it may be anything that JSON knows.
 
-        `read` is given what a rank has brought; it returns that, and raises if it is not what a rank brings.
+        `read` is called with what a rank has brought; it returns that, and raises if it is malformed.
         """
         everyone = list(range(self.size))
         what = f"to {name} of process group {self.name!r}"
@@ -225,12 +227,12 @@ class Notices(StatusService):
 
     @staticmethod
     def refuse(store: Store, place: str, meeting: str, why: str) -> None:
-        """Tell those who meet at a place of a store, for one group, that this rank does not come."""
+        """Tell the ranks at a rendezvous, in a place of a store for one group, that this rank does not take part."""
         with contextlib.suppress(StoreError, NcclTimeout):
             refuse(PrefixStore(f"{place}/1", store), meeting, why)
 
     def _look(self) -> dict[str, Any]:
-        """Return this rank's standing in the group; also at which meeting it is, if it is in no operation."""
+        """Return this rank's status in the group, with its rendezvous if it is in no operation."""
         told = self._begun()
         if told.get("current") is None:
             for what, since in self._meetings[:1]:
@@ -238,14 +240,17 @@ class Notices(StatusService):
         return told
 
     def publish(self) -> None:
-        """Do as every service; compare the clocks, if that is due, and look which ranks have closed the group."""
+        """Publish as every service; also compare the clocks, if due, and look which ranks have closed the group."""
         super().publish()
         self.clocks.look()
         if self._look_for_closed is not None:
             self._look_for_closed()
 
     def part_of(self, parent: Notices, members: Sequence[int]) -> None:
-        """Know these ranks as those of a group that this one is part of; who has left that does not come here."""
+        """Record these ranks as those of a group that this one is part of.
+
+        A rank that has left that group cannot take part here.
+        """
 
         def before(rank: int) -> str:
             return parent.process_of(members[rank])
@@ -260,7 +265,7 @@ class Notices(StatusService):
         return state if state in ("ended", "gone", "stopped") else ""
 
     def _why_lost(self, rank: int) -> tuple[str, int] | None:
-        """Return why a rank will not come to a meeting of this group, None if it may; see `Arrivals`."""
+        """Return why a rank will not come to a rendezvous of this group, None if it may; see `Arrivals`."""
         if self.arrivals.has_made(rank) or self._parent is None:
             return _LEFT[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
@@ -268,14 +273,14 @@ class Notices(StatusService):
         return (f"closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
-        """Do as every service; of a rank that has not made this group say what became of it before."""
+        """Collect as every service; of a rank that has not made this group say what became of it before."""
         return tuple(
             replace(each, state=self.before(each.rank) or each.state) if each.state == "absent" else each
             for each in super().collect(patience)
         )
 
     def _has_made(self, rank: int) -> bool:
-        """Return whether a rank has made this group, as it is numbered."""
+        """Return whether a rank has made the group of this number."""
         return self._numbering is not None and self._numbering.has_made(rank, self.number)
 
     def _before(self, rank: int) -> str:
@@ -293,7 +298,7 @@ class Notices(StatusService):
     ) -> None:
         """Publish, answer and call back from now on, see `StatusService.start`.
 
-        `gone` is also called with a rank whose lease has ended. `look_for_closed` is called behind each publication,
+        `gone` is also called with a rank when its lease has ended. `look_for_closed` is called after each publication,
         and `source` is this rank's ledger.
         """
         self._look_for_closed = look_for_closed
@@ -305,14 +310,14 @@ class Notices(StatusService):
                 self.watch(self.arrivals.alive(""), self._look_out)
 
     def hear(self, change: Change) -> None:
-        """Do as every service, and take the end of a lease."""
+        """Take a change as every service, and also the end of a lease."""
         super().hear(change)
         if not self.is_over and change.value is not None and change.key.startswith(_GONE):
             for rank in ranks_of([change.key]):
                 self.gone(rank, "its lease in the store has ended")
 
     def _look_out(self, change: Change) -> None:
-        """Tell the others of a rank whose lease has ended, unless it has closed the group."""
+        """Tell the others of a rank with an ended lease, unless it has closed the group."""
         if change.value is None and not self.is_over:
             with contextlib.suppress(StoreError, NcclTimeout):
                 for rank in ranks_of([change.key]):
@@ -320,16 +325,16 @@ class Notices(StatusService):
                         self.store.set(f"{_GONE}{rank}", b"")
 
     def waits_for(self) -> object:
-        """Do as every service; a rank may also wait for a communicator."""
+        """Return what this rank waits for as every service; it may also wait for a communicator."""
         return super().waits_for() or self._joins[:1]
 
     def inquire_about(self, label: str, members: list[int], subject: Began | None, _: bool) -> Said:
-        """Do the same for this rank alone, which waits no longer for a communicator; name those that have not come."""
+        """Inquire for this rank alone, after its wait for a communicator has failed; name the missing ranks."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
             there = self.arrivals.there(f"communicator/{label}")
             missing = [rank for rank in members if rank not in there and rank != self.rank]
-            if missing and there and said is not None:  # without any they have met
+            if missing and there and said is not None:  # with none there, it is complete and cleared away
                 said = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {said}"
         return said, states
 
@@ -342,7 +347,7 @@ class Notices(StatusService):
         kind: str = "",
         asked: bool = False,
     ) -> None:
-        """Tell all ranks that the group has ended, unless another one was faster; the store may be gone.
+        """Tell all ranks that the group has ended, unless another rank was faster; the store may be gone.
 
         Parameters
         ----------
@@ -351,24 +356,24 @@ class Notices(StatusService):
         said, states
             What each rank does, as far as this one knows: in a sentence, and as data.
         handles
-            Those of the groups that go on together, if this is why.
+            The handles of the groups that are reconfigured together, if this is why.
         kind
             The name of the exception's class.
         asked
-            Whether only ranks take it that ask.
+            Whether only ranks that ask take it.
         """
         _tell(self.store, self.name, End(text, self.rank, said, states, handles, kind, asked))
 
     def goes_on(self, handle: str) -> bool:
-        """Return whether the group has ended here because it goes on with others, of whom this rank is one."""
+        """Return whether the group has ended because it was reconfigured, with this handle among the handles."""
         with contextlib.suppress(StoreError, NcclTimeout):
             told = self.told()
             return told is not None and handle in (told.handles or ())
         return False
 
     def tell_part(self, name: str, text: str) -> None:
-        """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
-        store = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is made once
+        """Tell the ranks of a part of this group that it has ended, as this rank could not make it; see `tell`."""
+        store = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is used once
         _tell(store, name, End(text, self.rank, kind=NcclRemoteError.__name__))
 
     @staticmethod
@@ -387,10 +392,10 @@ class Notices(StatusService):
             _within(_TELLS, tell)
 
     def leave(self, *, went_on: bool = False) -> None:
-        """Have nothing more to do with the group: what all ranks have written goes with the last of them that lives.
+        """Leave the group; the last live rank that does so clears away what all ranks have written.
 
-        Where some `went_on` without others, that is kept for a rank whose lease alone has ended: it may come, and is
-        to find that they did.
+        If ranks `went_on` without others, that is kept for a rank of which only the lease has ended: it may come back,
+        and has to find that they did.
         """
         lost = ("ended",) if went_on else ("ended", "gone")
 
@@ -409,21 +414,21 @@ class Notices(StatusService):
         _within(_TELLS, go)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:
-        """Return how many operations each rank has begun that has closed the group, by communicator."""
+        """Return, for each rank that has closed the group, how many operations it has begun, by communicator."""
         if self.store.compare_set(_CLOSED, None, None)[1] is None:
             return {}
         found = {rank: begun_until_closed(self.store, rank) for rank in range(self.size) if rank != self.rank}
         return {rank: begun for rank, begun in found.items() if begun is not None}
 
     def close(self, *, says_so: bool = False, begun: Mapping[str, int] | None = None) -> None:
-        """Hear nothing any more; the others are told, if asked, that this rank has closed the group.
+        """Stop listening; if it `says_so`, tell the others that this rank has closed the group.
 
-        `begun` is how many operations it has begun, by communicator.
+        `begun` is how many operations this rank has begun, by communicator.
         """
         self.known.closed()
         super().close()
         if says_so and self.size > 1:
-            with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
+            with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told
                 self.say_closed(begun)
                 self.store.add(_CLOSED)
 
@@ -449,9 +454,9 @@ def _tell(store: Store, name: str, end: End) -> None:
 
 
 def _within(seconds: float, act: Callable[[], object]) -> None:
-    """Do something in a thread of its own, and wait so long for it: the store may be stuck."""
+    """Run something in a thread of its own, and wait so many seconds for it: the store may be stuck."""
     thread = threading.Thread(target=act, name="ncclpy-group-store", daemon=True)
-    with contextlib.suppress(RuntimeError):  # there is none to be had
+    with contextlib.suppress(RuntimeError):  # no thread can be started
         thread.start()
         thread.join(seconds)
 
@@ -461,6 +466,6 @@ def _nothing_known(rank: int) -> str:
 
 
 def _call_of(meeting: str) -> str:
-    """Return what people call a meeting: "split/3" is one of the calls of `split`."""
+    """Return the name of a rendezvous for error texts: "split/3" is one of the calls of `split`."""
     call, numbered, _ = meeting.partition("/")
     return f"{call}()" if numbered else call

@@ -10,23 +10,23 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 cdef class Block
 
 
-# What begins operations of a group. It does nothing to the group's end but by `Lifecycle`.
+# Begins operations of a group. It ends the group only by way of `Lifecycle`.
 cdef class Submission:
     cdef Lifecycle group
     cdef dict deadlines  # seconds, by thread, of deadline blocks
     cdef dict blocks  # coalescing blocks, by thread
 
-    # Begin an operation, or the group of them that stands for it if `lowered` is not None. Of `view` are the producer's
-    # stream, the type and the size; `held` and `output` are the work's: what it keeps alive and what it results in. The
-    # tag is -1 but for sends and receives.
+    # Begin an operation, or the operations that replace it if `lowered` is not None. `view` has the producer's stream,
+    # the type and the size. The work keeps `held` alive, and its result is `output`. The tag is -1 except for sends,
+    # receives and barriers.
     cdef Work begin(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
     )
     # An empty request with its work.
     cdef Request request(self, int kind, object timeout)
-    # Number a request and give it to its communicator; raise if the group has ended, or goes on as another.
+    # Number a request and give it to its communicator; raise if the group has ended or was reconfigured.
     cdef int submit(self, Connection connection, Request request) except -1
-    # Put it into the CUDA graph that its producers' streams are being captured into.
+    # Put a request into the CUDA graph that its producers' streams are being captured into.
     cdef int capture(self, int peer, Request request) except -1
     # Whether the stream that produces an array is being captured.
     cdef bint captures(self, array, producer) except -1
@@ -34,7 +34,7 @@ cdef class Submission:
     cdef bint in_block(self) except -1
     cdef Block block_here(self)
     cdef int open_block(self, Block block) except -1
-    # End a block, and launch what is in it if that is asked for.
+    # End a block, and launch its operations if that is asked for.
     cdef int shut_block(self, Block block, bint launches) except -1
 
     cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1
@@ -44,7 +44,7 @@ cdef class Submission:
 cdef Submission new_submission(Lifecycle group)
 
 
-# The methods of `ProcessGroup` that begin operations: a class of their own as a class of Cython's stands in one file.
+# The methods of `ProcessGroup` that begin operations. A class of its own, as a class of Cython's is in one file.
 cdef class Operations:
     cdef Lifecycle lifecycle
     cdef Submission submission
@@ -57,7 +57,7 @@ cdef class Operations:
     cdef Work _nothing(self, output, timeout)
 
 
-# What a thread begins in a coalescing block.
+# The operations that a thread begins in a coalescing block.
 cdef class Block:
     cdef Submission owner
     cdef Request request

@@ -33,7 +33,7 @@ from ncclpy.types import ReduceOp, as_integer
 
 cdef object _SUM = ReduceOp.SUM
 
-#: What other libraries reduce by and NCCL does not.
+#: Reductions that other libraries have and NCCL has not.
 cdef tuple _BITWISE = ("band", "bor", "bxor")
 
 
@@ -43,7 +43,7 @@ cdef class Operations:
     Attributes
     ----------
     rank, size, device : int
-        Which of how many ranks this is, and the ordinal of its device.
+        This rank, the number of ranks, and the ordinal of this rank's device.
     """
 
     def __cinit__(self):
@@ -98,13 +98,13 @@ cdef class Operations:
             The stream that produces the input and last used the output: the operation waits for what is on it now. By
             default the current stream of the array's framework; none for CPU memory.
         timeout : float, optional
-            Seconds in which the operation must be done once its communicator stands; by default those of the
+            Seconds in which the operation must be done once its communicator is made; by default those of the
             `ProcessGroup.deadline` around the call, or the group's.
 
         Returns
         -------
         Work
-            Its result is the array that receives.
+            Its result is the receiving array.
 
         Raises
         ------
@@ -126,8 +126,8 @@ cdef class Operations:
         Parameters
         ----------
         send : buffer
-            The data on the root. With ``recv=None`` every rank's one buffer: the root's is sent, the others receive.
-            With `recv` it may be None on the other ranks.
+            The data on the root. With ``recv=None`` each rank passes one buffer: the root's is sent, the others
+            receive. With `recv` it may be None on the other ranks.
         recv : buffer, optional
             Where the data arrive, with as many elements of the same type.
         root : int
@@ -261,9 +261,9 @@ cdef class Operations:
         Parameters
         ----------
         send, recv : buffer or list of buffer
-            As many elements of the same type, a multiple of ``size``; not the same memory. Or, on all ranks, two
-            lists of ``size`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]`` on
-            rank i has as many elements as ``recv[i]`` on rank j.
+            As many elements of the same type, a multiple of ``size``; not the same memory. Or, on all ranks, two lists
+            of ``size`` buffers, of sizes that may differ: what goes to, and comes from, each rank. ``send[j]`` on rank
+            i has as many elements as ``recv[i]`` on rank j.
         send_counts, recv_counts : sequence of int, optional
             How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
         stream, timeout
@@ -296,7 +296,7 @@ cdef class Operations:
             This rank's part; in place it is part ``root`` of the root's `recv`.
         recv : buffer or list of buffer
             On the root ``size`` times as many elements of the same type, or a list of ``size`` buffers, one for each
-            rank's part, whose sizes may differ. Not used elsewhere.
+            rank's part, of sizes that may differ. Not used elsewhere.
         root : int
             The rank that receives.
         stream, timeout
@@ -328,7 +328,7 @@ cdef class Operations:
         ----------
         send : buffer or list of buffer
             On the root ``size`` times as many elements as `recv`, or a list of ``size`` buffers, the part of each
-            rank, whose sizes may differ. Not used elsewhere, and may be None there.
+            rank, of sizes that may differ. Not used elsewhere, and may be None there.
         recv : buffer
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int
@@ -496,7 +496,7 @@ cdef class Operations:
         return self.submission.begin(&o, None, &view, None, None, stream, timeout, BARRIER)
 
 cdef class Submission:
-    """What begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""
+    """Begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""
 
     cdef Work begin(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
@@ -509,7 +509,9 @@ cdef class Submission:
         cdef CUstream stream
         cdef size_t i
         cdef int peer = -1
-        cdef long long number = group.number  # before the wait for the NaNs of an array that this has room for
+        # Before the NaN check, which may wait: the buffers were checked for the size that the group has under this
+        # number.
+        cdef long long number = group.number
         group.check_usable()
         if group.nan_check is not None and not (
             find_producer(view, group.device, producer, &stream) and is_captured(stream, group.device)
@@ -552,7 +554,7 @@ cdef class Submission:
             if peer >= 0:
                 request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
             self.submit(connection, request)
-        except BaseException as error:  # the recorder is not to show it as pending
+        except BaseException as error:  # the recorder must not show it as pending
             work.withdraw(error)
             raise
         return work
@@ -647,7 +649,7 @@ cdef class Submission:
         finally:
             if compared:
                 agreement.end()
-        if error is not None:  # nobody knows what NCCL has made of it
+        if error is not None:  # what NCCL has made of it is not known
             if group.on_error != "report":
                 group.fail(error, text_of(error), connection.epoch)
                 if group.failure is not error:
@@ -656,7 +658,7 @@ cdef class Submission:
         return 0
 
     cdef bint captures(self, array, producer) except -1:
-        """Return whether the stream that produces an array is being captured; what is none is for others to say."""
+        """Return whether the stream that produces an array is being captured; False for what is not an array."""
         cdef Lifecycle group = self.group
         cdef View view
         cdef CUstream stream
@@ -675,7 +677,7 @@ cdef class Submission:
         else:
             work.entry.sequence = group.collectives
             group.collectives += 1
-        if work.entry.state != CAPTURED:  # which never ends
+        if work.entry.state != CAPTURED:  # a captured one never ends
             work.entry.note(group.ledger.ledger)
         return 0
 
@@ -687,7 +689,7 @@ cdef class Submission:
         return 0
 
     cdef int shut_block(self, Block block, bint launches) except -1:
-        """End a block, and launch what is in it."""
+        """End a block, and launch its operations if that is asked for."""
         cdef Lifecycle group = self.group
         cdef Stream stream
         self.blocks.pop(PyThread_get_thread_ident(), None)
@@ -764,19 +766,19 @@ cdef class Block:
             if clash is not None:
                 self.owner.shut_block(self, False)
                 raise clash
-            if not self.held:  # where all parts of this rank are empty, it takes part as the others do
+            if not self.held:  # no operation; one with empty parts only takes part as on the others
                 self.owner.shut_block(self, False)
                 self.work.output = self.outputs
                 self.work.settle(None)
             else:
                 self.work.held, self.work.output = self.held, self.outputs
                 self.owner.shut_block(self, True)
-        except BaseException as failure:  # the recorder is not to show it as pending
+        except BaseException as failure:  # the recorder must not show it as pending
             self.work.withdraw(failure)
             raise
 
     cdef object _clash(self):
-        """Return the error of two operations of which one writes what the other uses: they run at the same time; or None."""
+        """Return an error if an operation writes what another one uses, as they run at the same time; else None."""
         cdef uint64_t number = digest_begun(self.owner.group.size)
         cdef size_t i, size = self.owner.group.size
         cdef Py_ssize_t call
@@ -806,7 +808,7 @@ cdef class Block:
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag
     ) except -1:
-        """Add an operation, or the group of them that stands for it."""
+        """Add an operation, or the operations that replace it."""
         cdef CUstream stream = NULL
         cdef bint pair = is_pair(operation.kind)
         cdef size_t i, before = self.request.count
@@ -838,13 +840,13 @@ cdef class Block:
                 record_behind(self.work, <CUstream><uintptr_t>producer)
             else:
                 wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
-        if len(self.producers) > 1:  # from where the deadline counts
+        if len(self.producers) > 1:  # the deadline counts from there
             record_behind(self.work, stream)
             self.work.has_producer = False
         return 0
 
     cdef bint record_captured(self) except -1:
-        """Return whether the producers' streams are being captured; then operations without one are on one of them."""
+        """Return whether the producers' streams are being captured; then put operations without one on one of them."""
         cdef CUstream stream = captured_of(self.producers, self.work.device)
         cdef size_t i
         if stream == NULL:
@@ -869,7 +871,7 @@ cdef class Deadline:
 
     cdef dict deadlines
     cdef double limit
-    cdef dict before  # by thread: what held outside, as it may be entered again, and by several threads
+    cdef dict before  # the outer deadlines, by thread: a block may be entered again, and by several threads
 
     def __init__(self, dict deadlines not None, double limit):
         self.deadlines, self.limit, self.before = deadlines, limit, {}

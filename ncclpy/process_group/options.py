@@ -1,4 +1,4 @@
-"""What a group may be asked to do, what hooks are told of an operation, and how a process ends with its group."""
+"""Options of a group, what hooks are told of an operation, and how a process ends with its group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_name(name: object) -> None:
 
 
 def check_options(config: object, on_error: object, check: object) -> None:
-    """Raise TypeError or ValueError for what a group cannot be made with."""
+    """Raise TypeError or ValueError for options that a group cannot be made with."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
     if config is not None and config.blocking is not None and not config.blocking:
@@ -44,7 +44,7 @@ def check_options(config: object, on_error: object, check: object) -> None:
 
 @dataclass(frozen=True)
 class Completion:
-    """Tell of an operation of a process group that has come to its end.
+    """An operation of a process group that has ended.
 
     Attributes
     ----------
@@ -53,17 +53,17 @@ class Completion:
     group
         The group's name.
     operation
-        Its name, such as ``"all_reduce"``; of a coalesced group that of its first.
+        Its name, such as ``"all_reduce"``; of a coalesced group, the name of its first operation.
     seq
         Its number among the group's collectives or, if it is point to point, among those of its communicator.
     count, nbytes
-        Elements, as NCCL counts them, and bytes of the buffer that says its size; of a coalesced group their sum.
+        Elements, as NCCL counts them, and bytes of the buffer that determines its size; summed for a coalesced group.
     created, launched, completed
-        When, in seconds of the clock of `time.monotonic`; None for what did not happen.
+        Times, in seconds of the clock of `time.monotonic`; None for steps that did not happen.
     duration
         Seconds on the device, None unless the group was made with ``timing=True``.
     error
-        What has become of it; None if it has succeeded.
+        Its error; None if it has succeeded.
     """
 
     rank: int
@@ -79,21 +79,21 @@ class Completion:
     error: BaseException | None
 
 
-#: With which a process ends whose group has failed, if it asked for that.
+#: The exit status of a process that ends with its group, as `on_error` says.
 _EXIT_CODE = 70
 
 
 def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAborted) -> NcclError:
-    """Return the error of who uses a group that has ended, with what its ranks did then.
+    """Return the error for calls on a group that has ended, with what its ranks did then.
 
     Parameters
     ----------
     name
-        The group's.
+        The group's name.
     failure
-        What has ended it; its text may begin with the group as well, which is named once.
+        The error that has ended it. If its text begins with the group, the group is named once.
     kind
-        The class.
+        The class of the error.
     """
     group, text = f"process group {name!r}", text_of(failure)
     if not text.startswith(f"{group} has ended: "):
@@ -109,9 +109,9 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
 
 
 def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError:
-    """Return the error of a group that another rank has ended, which says so and why; and what all did then.
+    """Return the error of a group that another rank has ended, with the reason and what all ranks did then.
 
-    It is of the class that the other rank has raised, `kind`, if that says what has happened.
+    It is of the class that the other rank has raised, `kind`, if that class says what has happened.
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
@@ -121,7 +121,7 @@ def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:
     """End this process, as `on_error` asks for."""
     try:
-        # Not sys.stderr: torch's hook for exceptions puts another one there while it shows one.
+        # Not sys.stderr: torch's exception hook replaces it while it shows an exception.
         with open(2, "w", errors="backslashreplace", closefd=False) as stderr:
             stderr.write(
                 f"ncclpy: rank {rank} of process group {name!r} ends its process with status {_EXIT_CODE}, as "

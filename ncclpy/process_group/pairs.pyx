@@ -1,13 +1,14 @@
 """Communicators of two ranks, and groups that are made of a group.
 
-To give a pair back while its group goes on is for the program to ask for, on both ranks. A pair that was idle for long
-could be found out, and both ranks agree on it; but to destroy a communicator gives device memory back, which waits for all
-that runs on the device. A collective there may wait for a rank that waits for what this one is about to send: only the
-program knows when nothing is under way.
+A pair is disconnected only when the program asks for it, on both ranks. It could be detected that a pair was idle for
+long, and both ranks could agree on it. But destroying a communicator frees device memory, which waits for everything
+that runs on the device, and a collective there may wait for a rank that waits for what this one is about to send: only
+the program knows when nothing is under way.
 
-That is a collective of the communicator, which NCCL wants at the same place among its calls on all ranks. All ranks are in
-`ProcessGroup.split` when it begins, as they have met in the store; each waits until what it has begun before is done, and
-begins nothing new meanwhile. The call itself has a deadline and ends with an abort, as any that makes a communicator.
+Dividing a communicator is a collective of it, which NCCL needs at the same place among its calls on all ranks. All
+ranks are in `ProcessGroup.split` when it begins, after a rendezvous in the store; each waits until its earlier
+operations are done, and begins nothing new meanwhile. The call itself has a deadline and ends with an abort, as any
+that makes a communicator.
 """
 
 import functools
@@ -34,7 +35,7 @@ cdef double _FAILS = 5.0
 
 
 cdef int stand(Lifecycle group, list peers, double seconds) except -1:
-    """Wait until the communicator with all ranks stands, and those with some peers."""
+    """Wait until the communicators with all ranks and with some peers are made."""
     cdef Connection one
     cdef double deadline = deadline_after(seconds)
     connections = [group.connection_with(-1)]
@@ -47,7 +48,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
                     f"ranks is not made after {seconds:.3g} s"
                 )
                 group.explain_by(late, functools.partial(group.notices.inquire_about, one.label, one.members))
-                if group.is_ended():  # by another thread, which knows what the ranks do, and fails the connection next
+                if group.is_ended():  # another thread has done so, knows what the ranks do, and fails `one` next
                     one.settled.wait(_FAILS)
                 if not one.settled.is_set():
                     raise late
@@ -58,7 +59,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
 
 
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:
-    """Give pairs back, one after the other in an order that all ranks go by: so no two wait for each other."""
+    """Disconnect pairs, one after the other in an order common to all ranks: so no two wait for each other."""
     for pair in sorted((min(group.rank, peer), max(group.rank, peer), peer) for peer in peers):
         _disconnect(group, pair[2], pair[:2], deadline)
     return 0
@@ -71,19 +72,19 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     if one is None:
         return 0
     wait_until_idle(group, one, deadline)
-    place = f"disconnect/{label}/{one.attempts}"  # one that fails does so for both: each has its outcome
+    place = f"disconnect/{label}/{one.attempts}"  # a failure is one for both ranks: each attempt has its outcome
     one.attempts += 1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
     notices = group.notices
     try:
         notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
     except NcclAborted:
-        group.check_usable()  # says what has ended it
+        group.check_usable()  # raises what has ended it
         raise
     except (NcclTimeout, NcclRemoteError) as error:
         group.explain_by(error, functools.partial(notices.inquire_at, place))
         raise
-    if group.rank == pair[1]:  # the first has put there what this one was the last to read
+    if group.rank == pair[1]:  # the first has put the outcome there, and this one has read it last
         group.notices.arrivals.forget(place, pair)
     with group.lock:
         if group.connections.get(label) is not one:
@@ -92,7 +93,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
         group.generations[peer] = group.generations.get(peer, 0) + 1
     if not one.pending() and one.is_well():
         one.close()
-    elif one.alive:  # something went wrong on it, or another thread has begun something meanwhile
+    elif one.alive:  # it has failed, or another thread has begun something on it meanwhile
         abort_in_background(one.abort(NcclAborted(f"pair {label!r} of process group {group.name!r} was disconnected")), "")
     return 0
 
@@ -116,7 +117,7 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
 
 
 cdef Request matched(Lifecycle group, Request request):
-    """Return a request of this rank's to itself together with its other half; None while that has not come."""
+    """Return a request of this rank to itself with its other half as `partner`; None until that is begun."""
     cdef Request other, sent, got
     cdef Difference found
     cdef Py_ssize_t i
@@ -142,12 +143,12 @@ cdef Request matched(Lifecycle group, Request request):
     return None
 
 
-# Ranks whose colors an error names.
+# The number of ranks with wrong colors that an error names.
 cdef int _MOST_WRONG = 8
 
 
 cdef bint can_divide(Lifecycle group) except -1:
-    """Return whether this rank's communicator stands, or is being made, and NCCL can divide it."""
+    """Return whether this rank's communicator is made, or is being made, and NCCL can divide it."""
     cdef Connection main = group.connections.get("all")
     if main is None or main.state == GONE or version_code() < 21801 or open_group() != NULL:
         return False
@@ -155,16 +156,16 @@ cdef bint can_divide(Lifecycle group) except -1:
 
 
 cdef object bring(Lifecycle group, object number, list mine):
-    """Return what all ranks bring to the meeting of this number: a color, a key, and what `can_divide` says."""
+    """Return what all ranks bring to the rendezvous of this number: a color, a key, and what `can_divide` says."""
     try:
         return group.meet(f"split/{number}", mine, group.timeout, _part_of)
     except NcclAborted:
-        group.check_usable()  # says what has ended it
+        group.check_usable()  # raises what has ended it
         raise
 
 
 cdef object wrong_colors(Lifecycle group, object values):
-    """Return what all ranks are told where some have brought what is no color, else None."""
+    """Return the text of the error if ranks have brought invalid colors, else None."""
     wrong = [
         f"{color} on rank {rank}" for rank, (color, _, _) in enumerate(values)
         if color is not None and not 0 <= color <= _MAX_INT
@@ -179,14 +180,14 @@ cdef object wrong_colors(Lifecycle group, object values):
 
 
 cdef tuple divide(Lifecycle group, object color, object values, double deadline):
-    """Return who is in the part of this rank's color, and its communicator if NCCL has made that."""
+    """Return the ranks with this rank's color, and their communicator if NCCL has made that."""
     everyone = [(*value, rank) for rank, value in enumerate(values)]
     members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
     if not all(can for _, _, can in values):
         return members, None
     if color is None:
         return members, _divide(group, None, 0, deadline)
-    # As NCCL takes them: colors from 0 on.
+    # NCCL takes colors from 0 on.
     place = sorted({c for c, *_ in values if c is not None}).index(color)
     return members, _divide(group, place, members.index(group.rank), deadline)
 
@@ -209,8 +210,8 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
     group.check_usable()
     left = None if deadline == FOREVER else max(0.001, deadline - now())
     try:
-        main.making = part  # for an abort
-        group.check_usable()  # one before this has not seen it
+        main.making = part  # where an abort finds it
+        group.check_usable()  # an abort before that has not seen it
         belongs = split_comm(part, comm, color, key, None, left, True)
         main.making = None
         group.check_usable()
@@ -225,11 +226,11 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         )
         group.division_failed(main, failure)
         raise
-    comm.children.discard(part)  # it is its own group's: this one's end is not its end
+    comm.children.discard(part)  # it belongs to the new group: the end of `comm` is not its end
     return part if belongs else None
 
 
 def _part_of(brought):
-    """Return the color, the key, and whether NCCL can divide a rank's communicator, as that has brought them."""
+    """Return the color and the key that a rank has brought, and whether NCCL can divide its communicator."""
     color, key, can = brought
     return (None if color is None else int(color)), int(key), bool(can)

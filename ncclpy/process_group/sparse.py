@@ -1,7 +1,8 @@
-"""The sum of sparse arrays over all ranks: what each brings is gathered, and added up where the result is asked for.
+"""The sum of sparse arrays over all ranks: what each brings is gathered, and added where the result is asked for.
 
-NCCL has nothing for it, and the ranks bring different numbers of entries. So they tell each other these first, with
-what else has to fit; then the indices and the values of all go to all in one launch of uneven parts.
+NCCL has no such operation, and the ranks bring different numbers of entries. So the ranks first exchange these
+numbers, with what else has to agree; then each gathers the indices and the values of all, in one launch of uneven
+parts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from ncclpy.core.arguments.validation import type_of_array
 from ncclpy.process_group.nan import by_package
 from ncclpy.types import DataType
 
-#: How many numbers a rank tells of the shape; those by which it tells what an entry is, as text; and how many in all.
+#: How many numbers a rank sends for the shape; the numbers that carry an entry's shape and type, as text; and how many
+#: in all.
 _SIZES = 8
 _TEXT = struct.Struct("=24q")
 _WORDS = 3 + _SIZES + _TEXT.size // 8
 
 
 class SparseSum:
-    """What one rank brings to a sum of sparse arrays, what all bring, and the sum.
+    """One rank's part of a sum of sparse arrays, the parts of all ranks, and the sum.
 
     Parameters
     ----------
@@ -69,13 +71,13 @@ class SparseSum:
         ]  # fmt: skip
 
     def words(self):
-        """Return what this rank tells the others, and room for what all tell, in the memory of the arrays."""
+        """Return what this rank sends to the others, and room for what all send, in arrays of the same package."""
         like = self._sent[0]
         self._heard = self._arrays.room(_WORDS * self._size, like)
         return self._arrays.numbers(self._words, like), self._heard
 
     def disagreement(self):
-        """Return what does not fit between the ranks, the same text on each, or None; once all have told."""
+        """Return what does not agree between the ranks, the same text on each, or None; called once all have sent."""
         words = self._heard.tolist()
         ranks = [words[_WORDS * rank : _WORDS * rank + _WORDS] for rank in range(self._size)]
         self.expect([each[0] for each in ranks])
@@ -85,11 +87,11 @@ class SparseSum:
         return None
 
     def expect(self, counts):
-        """Know how many entries each rank brings."""
+        """Set how many entries each rank brings."""
         self._counts = counts
 
     def parts(self):
-        """Return the pairs of what this rank sends and the list of places for what each rank sends."""
+        """Return, for indices and values, what this rank sends and the list of places for what each rank sends."""
         sent = self._sent
         return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.rooms(), strict=True)]
 
@@ -104,9 +106,9 @@ class SparseSum:
         return made
 
     def __call__(self):
-        """Return the indices, each once, and the sums of their values, once all is there."""
+        """Return the indices, each once, and the sums of their values, once everything is gathered."""
         gathered = self._gathered
-        if gathered is not None:  # two threads may both add up; one sum is everybody's
+        if gathered is not None:  # two threads may both add up; all get one of the sums
             rows = 1 if self._rows is None else self._rows
             indices = [part.reshape(rows, n) for part, n in zip(gathered[0], self._counts, strict=True)]
             values = [part.reshape(n, *self._entry) for part, n in zip(gathered[1], self._counts, strict=True)]
@@ -129,7 +131,7 @@ def _pieces(whole, counts):
 
 
 def _sizes(shape, rows, entry):
-    """Return a shape as so many numbers, -1 where there is none; what is left of a longer one as one number."""
+    """Return a shape as `_SIZES` numbers, -1 where it has no dimension; the last one is a hash if it is longer."""
     if shape is None:
         return [-1] * _SIZES
     sizes = [int(each) for each in shape]
@@ -152,7 +154,7 @@ def _shown(words):
 
 
 class _NumpyLike:
-    """Arrays of numpy, and of what has its functions."""
+    """Arrays of numpy, and of packages that have its functions."""
 
     def __init__(self, package):
         self.package = package
@@ -227,7 +229,7 @@ _MADE = {
 
 
 def maker_of(array):
-    """Return how to make and add arrays of the package that one comes from, None if nobody knows."""
+    """Return how to make and add arrays of the package that an array comes from, None if that is not known."""
     make = by_package(type(array), _MADE)
     return None if make is None else make()
 

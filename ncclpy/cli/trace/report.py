@@ -126,7 +126,7 @@ def _header(dump: Dump, reasons: Reasons) -> list[str]:
 
 
 def _gathering(gathering: Gathering) -> list[str]:
-    arrived = "nobody has arrived"
+    arrived = "no participant has arrived"
     if gathering.arrived:
         arrived = f"arrived: {_listed(gathering.arrived)}"
     if gathering.num_local is not None:

@@ -111,7 +111,7 @@ def _check_allocator(torch: Any) -> None:
         )
     if _has_expandable_segments(torch):
         raise ValueError(
-            "torch's allocator has expandable segments, whose pages come and go within a range of addresses; a "
+            "torch's allocator has expandable segments, whose pages are mapped and unmapped within a range of addresses; a "
             "registration is of memory that stays. Turn them off (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), "
             "or attach without hooks"
         )

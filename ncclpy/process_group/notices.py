@@ -1,4 +1,4 @@
-"""The status service of a process group, its rendezvous in the store, and callbacks without a reference to the group."""
+"""The status service of a process group, its rendezvous in the store, and callbacks that do not keep it alive."""
 
 from __future__ import annotations
 

@@ -26,36 +26,38 @@ __all__ = ["CommunicatorStatus"]
 
 _T = TypeVar("_T")
 
-#: Seconds after the end of a process before the communicator ends, if an operation waits then: it may yet be done.
+#: Seconds after the end of a process before the communicator ends, if an operation waits: it may still complete.
 _GRACE = 0.7
 
 
 class CommunicatorStatus(StatusService, Generic[_T]):
-    """All ranks of one communicator, as a process sees them that has some of them.
+    """The status of all ranks of one communicator, in a process that has some of them.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the communicator.
     name
-        The communicator's, the same in all processes.
+        The name of the communicator, the same in all processes.
     own
         The ranks of this process, with their devices.
     size
         How many ranks there are.
     owner
-        What has the communicator. Once that is dropped, the other processes are told that these ranks have left.
+        The object that has the communicator. Once it is dropped, the other processes are told that these ranks have
+        left.
     look
         Called with the owner and one of these ranks; returns its status, see `Reports`.
     ledgers
-        Where what they have launched is noted, by rank, if it is: so much is told also while a call keeps the GIL.
+        By rank, the ledgers of what they have launched, where there are any: that is published even while a call keeps
+        the GIL.
     arrivals
-        By which they have met.
+        The rendezvous of the ranks.
     ended
-        Called, in a thread that is not to be held up, once another process has ended the communicator, or has ended
-        itself while an operation waits: with the owner, why, and the name of the exception's class.
+        Called with the owner, the reason and the name of the exception's class once another process has ended the
+        communicator, or has itself ended while an operation waits. It runs in a thread that must not be held up.
     forget
-        Called by the last process that lives, when it leaves, before all that this has written is cleared away.
+        Called when the last live process leaves, before the keys of this service are cleared away.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class CommunicatorStatus(StatusService, Generic[_T]):
 
     def _look(self, rank: int) -> dict[str, Any]:
         owner = self._owner()
-        if owner is None:  # a destructor could not have told
+        if owner is None:  # a destructor could not have told that
             return {"current": None, "finished": None, "since": None, "closed": True}
         return self._look_at(owner, rank)
 
     def listen(self) -> None:
-        """Tell what these ranks do from now on, now and then and whenever a rank asks."""
+        """Publish what these ranks do from now on, now and then and whenever a rank asks."""
         self.start(self._ledgers, self._take, self._lose, self._end_without, self._is_kept)
 
     def _is_kept(self) -> bool:
@@ -106,7 +108,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             tell_end(self.store, End(text, self.rank, kind=kind))
 
     def look_for_end(self) -> bool:
-        """Look whether another process has ended the communicator; if so, take it as heard of, and return True."""
+        """Look whether another process has ended the communicator; if so, end it here and return True."""
         try:
             end = self.told()
         except LeaseEnded as error:  # this process was stopped, and the others go on without it
@@ -133,7 +135,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         call_at(time.monotonic() + _GRACE, functools.partial(self._look_again, rank, why, waiting))
 
     def _look_again(self, rank: int, why: str, waiting: object) -> None:
-        """End the communicator without a rank once an operation waits that has waited at the last look, too."""
+        """End the communicator as a rank is gone, once an operation waits that has waited at the last look, too."""
         if self.is_over or self._owner() is None:
             return
         waits = self.waits_for()
@@ -152,17 +154,18 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         self._end_here(f": rank {rank} of {self.size} is gone: {why}", NcclRemoteError.__name__)
 
     def leave(self, text: str = "", kind: str = "") -> threading.Thread | None:
-        """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
+        """Stop listening; return a thread that tells the others that these ranks have left.
 
-        With a text it tells first that the communicator ends, see `end`. The caller need not wait for it: should the
-        store be stuck, so is it. None: there is no thread to be had, or another thread is about to leave.
+        With a text the thread tells first that the communicator ends, see `end`. The caller need not wait for the
+        thread, which is stuck if the store is. None is returned if no thread can be started, or another thread is
+        about to leave.
         """
         if not self.is_over:
             self.is_over = True
             thread = threading.Thread(target=self._leave, args=(text, kind), name="ncclpy-leave", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the others hear of the end of their communicators, or of this process
+            except RuntimeError:  # the others learn of the end of their communicators, or of this process
                 self.close()
                 return None
             self._leaving = thread
@@ -172,7 +175,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         self.close()
         if text:
             self.end(text, kind)
-        with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
+        with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told
             self.say_closed()
             if all(self.reports.is_lost(rank) for rank in range(self.size) if rank not in self.own):
                 self._forgets()

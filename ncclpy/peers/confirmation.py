@@ -1,4 +1,5 @@
-"""How ranks tell each other that they have heard of the end of a group, before any of them aborts its communicators.
+"""Confirmations: ranks tell each other that they know of the end of a group, before any of them aborts its
+communicators.
 
 A rank that has confirmed believes no end of an operation that it sees from then on (engine.work): an abort of another
 rank may be what has ended it, with wrong data.
@@ -22,8 +23,8 @@ __all__ = ["HEARS", "TELLS", "Confirmation", "Patience", "wait_for_ends"]
 _log = logging.getLogger("ncclpy.peers")
 
 _HEARD = "heard/"
-#: Seconds between two looks at those that have not confirmed; and for how long one is waited for that is stopped, or
-#: that lives.
+#: Seconds between two looks at the ranks that have not confirmed; and for how long a stopped rank, and a live one, is
+#: waited for.
 _LOOKS = 0.1
 _STOPPED, _LIVES = 1.0, 5.0
 #: Seconds between two looks after which a rank that is stopped counts as stopped anew.
@@ -33,16 +34,16 @@ _exits = threading.Event()
 atexit.register(_exits.set)
 #: Seconds for the end to be in the store, before the wait for confirmations begins.
 TELLS = _LIVES
-#: Seconds for which a process that is about to end waits for the others to hear of the end that it tells.
+#: Seconds for which a process that is about to end waits until the others know of the end that it tells.
 HEARS = 1.0
 #: The ends that this process is telling, see `Confirmation.begin`.
 _ends: set[Confirmation] = set()
 
 
 def wait_for_ends() -> None:
-    """Wait until the other ranks have heard of the ends that this process tells, `HEARS` seconds at most.
+    """Wait until the other ranks know of the ends that this process tells, `HEARS` seconds at most.
 
-    A process that serves a store calls it before that ends: the other ranks read there what the ranks do.
+    A process that serves a store calls it before the store ends: the other ranks read there what the ranks do.
     """
     deadline = time.monotonic() + HEARS
     while _ends and time.monotonic() < deadline:
@@ -50,7 +51,7 @@ def wait_for_ends() -> None:
 
 
 class Patience:
-    """How long the ranks are waited for that have not confirmed.
+    """How long ranks that have not confirmed are waited for.
 
     A rank whose process has ended is not; one that is stopped, for a second of that: when it goes on it asks before it
     believes an end (`engine.work`). Others for five seconds, in which they were not stopped.
@@ -63,16 +64,16 @@ class Patience:
 
     def __init__(self, begun: float) -> None:
         self._begun = begun
-        self._stopped: dict[int, tuple[float, float]] = {}  # when it was first seen so, and last
+        self._stopped: dict[int, tuple[float, float]] = {}  # when each was first seen stopped, and last
         self._stood: dict[int, float] = {}  # seconds of earlier stops
 
     def has_for(self, rank: int, condition: str, moment: float) -> bool:
-        """Return whether a rank is still waited for, by the condition of its process now (`RankState.state`)."""
+        """Return whether a rank is still waited for, by the state of its process now (`RankState.state`)."""
         if condition in ("ended", "gone", "closed", "absent"):
             return False
         if condition == "stopped":
             first, last = self._stopped.get(rank, (moment, moment))
-            if moment - last > _GAP:  # this process has stood still itself: it may be another stop
+            if moment - last > _GAP:  # this process was stopped itself: it may be another stop
                 first = moment
             self._stopped[rank] = first, moment
             return moment - first < _STOPPED
@@ -94,7 +95,7 @@ class Confirmation:
     size
         How many ranks there are.
     condition_of
-        Asked with a rank that has not confirmed: what is known of its process, in the words of `RankState.state`.
+        Called with a rank that has not confirmed; returns what is known of its process, as in `RankState.state`.
     """
 
     def __init__(self, store: Store, own: Sequence[int], size: int, condition_of: Callable[[int], str]) -> None:
@@ -103,22 +104,22 @@ class Confirmation:
         self._begun = 0.0  # when this process has confirmed
 
     def begin(self) -> None:
-        """Note that this process tells an end, before the program hears of it; until a wait for the others is over."""
+        """Note that this process tells an end, before the program sees it; a wait for the others ends the note."""
         _ends.add(self)
 
     def confirm(self) -> None:
-        """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
+        """Tell that this process knows of the end, and believes in no operation that completes from now on."""
         self._begun = time.monotonic()
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in self._own:
                 self._store.set(self.key(rank), b"1")
 
     def wait(self) -> bool:
-        """Wait until the other ranks have confirmed, those that can: then communicators may be aborted."""
+        """Wait until the other ranks have confirmed, if they can; return whether communicators may be aborted."""
         begun = self._begun or time.monotonic()
         if self.wait_shortly(math.inf):
             return True
-        if not _exits.is_set():  # the others find out by themselves, within that time
+        if not _exits.is_set():  # time for the others to find out by themselves
             _log.warning(
                 "rank %d aborts a communicator and cannot tell the others, as it reaches the store no more: their "
                 "operations that end from now on may have wrong data",
@@ -130,7 +131,7 @@ class Confirmation:
     def wait_shortly(self, limit: float) -> bool:
         """Wait as `wait` does for so many seconds at most; return False if the store is gone.
 
-        The process of a rank that serves the store takes it along when it ends.
+        The store may end with the process of the rank that serves it.
         """
         begun = time.monotonic()
         missing, patience = self._others, Patience(self._begun or begun)
@@ -150,5 +151,5 @@ class Confirmation:
 
     @staticmethod
     def key(rank: int) -> str:
-        """Return under which key a rank confirms."""
+        """Return the key under which a rank confirms."""
         return f"{_HEARD}{rank}"

@@ -1,10 +1,10 @@
-"""Heartbeats: how a rank knows that those on other machines are there, in a store that does not know who is alive.
+"""Heartbeats: how a rank knows that ranks on other machines are alive, in a store that has no leases.
 
-Each rank with others on another machine counts up under a key of its own, in a thread that needs no GIL where the
-store has one. A rank that waits reads the counts of the others. One that does not change for as long as its writer has
-said is silent: the process or its machine has ended, stands still, or cannot reach the store any more. Which of these
-it is cannot be known: so before an abort a silent rank is waited for like one that lives (`confirmation`), and if it
-goes on it raises what the others have raised.
+Each rank with peers on another machine counts up under a key of its own, in a thread that needs no GIL where the store
+has one. A rank that waits reads the counts of the others. A rank is silent if its count does not change for as long as
+it has announced: the process or its machine has ended, is stopped, or cannot reach the store any more. Which of these
+it is cannot be known. So before an abort a silent rank is waited for like a live one (`confirmation`), and if it runs
+again it raises what the others have raised.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Heartbeats"]
 
-#: How many ranks have made the group; and each rank's count, behind the seconds without a change that it asks for.
+#: How many ranks have made the group; and a rank's count, after the seconds without a change that it announces.
 _COME, _BEAT = "processes/come", "beat/"
-#: Seconds between two beats, and without one until a rank is silent: of a thread that needs no GIL, and of Python.
+#: Seconds between two beats, and without a beat until a rank is silent: for a thread that needs no GIL, and for
+#: Python.
 _PERIOD, _SILENCE = 0.2, 1.25
 _PERIOD_OF_PYTHON, _SILENCE_OF_PYTHON = 1.0, 6.0
-#: Seconds that the time between two reads counts for at most: longer ones are the reader's silence, or the store's.
+#: The most seconds that count between two reads: the rest is the reader's silence, or the store's.
 _READS = 0.4
-#: How many of the ranks on other machines one rank reads at most, those behind it.
+#: The most ranks on other machines that one rank reads: those that follow it.
 _MOST = 32
 
 
 @dataclass
 class _Heard:
-    """What was read of one rank while this one waits for one thing.
+    """What was read of one rank while this process waits for the same operation.
 
     Attributes
     ----------
@@ -61,21 +62,21 @@ class _Heard:
 
 
 class Heartbeats:
-    """The heartbeats of one process of a group, and what it hears of the others'.
+    """The heartbeats of one process of a group, and those that it reads of the others.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the group.
     own, size
-        The ranks of this process, of how many. The first of them beats for all.
+        The ranks of this process, and the number of all ranks. The first of them beats for all.
     processes
-        Which ranks are of this machine: the system tells of their ends.
+        The ranks of this machine, where the system tells of ends.
 
     Raises
     ------
     ValueError
-        If NCCLPY_HEARTBEAT_TIMEOUT is no number of seconds.
+        If NCCLPY_HEARTBEAT_TIMEOUT is not a number of seconds.
     """
 
     def __init__(self, store: Store, own: Sequence[int], size: int, processes: PeerProcesses) -> None:
@@ -92,12 +93,12 @@ class Heartbeats:
         self._silent: dict[int, bytes] = {}
 
     def tell(self) -> None:
-        """Tell the others that these ranks have made the group; `PeerProcesses.tell` comes before."""
+        """Tell the others that these ranks have made the group; called after `PeerProcesses.tell`."""
         with contextlib.suppress(StoreError, NcclTimeout):
             self._store.add(_COME, len(self._own))
 
     def look(self, waits_for: Callable[[], object]) -> list[tuple[int, str]]:
-        """Beat; listen to the others, if this process has waited for one thing since the last look.
+        """Beat; also listen to the others, if this process waits for the same as at the last look.
 
         Called several times a second, by one thread at a time.
 
@@ -114,7 +115,7 @@ class Heartbeats:
         Raises
         ------
         StoreError, NcclTimeout
-            Of the store.
+            Raised by the store.
         """
         self.beat()
         if not self._begun:
@@ -126,7 +127,7 @@ class Heartbeats:
         return []
 
     def beat(self) -> None:
-        """Begin to beat once a rank of another machine has come; beat, unless the store does so itself."""
+        """Begin to beat once a rank of another machine has made the group; beat, unless the store does so itself."""
         if self._over.is_set() or (self._have_come and not self._begun):
             return
         moment = time.monotonic()
@@ -142,7 +143,7 @@ class Heartbeats:
             self.close()
 
     def _look_who_has_come(self) -> None:
-        come = number_of(self._value(_COME))  # those of this machine among them have told that before
+        come = number_of(self._value(_COME))  # ranks of this machine among them have told their process before
         self._processes.look()
         self._have_come = come >= self._size
         if not self._begun and come > len(self._processes.here):
@@ -159,7 +160,7 @@ class Heartbeats:
         for rank in [each for each in behind if each not in self._processes.here][:_MOST]:
             value, moment = self._value(self.key(rank)), time.monotonic()
             heard = self._heard.get(rank)
-            if value is None:  # it has not come, has closed the group, or another rank of its process beats
+            if value is None:  # it has not made the group, has closed it, or another rank of its process beats
                 self._heard.pop(rank, None)
             elif heard is None or heard.value != value:
                 self._heard[rank] = _Heard(value, moment)
@@ -179,7 +180,7 @@ class Heartbeats:
         return value is not None and self._value(self.key(rank)) == value
 
     def close(self) -> None:
-        """Beat no more, and take the key away."""
+        """Stop beating, and delete the key."""
         self._over.set()
         native, self._native = self._native, None
         if native is not None:
@@ -209,7 +210,7 @@ def _asked_seconds() -> float:
 
 
 def _patience(value: bytes) -> float:
-    """Return the seconds without a change that a rank asks for; infinity for what is no heartbeat."""
+    """Return the seconds without a change that a rank announces; infinity for a value that is not a heartbeat."""
     with contextlib.suppress(ValueError):
         asked = float(value.split(b" ")[0])
         if asked >= _SILENCE:

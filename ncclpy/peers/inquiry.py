@@ -1,7 +1,7 @@
-"""What the other ranks do, asked by a rank in trouble before anybody sees its error.
+"""What the other ranks do, asked by a rank in trouble before the program sees its error.
 
-A thread of its own asks: a store may be stuck for minutes, and who waits for the answer may be left by a signal
-handler, or be a handler that has come in between.
+A thread of its own asks: a store may be stuck for minutes, and a signal handler may interrupt the thread that waits
+for the answer, or may itself ask during another question.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["Inquiries"]
 
 _log = logging.getLogger("ncclpy.peers")
 
-#: Seconds for one that is in trouble to hear what the others do, whatever becomes of the store.
+#: Seconds that a rank in trouble waits for the answer, whatever happens to the store.
 _ASKS = 3.0
 
 Said = tuple[str | None, tuple[RankState, ...] | None]
-#: Finds out what all ranks do, for a rank in an operation; whether each trouble is its own.
+#: Finds out what all ranks do; called with the operation that this rank is in, and whether each failure is its own.
 Inquire = Callable[[Began | None, bool], Said]
 
 
@@ -35,23 +35,23 @@ class _Inquiry:
     def ask(self, inquire: Inquire, subject: Began | None, alone: bool, who: str) -> None:
         try:
             self.said = inquire(subject, alone)
-        except Exception:  # what has failed is to end all the same
+        except Exception:  # the failure must be raised all the same
             _log.warning("%s could not ask what the others do", who, exc_info=True)
         finally:
             self.done.set()
 
 
 class Inquiries:
-    """The questions of one rank: those that come while one is asked are given its answer.
+    """The questions of one rank; a question during another one gets the answer of that one.
 
     Parameters
     ----------
     inquire
         Asks all ranks.
     alone
-        Whether each trouble is this rank's own; else there is one for all, which ends what they belong to.
+        Whether each failure is this rank's own; otherwise there is one for all ranks, which ends their group.
     who
-        Who asks, for the log: "rank 3 of process group 'default'".
+        The rank that asks, for the log: "rank 3 of process group 'default'".
     """
 
     def __init__(self, inquire: Inquire, alone: bool, who: str) -> None:
@@ -64,7 +64,7 @@ class Inquiries:
         Parameters
         ----------
         look
-            Returns this rank's standing.
+            Returns this rank's status.
         """
         mine = _Inquiry()
         asked = self._now.setdefault("inquiry", mine)

@@ -1,6 +1,6 @@
 """The ranks of a Communicator that all processes of a launcher have made (`Communicator.from_env`).
 
-They have met at the launcher's store, and ask each other there when an operation has failed.
+Their rendezvous was in the launcher's store, where they ask each other when an operation has failed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _DEAF = 10.0
-#: Seconds that a rank may have stood still before it asks the store whether the communicator has ended meanwhile, and
-#: takes no end of an operation for a success until it knows: the others wait for a stopped rank for a second.
+#: Seconds without an answer of the store after which a rank, which may have been stopped, asks it whether the
+#: communicator has ended meanwhile; it believes in no completed operation until it knows. The others wait a second for
+#: a stopped rank.
 _STILL = 0.5
-#: Of so many that have not come the store is asked what it knows.
+#: The most missing ranks that the store is asked about.
 _LOOKED_FOR = 16
-#: What is said of those by their state, which is all that is known.
+#: What is said of missing ranks by their state, which is all that is known.
 _LITTLE = {
     "absent": "not come to the launcher's store either",
     "unknown": "come to the launcher's store, and what became of that process is not known",
 }
 
-#: When the launcher's store did not answer last, and what was said then.
+#: When the launcher's store failed to answer last, and what was said then.
 _silent: tuple[float, str] | None = None
 
 
@@ -55,15 +56,15 @@ class LauncherPeers(PeerStatusHook):
     Parameters
     ----------
     comm
-        This rank's.
+        This rank's communicator.
     store
         The part of a store that belongs to the communicator.
     rank, size
-        Which of how many this is.
+        This rank, and the number of ranks.
     arrivals
-        By which they have met.
+        The rendezvous of the ranks.
     name
-        What the communicator is called, if that is not known.
+        The name of the communicator, if it does not have one.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class LauncherPeers(PeerStatusHook):
         return launcher_peers_of(comm, store, comm.rank, comm.nranks)
 
     def explain(self, error: BaseException) -> int:
-        """Have an error say what all ranks do, unless it does."""
+        """Add to an error what all ranks do, unless it says so."""
         global _silent
         try:
             said, states = None, None
@@ -102,7 +103,7 @@ class LauncherPeers(PeerStatusHook):
             if said is not None and said not in text:
                 error.args = (f"{text.removesuffix(ADVICE).rstrip('. ')}. {said}",)
                 error.ranks = states  # type: ignore[attr-defined]
-        except Exception:  # what has failed is to be raised all the same
+        except Exception:  # the error must be raised all the same
             _log.warning("communicator %s could not ask what its ranks do", self._name, exc_info=True)
         except BaseException as interrupt:  # of a signal handler; core raises it in place of the error
             interrupt.__context__ = error
@@ -116,18 +117,18 @@ class LauncherPeers(PeerStatusHook):
         return 0
 
     def confirm(self) -> int:
-        """Tell them that this rank believes no end of an operation any more."""
+        """Tell the others that this rank believes in no operation that completes from now on."""
         self._peer_status.confirm()
         return 0
 
     def wait_until_heard(self) -> bool:
-        """Wait until the others have heard, those that can; return whether the communicator is to be aborted then."""
+        """Wait until the others have confirmed, if they can; return whether the communicator may be aborted."""
         return self._peer_status.wait_until_confirmed()
 
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.
 
-        The store is asked where this process may have stood still since the last answer: it has heard nothing then.
+        The store is asked if this process may have been stopped since the last answer: it was told nothing then.
         """
         if self._heard:
             return True
@@ -136,7 +137,7 @@ class LauncherPeers(PeerStatusHook):
             return False
         try:
             ended = self._peer_status.look_for_end()
-        except (NcclError, ValueError):  # the program is to go on
+        except (NcclError, ValueError):  # the program goes on
             _log.warning(
                 "a rank of communicator %s cannot ask whether it was aborted meanwhile: it takes the end of an "
                 "operation for a success",
@@ -144,31 +145,31 @@ class LauncherPeers(PeerStatusHook):
                 exc_info=True,
             )
             ended = False
-        self._asked = moment  # not behind the answer: the process may have stood still since
+        self._asked = moment  # not the time of the answer: the process may have been stopped since
         return ended
 
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
         try:
             self._leaving = self._peer_status.leave()
-        except Exception:  # what it is called for is to go on in any case
+        except Exception:  # what the caller does must go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
 
     def left(self, seconds: float) -> int:
-        """Wait until they have been told."""
+        """Wait until the others have been told."""
         if self._leaving is not None and _silent is None:
             self._leaving.join(seconds)
         return 0
 
 
 def _look(comm: Communicator, rank: int) -> dict[str, Any]:
-    """Return what a rank does, see `CommunicatorStatus`."""
+    """Return the status of a rank, see `CommunicatorStatus`."""
     return standing_of(rank_status_of(comm))
 
 
 def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what a rank does as `Reports` tells it, from the account that its communicator gives."""
+    """Return the status of a rank for `Reports`, from the account that its communicator gives."""
     told: dict[str, Any] = {"current": None, "finished": None, "since": None}
     if account[0] == ABANDONED[0]:
         told["closed"] = True
@@ -191,9 +192,9 @@ def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def describe_late(late: NcclTimeout) -> None:
-    """Have the error of a meeting in `Communicator.from_env` say of each rank what is known, which is little.
+    """Add what is known of each rank to the error of a rendezvous of `Communicator.from_env`.
 
-    Who has not come there has nothing yet that could be asked: only the launcher's store knows of its process.
+    A missing rank has nothing yet that could be asked: only the launcher's store knows of its process.
     """
     try:
         missing = [rank for rank in late.missing or () if isinstance(rank, int)]
@@ -204,7 +205,7 @@ def describe_late(late: NcclTimeout) -> None:
         states = tuple(
             RankState(rank, (known.get(rank) or "unknown") if rank in missing else "waits") for rank in range(size)
         )
-        text = str(late)  # which names those whose processes have ended
+        text = str(late)  # it names the ranks with processes that have ended
         for state, words in _LITTLE.items():
             who = [each.rank for each in states if each.state == state]
             if who:

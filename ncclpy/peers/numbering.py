@@ -1,11 +1,11 @@
-"""Which of the groups of one name a rank makes: a number that its ranks agree on, also after failed attempts.
+"""The number of a group among the groups of one name, on which its ranks agree, also after failed attempts.
 
-The n-th group that a rank makes meets the n-th of the others. The store has, for each name, the number up to which
+The n-th group that a rank makes is the n-th of the other ranks. The store has, for each name, the number up to which
 groups are over (``base``) and, for each rank, the last group that it has made and the process that has made it
-(``by/RANK``). A process that finds there another process, which has ended without closing its group, raises ``base``
-to the number of that group: all ranks count on from there. It tells the ranks that are still in that group. A process
-whose group was begun by one that has ended does the same. Where the other process lives, a rank has come twice: both
-are told.
+(``by/RANK``). If a process finds another process there, which has ended without closing its group, it raises ``base``
+to the number of that group: all ranks count on from there. It also tells the ranks that are still in that group. It
+does the same if its group was begun by a process that has ended. If the other process lives, two processes have the
+same rank: both are told.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["FIRST", "GroupStore", "Numbering", "leave"]
 
 #: Seconds for the lease of a process that has only just made its group.
 _LEASE = 1.0
-#: Set by the first rank of a group: which one it is, of how many, and its process.
+#: Set by the first rank that makes a group: its rank, the number of ranks, and its process.
 FIRST = "first"
-#: Below it each rank tells that it has left a group.
+#: Prefix of the keys by which ranks tell that they have left a group.
 _LEFT = "left"
 
 
@@ -47,9 +47,9 @@ class _Made:
     Attributes
     ----------
     number
-        Which one.
+        The number of the group.
     rank, size
-        Which rank, of how many.
+        The rank, and the number of ranks.
     process
         Its process, as `process` tells it, and the host's name.
     """
@@ -64,7 +64,7 @@ class _Made:
 
     @property
     def who(self) -> str:
-        """Its process, for people."""
+        """Its process, for error texts."""
         return f"process {self.process.get('pid')} on {self.process.get('host')}"
 
     def is_of(self, mine: dict[str, Any]) -> bool:
@@ -72,7 +72,7 @@ class _Made:
 
 
 def _read(packed: bytes | None) -> _Made | None:
-    """Return what was told; None where nothing was, or another version has written it."""
+    """Return the group that a value tells of; None if there is none, or another version has written it."""
     with contextlib.suppress(ValueError, TypeError):
         number, rank, size, of = json.loads(packed or b"null")
         if isinstance(of, dict):
@@ -86,17 +86,17 @@ class Numbering:
     Parameters
     ----------
     store
-        The store that all ranks have in common.
+        The store that all ranks share.
     name
         What the groups are called in messages: "process group 'default'".
     place
-        Where in the store.
+        The place of the groups in the store.
     rank, size
-        Which of how many this is.
+        This rank, and the number of ranks.
     tell
         Called with a group's number and a text, to tell its ranks that it has ended.
     has_ended
-        Asked with a group's number: whether its ranks were told so, or need not be told.
+        Called with a group's number; returns whether its ranks were told so, or need not be told.
 
     Attributes
     ----------
@@ -124,10 +124,10 @@ class Numbering:
         Raises
         ------
         ValueError
-            If another process that lives makes the same group as the same rank, or a rank that has made it says
-            another size. The group's other ranks are told so too, unless all of them have come already.
+            If another live process makes the same group as the same rank, or a rank has made it with another size. The
+            group's other ranks are told so too, unless all of them have made it already.
         """
-        if self._size == 1:  # it meets no other rank
+        if self._size == 1:  # there is no other rank to agree with
             return self.store.add(f"{self._place}/alone")
         while True:
             base, (packed, last) = self._base(), self._last(self._rank)
@@ -149,7 +149,7 @@ class Numbering:
         return last is not None and last.number >= number
 
     def before(self, rank: int, number: int) -> str:
-        """Return the state of the process that made an earlier group as a rank: "ended", or "" where it may live."""
+        """Return the state of the process that made an earlier group as a rank: "ended", or "" if it may live."""
         last = self._last(rank)[1]
         return "ended" if last is not None and last.number < number and self.lives(last) is False else ""
 
@@ -161,7 +161,7 @@ class Numbering:
         """Return the part of the store that belongs to a group."""
         return GroupStore(f"{self._place}/{number}" if self._size > 1 else f"{self._place}/alone/{number}", self.store)
 
-    # What the store has.
+    # The keys in the store.
 
     def _base(self) -> int:
         return int(self._value("base") or b"0")
@@ -178,12 +178,12 @@ class Numbering:
         return self.store.compare_set(f"{self._place}/by/{rank}", before, after)[0]
 
     def _raise_base(self, number: int) -> None:
-        """Count on behind a group's number, for all ranks."""
+        """Have all ranks count on after a group's number."""
         while (base := self._base()) < number:
             self.store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
 
     def _forget(self, number: int) -> None:
-        """Clear away what says how far the ranks have counted, of those that have made no further group."""
+        """Delete the counts of ranks that have made no later group."""
         if isinstance(self.store, GroupStore):  # the name is not used again
             _clear(PrefixStore(self._place, self.store))
         elif self._size > 1:
@@ -195,22 +195,22 @@ class Numbering:
             self._forget_before(number)
 
     def _forget_before(self, number: int) -> None:
-        """Clear away what failed attempts have left, all of whose processes have left too, or have ended.
+        """Clear away earlier attempts that have failed, if all of their processes have left too, or have ended.
 
-        All ranks have made a group behind them, so no other one comes there.
+        All ranks have made a later group, so no other rank enters an earlier one.
         """
         place = f"{self._place}/"
         for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
                 there = ranks_of(part.keys(Arrivals.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
-                if all(has_ended(part, rank) for rank in there):  # of stores without leases
+                if all(has_ended(part, rank) for rank in there):  # in stores without leases
                     _clear(part)
 
-    # Who was here before.
+    # Earlier processes of this rank.
 
     def _follows(self, last: _Made) -> bool:
-        """Return whether this rank makes the group behind the one that another process has made as this rank.
+        """Return whether this rank makes the group after the one that another process has made as this rank.
 
         If not, the ranks count anew.
         """
@@ -230,7 +230,7 @@ class Numbering:
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
-        """Return whether this rank stays in the group that it has made; raise ValueError if that has another size."""
+        """Return whether this rank stays in the group that it makes; raise ValueError if that has another size."""
         packed = self.part(made.number).compare_set(FIRST, None, made.packed())[1]
         first = _read(packed) or made
         if first.size != self._size:
@@ -242,16 +242,16 @@ class Numbering:
                 first.size,
             )
         if first.is_of(self._mine) or (last is not None and last.is_of(self._mine)):
-            return True  # an attempt of a process that knows of those before
+            return True  # this process has begun it, or has made the one before
         if self.store.one_attempt:
-            return True  # to hear of it, should the group have failed
+            return True  # if the group has failed, this rank is told so there
         if self.lives(first) is not False or has_closed(self.part(made.number), first.rank):
             return True
         self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank}")
         return False
 
     def _refuse(self, number: int, text: str, size: int | None = None) -> None:
-        """Raise ValueError; the ranks of a group that is not complete hear of it too."""
+        """Raise ValueError; the ranks of a group that is not complete are told so too."""
         size = self._size if size is None else size
         come = [last for rank in range(size) if (last := self._last(rank)[1]) is not None and last.number >= number]
         if len(come) < size or any(each.size != size for each in come if each.number == number):
@@ -259,7 +259,7 @@ class Numbering:
         raise ValueError(text)
 
     def _begin_anew(self, number: int, gone: _Made, why: str) -> None:
-        """Have all ranks count on behind a group that one process has left, and tell those that are still in it."""
+        """Have all ranks count on after a group that a process has left; tell the ranks that are still in it."""
         text = (
             f"rank {self._rank} of {self._size}: rank {gone.rank} is gone: {gone.who} has ended or failed, and {why}"
         )
@@ -270,7 +270,7 @@ class Numbering:
                 self._tell(each, text)
 
     def lives(self, made: _Made) -> bool | None:
-        """Return whether the process lives that has made a group; None if that is not known."""
+        """Return whether the process that has made a group lives; None if that is not known."""
         if made.process.get("machine") == MACHINE:
             return process_state(int(made.process["pid"]), str(made.process["start"])) != "ended"
         store, probe = self.part(made.number), f"lease/{self._rank}"
@@ -291,9 +291,10 @@ def leave(
     is_gone: Callable[[int], bool],
     forget: Callable[[], object] = lambda: None,
 ) -> None:
-    """Note that a rank has left a group, whose part of a store this is; the last one that lives clears that away.
+    """Note that a rank has left a group; the last live rank clears away `store`, the group's part of a store.
 
-    `is_gone` is asked with a rank that has not left: whether its process has ended. `forget` is called before.
+    `is_gone` is called with a rank that has not left; it returns whether its process has ended. `forget` is called
+    before the clearing.
     """
     with contextlib.suppress(StoreError, NcclTimeout):  # a store that is gone keeps nothing
         if store.compare_set(f"{_LEFT}/{rank}", None, b"")[0] and _is_last(store, rank, size, is_gone):
@@ -304,8 +305,8 @@ def leave(
 def _is_last(store: Store, rank: int, size: int, is_gone: Callable[[int], bool]) -> bool:
     """Return whether all others have left or are gone.
 
-    Each rank begins with the next one, so that mostly one look finds a rank that is there, and asks for more at a time
-    where it has found none.
+    Each rank begins with the next one, so that usually one look finds a rank that is still there. If it finds none, it
+    asks for more ranks at a time.
     """
     others = [(rank + each) % size for each in range(1, size)]
     begin = 0
@@ -318,7 +319,7 @@ def _is_last(store: Store, rank: int, size: int, is_gone: Callable[[int], bool])
 
 
 def _clear(store: Store) -> None:
-    """Clear away what is in a part of a store, but for groups that were made in it: they may go on."""
+    """Clear a part of a store, except for groups that were made in it: they may go on."""
     for key in store.keys():
         if not (key.startswith("ncclpy/") or "/ncclpy/" in key):
             store.delete(key)

@@ -1,6 +1,6 @@
-"""Ends of other processes of this machine, as the system tells them at once: by a descriptor for each (pidfd).
+"""The ends of other processes of this machine, told at once by the system: by a descriptor for each process (pidfd).
 
-One thread waits for all of them. Where the system has no such descriptors nothing is told here; leases and looks into
+One thread waits for all of them. If the system has no such descriptors, nothing is told here; leases and looks into
 /proc find out later.
 """
 
@@ -22,7 +22,8 @@ __all__ = ["PeerProcesses"]
 
 _log = logging.getLogger("ncclpy")
 
-#: Below it, which processes of a machine have ranks of a group, a line each: rank, process, when that was started.
+#: Prefix of a key for each machine: the processes there that have ranks of a group, a line each: rank, pid, start
+#: time.
 _TOLD = "processes/"
 _PROCESSES = f"{_TOLD}{quote(MACHINE, safe='')}"
 
@@ -37,7 +38,7 @@ class PeerProcesses:
     own
         The ranks of this process.
     gone
-        Called with a rank whose process has ended, and with a text that says so; in a thread that must not block.
+        Called with a rank when its process has ended, and with a text that says so; in a thread that must not block.
 
     Attributes
     ----------
@@ -59,7 +60,7 @@ class PeerProcesses:
             self._store.append(_PROCESSES, lines.encode())
 
     def look(self) -> None:
-        """Watch over those that have told theirs, and are not watched yet."""
+        """Watch the processes that ranks have told, if they are not watched yet."""
         if self._over:
             return
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
@@ -71,12 +72,12 @@ class PeerProcesses:
                     self._watch(int(rank), int(pid), start)
 
     def forget(self) -> None:
-        """Clear away what the processes of all machines have told: no rank looks any more."""
+        """Clear away what the processes of all machines have told: no rank reads it any more."""
         for key in self._store.keys(_TOLD):
             self._store.delete(key)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._over = True
         watched, self._watched = self._watched, {}
         for stop in watched.values():
@@ -94,7 +95,7 @@ class PeerProcesses:
 
 
 class _Watcher:
-    """The thread, and which process each of its descriptors stands for."""
+    """The thread that waits for processes, with the callback of each descriptor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +127,7 @@ class _Watcher:
                 if tell is not None and self._drop(descriptor, tell):
                     try:
                         tell()
-                    except Exception:  # the next process's end is told all the same
+                    except Exception:  # other ends have to be told all the same
                         _log.exception("telling of the end of a process failed")
 
 
@@ -135,21 +136,21 @@ _watcher: _Watcher | None = None
 
 
 def tell_of_end(pid: int, is_it: Callable[[], bool], tell: Callable[[], object]) -> Callable[[], object]:
-    """Call `tell` once a process has ended, in a thread that is not to be held up; at once if it has.
+    """Call `tell` once a process has ended, in a thread that must not be held up; at once if it has.
 
     Parameters
     ----------
     pid
         The process, of this machine and its namespace.
     is_it
-        Asked whether the number still is that process's; another one may have it by now.
+        Called to ask whether the pid still is of that process; another process may have it by now.
     tell
         Called once.
 
     Returns
     -------
     callable
-        Ends that.
+        Ends the watch.
     """
     global _watcher
     try:

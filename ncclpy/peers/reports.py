@@ -1,10 +1,10 @@
-"""Who does what in a group: each rank puts its standing into the store, and tells it at once when one is in trouble.
+"""The status of the ranks of a group: each puts it into the store, and tells it at once when a rank in trouble asks.
 
-Once a second at most, and only if it has changed, a rank's standing goes under a key of its own: that is what the
-others have of one that cannot answer any more. A store that can do that by itself does so in a thread that needs no
-GIL, and at once when somebody asks, also where a call keeps the GIL. A rank in trouble asks, by counting a number up
-that all watch; each answers under a key of that number. Who does not answer within an instant is looked for: whether
-its process is there, by its lease and, on the same machine, by the system.
+Once a second at most, and only if it has changed, a rank puts its status under a key of its own: the other ranks read
+it there if the rank cannot answer any more. A store that can do so itself publishes it from a thread that needs no
+GIL, and also answers questions at once while a call keeps the GIL. A rank in trouble asks by counting up a number that
+all ranks watch; each answers under a key of that number. If a rank does not answer at once, the asking rank looks
+whether its process is there, by its lease and, on the same machine, by the system.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ __all__ = [
 
 _log = logging.getLogger("ncclpy.peers")
 
-#: The key that is counted up by who wants to know.
+#: The key that a rank counts up to ask.
 ASKED = "told/asked"
 #: Seconds for the others to answer; more in a store that cannot be watched, where they look every now and then.
 PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
-#: How long a wait for answers goes on before it looks for those that cannot come.
+#: Seconds of a wait for answers before it looks for ranks that cannot answer.
 _SLICE = 0.05
-#: A store is slow that takes so many seconds for one operation; who answers there has so many times as long more.
+#: A store is slow if one operation takes so many seconds. The time to answer is longer by so many times an operation.
 _SLOW, _AS_SLOW = 0.02, 3
-#: Who have asked before these have gone without.
+#: The most questions that are answered at a time; earlier ones get no answer.
 _MOST = 64
 
 
 class Reports:
-    """What one rank tells of itself, and hears of the others.
+    """The status that one rank tells, and its questions to the others.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the group.
     rank, size
-        Which of how many this is.
+        This rank, and the number of ranks.
     look
-        Returns this rank's standing as JSON knows it: ``current``, ``finished`` and ``since``.
+        Returns this rank's status as JSON knows it: ``current``, ``finished`` and ``since``.
     is_gone
-        Asked with a rank: whether it has made the group, and its lease has ended.
+        Called with a rank; returns whether it has made the group, and its lease has ended.
     has_made
-        Asked with a rank: whether it has made the group.
+        Called with a rank; returns whether it has made the group.
     answer
-        Returns the standing for who asks, if more is known then than is worth telling all the time.
+        Returns the status for an answer, if that tells more than is worth publishing all the time.
     thread
-        The thread whose stack goes with an answer; the main thread by default.
+        The thread that an answer has the stack of; the main thread by default.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reports:
         thread: int | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.watched = True  # the others hear at once that they are asked
+        self.watched = True  # the others are told at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._look_for_answer = look if answer is None else answer
         self._thread = thread
@@ -99,21 +99,21 @@ class Reports:
         self._telling: Telling | None = None
 
     def begin(self, source: Any) -> None:
-        """Have the store tell this rank's standing by itself, from a native source of it, if it can."""
+        """Have the store publish this rank's status by itself, from a native source of it, if it can."""
         rest = b"," + pack({"process": process()})[1:]  # the last of its fields
-        with contextlib.suppress(StoreError):  # what Python tells then says it
+        with contextlib.suppress(StoreError):  # the next write from Python shows it
             self._telling = self.store._tell(self.key(self.rank), rest, ASKED, source)
 
     def end(self) -> None:
-        """Tell nothing by itself any more."""
+        """Have the store publish nothing by itself any more."""
         telling, self._telling = self._telling, None
         if telling is not None:
             telling.close()
 
     def publish(self, *, closed: bool = False, begun: Mapping[str, int] | None = None) -> None:
-        """Put this rank's standing into the store, if it has changed and the store does not tell it.
+        """Put this rank's status into the store, if it has changed and the store does not publish it.
 
-        `begun` is how many operations a rank has begun that has `closed`, by what they are counted by.
+        `begun` is how many operations a rank that has `closed` has begun, by communicator.
         """
         if closed:
             self.end()
@@ -126,13 +126,13 @@ class Reports:
                 standing["begun"] = dict(begun or {})
             elif self._closed:  # meanwhile: other ranks may have cleared this rank's keys away
                 return
-            since = standing.pop("since", None)  # in which a clock's grain shows
+            since = standing.pop("since", None)  # not compared: the clock's resolution shows in it
             if standing != self._told:
                 self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
                 self._told = standing
 
     def answer_all(self, number: int) -> None:
-        """Tell all who have asked, of whom this is the last one's number, and were not answered.
+        """Answer all questions up to this number that were not answered.
 
         A number below the one before is answered alone: something else than a rank has written one of them, and ranks
         that ask next count on from there.
@@ -154,7 +154,7 @@ class Reports:
         Parameters
         ----------
         patience
-            Seconds for those whose processes live to answer.
+            Seconds for ranks with live processes to answer.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class Reports:
         begun = time.monotonic()
         number = self.store.add(ASKED)
         took = time.monotonic() - begun
-        if patience is None:  # the others answer through the same store: a slow one is not their silence
+        if patience is None:  # the others answer through the same store: if it is slow, they are not silent
             patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
         deadline = begun + patience
         self._answer_one(number)
@@ -176,7 +176,7 @@ class Reports:
             for key, packed in there.items():
                 rank = int(key.rpartition("/")[2])
                 states[rank] = unpack(rank, packed, "")
-                if rank == self.rank:  # its error has a traceback
+                if rank == self.rank:  # this rank's error has a traceback
                     states[rank] = replace(states[rank], stack=())
             missing = [rank for rank in missing if rank not in states]
             if missing and left <= 0:
@@ -192,9 +192,9 @@ class Reports:
         return [states[rank] for rank in sorted(states)]
 
     def _clear(self, number: int, aside: bool) -> None:
-        """Clear the answers to a question away, in a thread where that takes long: what they say is wanted now."""
+        """Clear the answers to a question away; in a thread if that takes long, as the caller waits to return them."""
         if aside:
-            with contextlib.suppress(RuntimeError):  # there is none to be had
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 threading.Thread(target=self._clear, args=(number, False), name="ncclpy-clear", daemon=True).start()
                 return
         with contextlib.suppress(StoreError, NcclTimeout):
@@ -206,11 +206,11 @@ class Reports:
         return has_closed(self.store, rank)
 
     def is_lost(self, rank: int) -> bool:
-        """Return whether a rank cannot come any more: its process has ended, or it has closed the group."""
+        """Return whether a rank can no longer take part: its process has ended, or it has closed the group."""
         return self.end_of(rank) != ""
 
     def end_of(self, rank: int) -> str:
-        """Return the state of a rank that cannot come any more: closed, ended or gone; "" of one that may."""
+        """Return the state of a rank that can no longer take part: closed, ended or gone; "" for other ranks."""
         state = self._describe(rank, last=False).state
         if state not in ("closed", "ended") and self._is_gone(rank):
             return "gone"
@@ -229,7 +229,7 @@ class Reports:
         return dict(zip(there, self.store.multi_get(there, 1.0), strict=True)) if there else {}
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
-        """Return why a rank does not answer; without a state while it may be about to."""
+        """Return why a rank does not answer; without a state if it may still answer."""
         packed = self.store.compare_set(self.key(rank), None, None)[1]
         told = _told(packed)
         if told.get("closed"):
@@ -252,7 +252,7 @@ class Reports:
 
     @staticmethod
     def key(rank: int) -> str:
-        """Return the key of what a rank tells now and then."""
+        """Return the key of a rank's status."""
         return f"standing/{rank}"
 
     @staticmethod
@@ -261,7 +261,7 @@ class Reports:
 
 
 def log_silence(who: str, error: Exception) -> None:
-    """Log that ranks tell the others no more what they do, as a warning unless their store was closed or has ended.
+    """Log that ranks no longer publish what they do, as a warning unless their store was closed or has ended.
 
     Parameters
     ----------
@@ -288,21 +288,21 @@ def has_ended(store: Store, rank: int) -> bool:
 
 
 def begun_until_closed(store: Store, rank: int) -> dict[str, int] | None:
-    """Return how many operations a rank has begun that has closed the group, see `publish`; None if it has not."""
+    """Return how many operations a rank that has closed the group has begun, see `publish`; None if it has not."""
     told = _told(store.compare_set(Reports.key(rank), None, None)[1])
     begun = told.get("begun")
     return (begun if isinstance(begun, dict) else {}) if told.get("closed") else None
 
 
 def _state_here(process: dict[str, Any] | None) -> str | None:
-    """Return the state of a process that a standing tells of, None if it is not on this machine."""
+    """Return the state of the process in a status, None if it is not on this machine."""
     if process is None or process["machine"] != MACHINE:
         return None
     return process_state(process["pid"], process["start"])
 
 
 def _told(packed: bytes | None) -> dict[str, Any]:
-    """Return what a rank has told of itself, nothing for what is no standing."""
+    """Return a rank's status, {} for a value that is none."""
     try:
         told = json.loads(packed or b"{}")
         process = told.get("process")
@@ -316,7 +316,7 @@ def _told(packed: bytes | None) -> dict[str, Any]:
 
 
 def number_of(asked: bytes | None) -> int:
-    """Return how many questions there have been, by the value of `ASKED`; 0 for what a store does not count up to."""
+    """Return how many questions there have been, by the value of `ASKED`; 0 for a value that is not such a count."""
     return int(asked) if asked is not None and asked.isdigit() and len(asked) < 20 else 0
 
 
@@ -335,9 +335,9 @@ def _namespace() -> str:
         return ""
 
 
-#: In the flags of a process that has begun to end: the system lets go of its locks and connections from then on.
+#: In the flags of a process that has begun to end: the system releases its locks and connections from then on.
 _EXITING = 0x4
-#: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
+#: Where a pid means the same process: in one boot of one machine, and in one container on it.
 MACHINE = f"{BOOT_ID} {_namespace()}"
 
 
@@ -348,7 +348,7 @@ def _stat(pid: int) -> tuple[str, str, int]:
 
 
 def process() -> dict[str, Any]:
-    """Return by which data other processes know this one."""
+    """Return the data by which other processes know this one."""
     pid = os.getpid()
     return {"machine": MACHINE, "pid": pid, "start": _stat(pid)[1]}
 

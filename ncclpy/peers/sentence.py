@@ -1,7 +1,7 @@
-"""What all ranks of a process group, or of a communicator, do, said to people in one sentence.
+"""What all ranks of a process group, or of a communicator, do: in one sentence, for people.
 
-Who keeps the others waiting stands first, and is never left out; those who wait for it stand last, and are counted
-where they would make the sentence one that nobody reads.
+The ranks that keep others waiting come first, and are never left out. The ranks that wait for them come last, and are
+counted where naming them would make the sentence too long to read.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ncclpy.peers.standing import Began, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
-#: Groups of ranks that are told of; of more, those are counted that no others wait for.
+#: The most groups of ranks that are described; of more, those that no others wait for are counted.
 _MOST_SAID = 8
-#: So many of them are told of in any case.
+#: So many of the latter are described in any case.
 _LEAST_SAID = 3
-#: Spans of ranks that are named of those who are in operations.
+#: The most spans of ranks that are named for ranks in operations.
 _MOST_SPANS = 6
-#: So many clauses that differ by their peers alone are said as one; of fewer, each says whom it waits for.
+#: So many clauses that differ only in their peers become one; fewer clauses each name the peer.
 _ALIKE = 3
 
-#: Stacks that go with an error, and those that its sentence has.
+#: The most stacks that go with an error, and in its sentence.
 _STACKS, _STACKS_SAID = 8, 2
 
 #: States that no operation explains: the others wait for such a rank, and it is always named.
 _GUILTY = ("ended", "stopped", "silent", "gone", "absent", "closed", "unknown")
-#: Of whom no more than that is said where there are many; the others may all be waited for.
+#: States in which not all ranks are named if there are many; in the others each may be waited for, and all are named.
 _MANY = ("elsewhere", "meets", "waits", "launched")
-#: All of them as they are told, but for those who wait in the operation that is asked about: those come last.
+#: All states in the order of the sentence; ranks that wait in the operation that is asked about come after them.
 _ORDER = (*_GUILTY, "behind", "idle", "elsewhere", "meets", "waits", "launched")
-#: What is said of those that are only counted, where there is one and where there are several.
+#: What is said of ranks that are only counted, for one and for several.
 _COUNTED = {
     "behind": ("waits for its stream", "wait for their streams"),
     "idle": ("is in no operation", "are in no operation"),
@@ -75,24 +75,25 @@ class _Clause:
 def sentence(
     group: str, states: Sequence[RankState], size: int, subject: Began | None, kind: str = "process group"
 ) -> str:
-    """Return who does what, in one sentence: ranks that do the same are named together.
+    """Return what all ranks do, in one sentence: ranks that do the same are named together.
 
     Parameters
     ----------
     group
-        The name of what they belong to.
+        The name of the group or communicator.
     states
-        Those that are known, by rank.
+        The states that are known, by rank.
     size
         How many ranks there are.
     subject
-        The operation that it is about, which is not repeated for those that wait in it; None if there is none.
+        The operation that the sentence is about, which is not repeated for ranks that wait in it; None if there is
+        none.
     kind
-        What they belong to.
+        What it is the name of, ``"process group"`` or ``"communicator"``.
     """
     thing = kind.rpartition(" ")[2]
     guilty = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
-    if len(guilty) > _MOST_SAID:  # where each was heard of last is in the data
+    if len(guilty) > _MOST_SAID:  # what each did last is in the data
         guilty = _grouped((each for clause in guilty for each in clause.members), lambda each: _lost(each, ""))
     waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
     asked = [each for each in waiting if each.order == len(_ORDER)]
@@ -108,14 +109,14 @@ def sentence(
 
 
 def keep_stacks(states: Iterable[RankState], subject: Began | None) -> tuple[RankState, ...]:
-    """Return the states with the stacks of ranks alone that an operation waits for, and of so many only.
+    """Return the states, with stacks only of ranks that an operation waits for, and of `_STACKS` ranks at most.
 
     Parameters
     ----------
     states
-        Those of all ranks.
+        The states of all ranks.
     subject
-        The operation: what waits in it is not what it waits for.
+        The operation: a rank that waits in it is not waited for.
     """
     found, left = [], _STACKS
     for each in states:
@@ -128,7 +129,7 @@ def keep_stacks(states: Iterable[RankState], subject: Began | None) -> tuple[Ran
 
 
 def _stacks(states: Iterable[RankState]) -> str:
-    """Return where the Python of ranks is whose stacks are known, those together that are at the same place."""
+    """Return where Python is on the ranks with known stacks; ranks at the same place are named together."""
     alike: dict[str, list[int]] = {}
     for each in states:
         if each.stack:
@@ -138,7 +139,7 @@ def _stacks(states: Iterable[RankState]) -> str:
 
 
 def _grouped(states: Iterable[RankState], say: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
-    """Return the clauses of ranks, in the order in which they are told."""
+    """Return the clauses of ranks, in the order of the sentence."""
     found: dict[tuple[str, int], _Clause] = {}
     for each in states:
         said = say(each)
@@ -151,7 +152,7 @@ def _sorted(clauses: Iterable[_Clause]) -> list[_Clause]:
 
 
 def _merged(clauses: list[_Clause]) -> list[_Clause]:
-    """Say as one what differs by the peers alone, as the receives of a pipeline do."""
+    """Merge clauses that differ only in their peers, as the receives of a pipeline do."""
     alike: dict[object, list[_Clause]] = {}
     for clause in clauses:
         what = clause.members[0].current
@@ -168,13 +169,13 @@ def _merged(clauses: list[_Clause]) -> list[_Clause]:
 
 
 def _of_peers(states: list[RankState]) -> str:
-    """Return what ranks are in that send to peers, or receive from them, each another one."""
+    """Return the sends or receives that ranks are in, each with a peer of its own."""
     pairs = [(each.rank, each.current) for each in states if each.current is not None]
     what = pairs[0][1]
     peers = {rank: current.root for rank, current in pairs if current.root is not None}
     way = "to" if what.operation == "send" else "from"
     steps = {peer - rank for rank, peer in peers.items()}
-    if len(peers) < len(pairs):  # blocks of several
+    if len(peers) < len(pairs):  # some are blocks with several peers
         whom = ""
     elif steps <= {-1} or steps <= {1}:
         whom = f", each {way} the rank {'before' if steps == {-1} else 'after'} it"
@@ -198,7 +199,7 @@ def _counted(states: Iterable[RankState]) -> list[str]:
 
 
 def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
-    """Return what a rank does, as a template for as many ranks as do it, and where that is told."""
+    """Return a template for the ranks that do what this rank does, and its place in the sentence."""
     current = "" if state.current is None else _braces(str(state.current))
     past = "{who} {have} begun no operation yet"
     if state.finished is not None:
@@ -229,7 +230,7 @@ def _heard_last(current: str, last: str) -> str:
 
 
 def _lost(state: RankState, last: str) -> tuple[str, int]:
-    """Return the same of a rank that cannot come, or say so, with what was heard of it last."""
+    """Return the same for a rank that does not answer, with what was last known of it."""
     told = {
         "closed": "{who} {have} closed the {thing}",
         "ended": "{process} {have} ended",

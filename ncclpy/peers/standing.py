@@ -1,6 +1,6 @@
 """What each rank of a process group, or of a communicator, was last seen to do.
 
-A rank's standing is what it has begun last and not finished, what it has finished last, and since when. It travels as
+A rank's status is what it has begun last and not finished, what it has finished last, and since when. It is sent as
 JSON, with the wall clock: ranks are on several machines.
 """
 
@@ -19,14 +19,14 @@ __all__ = ["Began", "RankState"]
 
 @dataclass(frozen=True)
 class Began:
-    """Tell of an operation that a rank has begun.
+    """An operation that a rank has begun.
 
     Attributes
     ----------
     operation
-        Its name, such as ``"all_reduce"``; of a coalesced group that of its first.
+        Its name, such as ``"all_reduce"``; for a coalesced group, the name of its first operation.
     seq
-        Its number among the group's collectives or, of a send or receive between two ranks, among theirs.
+        Its number among the group's collectives or, for a send or receive between two ranks, among those of the two.
     dtype
         The name of its data type.
     count
@@ -64,7 +64,7 @@ class Began:
 
 @dataclass(frozen=True)
 class RankState:
-    """Tell what a rank of a process group, or of a communicator, does, as far as the others know.
+    """What a rank of a process group, or of a communicator, does, as far as the others know.
 
     Attributes
     ----------
@@ -80,26 +80,26 @@ class RankState:
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
         ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
         as in a call that keeps the GIL. ``"gone"``: the store has lost it: its process has ended, or its
-        machine or the network to it is gone. ``"absent"``: it has not made this group. ``"unknown"``: nobody
-        could say.
+        machine or the network to it is gone. ``"absent"``: it has not made this group. ``"unknown"``: nothing
+        is known of it.
     current
-        The first operation that it has begun and not finished, None if there is none; of a rank that did not answer,
-        when it was heard of last. Of one that is ``"elsewhere"`` it is an operation of the group `where`.
+        The first operation that it has begun and not finished, None if there is none; for a rank that did not answer,
+        by its last status. For a rank that is ``"elsewhere"``, an operation of the group `where`.
     finished
-        The last that it has finished, likewise.
+        The last operation that it has finished, likewise.
     since
         Seconds in this state; None where that is not known. Over several machines it relies on their clocks.
     heard
-        Seconds since it was heard of; None if it never was.
+        Seconds since its last status; None if it never told one.
     where
-        The name of the other group or communicator of one that is ``"elsewhere"``; the call of one that ``"meets"``:
-        ``"split()"``, also ``"split() of process group 'other'"``. None for others.
+        For a rank that is ``"elsewhere"``, the name of the other group or communicator; for one that ``"meets"``, the
+        call: ``"split()"``, also ``"split() of process group 'other'"``. None for others.
     kind
         What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
     stack
         Where its Python was when it answered: frames of the thread that made the group, or of the main thread, the
-        innermost first, ``"train.py:41 in load"``. Empty where it did not answer, of the rank that has asked, and in
-        errors of ranks that wait in the same operation as that one.
+        innermost first, ``"train.py:41 in load"``. Empty if it did not answer, for the rank that has asked, and, in
+        errors, for ranks that wait in the same operation as that rank.
     """
 
     rank: int
@@ -114,12 +114,12 @@ class RankState:
 
 
 def pack(standing: dict[str, Any]) -> bytes:
-    """Return a standing as it travels."""
+    """Return a status as it is sent."""
     return json.dumps(standing, separators=(",", ":")).encode()
 
 
 def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
-    """Return what a rank has told of itself, in the state that others know it to be in; "" is the one that it told."""
+    """Return the state of a rank from its packed status; `state` replaces the one that it told, unless it is ""."""
     try:
         told = json.loads(packed or b"{}")
         moment = time.time()
@@ -135,7 +135,7 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
             where, told.get("kind", "process group") if where and "elsewhere" in told else None,
             () if state else as_stack(told.get("stack")),
         )  # fmt: skip
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # another version's, or damaged
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version, or damaged
         return RankState(rank, state or "unknown")
 
 
@@ -148,7 +148,7 @@ def as_data(states: Iterable[RankState]) -> list[dict[str, Any]]:
 
 
 def from_data(data: Any) -> tuple[RankState, ...] | None:
-    """Return the states that `as_data` has made; None for what is none."""
+    """Return the states that `as_data` has made; None for other data."""
     try:
         return tuple(_state_of(each) for each in data)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -1,8 +1,8 @@
 """How the processes that a launcher has started make a communicator together (`Communicator.from_env`).
 
-They meet in the launcher's store before NCCL, which could not say who is absent. A rank that fails tells the others:
-before the meeting under the meeting's key, and behind it under the key by which the ranks of a communicator tell of
-its end, for which the others watch while they are inside NCCL.
+Their rendezvous is in the launcher's store and comes before NCCL, which could not say which ranks are missing. A rank
+that fails tells the others: before the end of the rendezvous under its key, and then under the key by which the ranks
+of a communicator tell its end, which the others watch while they are inside NCCL.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class _Communicators(Numbering):
     def lives(self, made: _Made) -> bool | None:
         if made.process.get("machine") == MACHINE:
             return super().lives(made)
-        return not arrivals_of_job().is_gone(made.rank)  # the lease is the process's
+        return not arrivals_of_job().is_gone(made.rank)  # the lease is of the process
 
 
 class Start:
-    """One communicator, from the call that makes it until it stands.
+    """One communicator, from the call that makes it until it is made.
 
     Parameters
     ----------
     timeout
-        Seconds for the processes to meet; None is 300.
+        Seconds for the rendezvous of the processes; None is 300.
 
     Attributes
     ----------
     place
-        Which process this is.
+        The place of this process among those of the launcher.
     store
         The part of the store that belongs to the communicator.
     arrivals, where
-        By which the processes meet, and the key of it.
+        The rendezvous of the processes, and its key.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -80,13 +80,13 @@ class Start:
         self._over = False
 
     def meet(self, brought: bytes) -> bytes:
-        """Meet the other processes and return what rank 0 has brought.
+        """Run the rendezvous of the processes, and return what rank 0 has brought.
 
         Raises
         ------
         NcclTimeout
-            If not all have come in time, with what is known of each. The first one that gives up tells the others,
-            also those that come later.
+            If processes are missing after that time, with what is known of each. The first process that gives up tells
+            the others, also those that come later.
         NcclRemoteError
             If one of them has failed.
         """
@@ -116,7 +116,7 @@ class Start:
             raise failure
 
     def stands(self, ready: bool) -> None:
-        """Hear nothing any more; clear the meeting away if the communicator is `ready`: all have come to NCCL."""
+        """Stop listening; clear the rendezvous away if the communicator is `ready`: all ranks have reached NCCL."""
         self._hear_no_more()
         if ready and self.place.rank == 0:
             self.arrivals.forget(self.where, range(self.place.size))
@@ -142,7 +142,7 @@ class Start:
     def _tell(self, where: str, store: Store, text: str, kind: type[NcclError]) -> None:
         rank, size = self.place.rank, self.place.size
         with contextlib.suppress(StoreError, NcclTimeout):
-            if self.arrivals.give_up(where, f"rank {rank} of {size}: {text}", True):  # all have met
+            if self.arrivals.give_up(where, f"rank {rank} of {size}: {text}", True):  # the rendezvous is complete
                 tell_end(store, End(text, rank, kind=kind.__name__))
 
     def _is_over(self, number: int) -> bool:
@@ -169,7 +169,7 @@ class Start:
             abort_for(comm, failure)
 
     def _failure_of(self, end: End) -> NcclError | None:
-        """Return what a rank has told as the error that this one raises; None if this one has told it."""
+        """Return the error that this rank raises for what another rank has told; None if this rank has told it."""
         if end.rank == self.place.rank:
             return None
         by = "" if end.rank is None else f"rank {end.rank} of {self.place.size}: "

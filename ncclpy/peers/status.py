@@ -36,20 +36,21 @@ __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
 
 _log = logging.getLogger("ncclpy.peers")
 
-#: What all ranks watch: this prefix has the key of the end, which is written once, and that of questions.
+#: The prefix that all ranks watch: of the key of the end, which is written once, and of the key of questions.
 _TOLD = "told/"
 ENDED = "told/ended"
-#: Where the question is asked that comes before the end; set there by the first rank in trouble; and what it was told.
+#: The place of the question before the end; the key there that the first rank in trouble sets; and the key of the
+#: answer that it gets.
 _END = "end"
 _TROUBLE, _SAID = "trouble", "said"
-#: Seconds for that rank to ask.
+#: Seconds that other ranks wait for that answer.
 _OTHERS_ASK = 2.5
 #: Seconds after which the answer is said to be old.
 _LONG_AGO = 3.0
 #: Seconds between two publications of a status that has changed; and between two looks into a store that cannot be
 #: watched.
 _BEAT, _LOOK = 1.0, 0.2
-#: So many of the first publications also look which processes of this machine have the other ranks.
+#: So many of the first publications also look for processes of this machine that have other ranks.
 _LOOKS = 5
 
 
@@ -61,16 +62,16 @@ class End:
     ----------
     text
         Why it ends.
-    rank
+        The rank that tells it; None if the value in the store is damaged.
         Which rank tells it; None where the value in the store is damaged.
     said, states
         What all ranks did then, in a sentence and as data.
     handles
-        Those of the groups that go on together, if this is why.
+        The handles of the groups that are reconfigured together, if this is why.
     kind
         The name of the exception's class on the rank that tells it: all ranks raise the same.
     asked
-        Whether only a rank that asks takes it, after it has stood still; the others hear of the end in another way.
+        Whether only a rank that asks takes it, after it was stopped; the others learn of the end in another way.
     """
 
     text: str
@@ -82,7 +83,7 @@ class End:
     asked: bool = False
 
     def packed(self) -> bytes:
-        """Return it as it travels."""
+        """Return it as it is sent."""
         told = {
             **vars(self),
             "states": None if self.states is None else as_data(self.states),
@@ -92,10 +93,10 @@ class End:
 
 
 def tell_end(store: Store, end: End) -> None:
-    """Tell the ranks to which a part of a store belongs that they have ended, unless another rank was faster."""
+    """Tell the ranks of a part of a store that their group has ended, unless another rank was faster."""
     first, there = store.compare_set(ENDED, None, end.packed())
     if not first and there is not None and not end.asked and read_end(there, store).asked:
-        store.set(ENDED, end.packed())  # all ranks are to hear of this one
+        store.set(ENDED, end.packed())  # all ranks have to be told this one
 
 
 def end_of(store: Store) -> End | None:
@@ -123,7 +124,7 @@ def _unpacked(packed: bytes) -> End:
 
 
 class StatusService:
-    """The status of all ranks of a process group or communicator, as the process sees it that has some of them.
+    """The status of all ranks of a process group or communicator, in a process that has some of them.
 
     Parameters
     ----------
@@ -134,22 +135,22 @@ class StatusService:
     size
         How many ranks there are.
     arrivals
-        By which they meet.
+        The rendezvous of the ranks.
     thread
-        The thread whose stack goes with an answer; the main thread by default.
+        The thread that an answer has the stack of; the main thread by default.
 
     Attributes
     ----------
     own
         The ranks of this process, and ``rank`` the first of them.
     reports
-        The `Reports` of that one.
+        The `Reports` of the first of them.
     is_watched
-        Whether the store tells of changes; else this looks there a few times a second.
+        Whether the store tells of changes; otherwise this looks there a few times a second.
     is_over
         Whether this process has left: it neither listens nor tells.
     gone
-        Called with a rank whose process has ended, see `start`.
+        Called with a rank when its process has ended, see `start`.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class StatusService:
         self.own = [each.rank for each in known]
         self.rank = self.own[0]
         self.is_watched = self.is_over = False
-        self._statuses = [each.look for each in known]  # a group that has failed is asked here all the same
+        self._statuses = [each.look for each in known]  # also asked once a group has failed
         self.who = f"rank {self.rank} of {self._kind} {self.name!r}"
         self._processes = PeerProcesses(store, self.own, lambda rank, why: self.gone(rank, why))
         self._heartbeats: Heartbeats | None = None
@@ -195,7 +196,7 @@ class StatusService:
     ) -> None:
         """Publish and answer from now on, and call back with what the other ranks tell.
 
-        The callbacks run in threads that are not to be held up.
+        The callbacks run in threads that must not be held up.
 
         Parameters
         ----------
@@ -204,11 +205,12 @@ class StatusService:
         ended
             Called with the end, once another rank has told it.
         gone
-            Called with a rank whose process has ended, and why that is known.
+            Called with a rank when its process has ended, and with how that is known.
         silent
-            Called with a rank of another machine whose heartbeats have stopped while this process waits, and a text.
+            Called with a rank of another machine when its heartbeats have stopped while this process waits, and with a
+            text that says so.
         goes_on
-            Asked about once a second: whether there is a status to publish.
+            Called about once a second; returns whether there is a status to publish.
         """
         self._ended, self.gone, self._silent, self._goes_on = ended, gone, silent, goes_on
         if self.size > len(self.own):
@@ -246,7 +248,7 @@ class StatusService:
             self._answer(change.value)
 
     def _beat(self) -> None:
-        """Publish, if that is due; look who asks or has ended, where the store does not tell of it."""
+        """Publish, if that is due; look for questions, the end and heartbeats, if the store does not tell of them."""
         if self.is_over:
             return
         try:
@@ -278,7 +280,7 @@ class StatusService:
             self.look_for_processes()
 
     def look_for_processes(self) -> None:
-        """Watch over the processes on this machine of ranks that have told theirs."""
+        """Watch the processes of this machine that other ranks have told."""
         if self.size > len(self.own) and not self.is_over:
             self._looks -= 1
             self._processes.look()
@@ -289,7 +291,7 @@ class StatusService:
                 each.answer_all(number_of(asked))
 
     def waits_for(self) -> object:
-        """Return the operations or meetings that these ranks wait for, something false if there are none."""
+        """Return the operations or rendezvous that these ranks wait for, something false if there are none."""
         waits = [_awaited(look()) for look in self._statuses]
         return waits if any(waits) else None
 
@@ -318,7 +320,7 @@ class StatusService:
         return self.inquire_at(None if alone else _END, subject, alone)
 
     def inquire_at(self, place: str | None, subject: Began | None, _: bool) -> Said:
-        """Do the same for what has failed at a place, once for all, such as a meeting that ends no group."""
+        """Do the same for a failure at a place, such as a rendezvous that ends no group; one rank asks for all."""
         try:
             if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:
                 key = f"{place}/{_SAID}"
@@ -333,7 +335,7 @@ class StatusService:
         return said, found
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank has come, and its lease or its heartbeats have ended."""
+        """Return whether a rank has made the group, and its lease or its heartbeats have ended."""
         return self.arrivals.is_gone(rank) if self._heartbeats is None else self._heartbeats.is_silent(rank)
 
     # The end.
@@ -355,11 +357,11 @@ class StatusService:
         self._confirmation.begin()
 
     def confirm(self) -> None:
-        """Tell that these ranks have heard of the end, see `Confirmation`."""
+        """Tell that these ranks know of the end, see `Confirmation`."""
         self._confirmation.confirm()
 
     def wait_until_confirmed(self, limit: float | None = None) -> bool:
-        """Wait until the other ranks have, those that can; by default as long as that takes before an abort.
+        """Wait until the other ranks have confirmed, if they can; by default as long as is needed before an abort.
 
         Return whether communicators may be aborted then.
         """
@@ -377,7 +379,7 @@ class StatusService:
     # Leaving.
 
     def close(self) -> None:
-        """Neither listen nor tell any more."""
+        """Stop listening and telling."""
         self.is_over = True
         self._processes.close()
         if self._heartbeats is not None:
@@ -398,7 +400,7 @@ class StatusService:
             each.publish(closed=True, begun=begun)
 
     def forget(self) -> None:
-        """Clear away all that the ranks have written by this service: all have left."""
+        """Clear away all that the ranks have written through this service: all have left."""
         self._processes.forget()
         of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
         for key in (*of_ranks, ASKED, ENDED, f"{_END}/{_TROUBLE}", f"{_END}/{_SAID}"):
@@ -406,7 +408,7 @@ class StatusService:
 
 
 def _look_around(known: Known, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the status of a rank for one that asks: a rank that does nothing here may wait in another group."""
+    """Return the status of a rank for a question: a rank that does nothing here may wait in another group."""
     told = look()
     if told.get("current") is None and "meets" not in told and not told.get("closed"):
         told.update(elsewhere(known))
@@ -421,7 +423,7 @@ def _awaited(told: dict[str, Any]) -> object:
 
 
 def _heard(packed: bytes) -> Said:
-    """Return what another rank was told by all."""
+    """Return the answer that another rank got, with its age if it is old."""
     told = json.loads(packed)
     age = time.time() - told["at"]
     before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""

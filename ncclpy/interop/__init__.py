@@ -1,1 +1,1 @@
-"""What knows other packages: the only room that imports them, each in a module of its own, when it is needed."""
+"""Adapters to other packages. Only this package imports them, each in a module of its own, when it is needed."""

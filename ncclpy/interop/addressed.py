@@ -39,7 +39,7 @@ def reduce(
 def broadcast(
     comm: Communicator, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
 ) -> None:
-    """Send what the root has to all. On the other ranks `sendbuff` may be 0."""
+    """Send the root's data to all ranks. On the other ranks `sendbuff` may be 0."""
     sends = (sendbuff, count, datatype) if sendbuff or comm.rank == root else None
     comm.broadcast(sends, (recvbuff, count, datatype), root, stream=_stream(stream))
 

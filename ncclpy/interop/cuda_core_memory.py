@@ -17,7 +17,7 @@ def source(device: int | None) -> CudaCoreSource:
 
 
 def source_over(theirs: Any) -> CudaCoreSource:
-    """Return a resource whose memory comes from another one, and is registered."""
+    """Return a resource that takes its memory from another one, and registers it."""
     return CudaCoreSource(None, theirs)
 
 
@@ -32,13 +32,13 @@ def _core() -> Any:
 
 
 class _Resource:
-    """What makes a ``MemoryResource`` one of ours; each buffer is a segment."""
+    """The methods of a ``MemoryResource`` over NCCL's memory; each buffer is a segment."""
 
     def __init__(self, core: Any, device: int) -> None:
         self._core, self._device = core, device
 
     def allocate(self, size: int, stream: Any = None) -> Any:
-        """Return a buffer of so many bytes. It is there at once, so the stream waits for nothing."""
+        """Return a buffer of so many bytes. It can be used at once, so the stream waits for nothing."""
         pointer = self._new(size, stream)
         try:
             try:
@@ -53,7 +53,7 @@ class _Resource:
         return take(size, self._device)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Give memory back: it is freed behind what the stream has queued, and communicators were asked for."""
+        """Give memory back: it is freed after what the stream has queued, once communicators have deregistered it."""
         give(int(ptr), self._device, 0 if stream is None else int(stream.__cuda_stream__()[1]))
 
     @property
@@ -78,12 +78,12 @@ class _Resource:
 
 
 class _Adopting(_Resource):
-    """What makes a ``MemoryResource`` one that registers what another one allocates."""
+    """The methods of a ``MemoryResource`` that registers what another one allocates."""
 
     def __init__(self, core: Any, theirs: Any) -> None:
         super().__init__(core, theirs.device_id)
         self._theirs = theirs
-        self._buffers: dict[int, Any] = {}  # what theirs has allocated, by address
+        self._buffers: dict[int, Any] = {}  # the buffers of the other resource, by address
 
     def _new(self, size: int, stream: Any) -> int:
         buffer = self._theirs.allocate(size, stream=stream)

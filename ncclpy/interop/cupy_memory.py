@@ -14,7 +14,7 @@ _NO_MEMORY = 2
 
 
 def source(device: int | None) -> CupySource:
-    """Return a new pool of CuPy's, of a device or of all."""
+    """Return a new memory pool of CuPy, for a device or for all."""
     import cupy
 
     return CupySource(cupy, device)
@@ -40,8 +40,8 @@ class CupySource:
             raise NcclUnsupported(f"CuPy finds no GPU here: {error}") from error
         self._cupy, self._device = cupy, device
         open_allocator()
-        # Functions that do not know this object: the garbage collector does not look into CuPy's pool, which would be
-        # kept for ever by what it keeps itself, and all that it has with it.
+        # Functions without a reference to this object: the garbage collector does not look into CuPy's pool, so a pool
+        # that refers to this object would keep itself, and all that belongs to it, alive for ever.
         functions = cupy.cuda.memory.PythonFunctionAllocator(_taker(cupy), give)
         self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
         self._before: Any = None
@@ -65,6 +65,6 @@ class CupySource:
         self._cupy.cuda.set_allocator(self.resource.malloc)
 
     def remove(self) -> None:
-        """Have CuPy allocate as before, unless somebody has replaced the pool since."""
+        """Have CuPy allocate as before, unless the pool was replaced since."""
         if self._cupy.cuda.get_allocator() == self.resource.malloc:
             self._cupy.cuda.set_allocator(self._before)

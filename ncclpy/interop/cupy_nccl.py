@@ -1,8 +1,8 @@
-"""The shape of ``cupy.cuda.nccl``, over ncclpy: its names, its arguments, and what they mean.
+"""The interface of ``cupy.cuda.nccl`` over ncclpy: its names, its arguments, and their meaning.
 
 A program changes ``from cupy.cuda import nccl`` into ``from ncclpy.interop import cupy_nccl as nccl``. `use` puts this
-module in CuPy's place, for code that cannot be changed, ``cupyx.distributed`` for one. CuPy itself is not needed: all
-here are addresses and numbers, and on the host engine addresses of CPU memory do.
+module in CuPy's place, for code that cannot be changed, such as ``cupyx.distributed``. CuPy itself is not needed: all
+arguments are addresses and numbers, and with the host engine these can be addresses of CPU memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: As of CuPy's module: it is asked before anything else is.
+#: As in CuPy's module: programs ask for it before anything else.
 available = True
 
 NCCL_SUM = int(ReduceOp.SUM)
@@ -94,7 +94,7 @@ def _name_of(status: int) -> str:
 class NcclError(errors.NcclError):
     """Report a call that NCCL refused or that failed, as CuPy's error does.
 
-    It is an `ncclpy.NcclError` too, and where that has kinds, `ncclpy.NcclTimeout` say, it is one of that kind.
+    It is an `ncclpy.NcclError` too. If ncclpy's error has a kind, such as `ncclpy.NcclTimeout`, it is of that kind.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class NcclError(errors.NcclError):
     def __init__(self, status: int, message: str | None = None) -> None:
         status = as_integer(status, "status")
         if message is None:
-            # A door that is opened for an error only: the bindings are many modules.
+            # Imported only for an error: the bindings are many modules.
             from ncclpy.core.bindings.library import get_error_string
 
             message = get_error_string(status)
@@ -125,26 +125,26 @@ class NcclError(errors.NcclError):
 
 
 class _Timeout(NcclError, errors.NcclTimeout):
-    """A deadline that has passed."""
+    """A deadline has passed."""
 
 
 class _Aborted(NcclError, errors.NcclAborted):
-    """Work that ended with its communicator."""
+    """Work ended with its communicator."""
 
 
 class _Remote(NcclError, errors.NcclRemoteError):
-    """Another rank that has failed."""
+    """Another rank has failed."""
 
 
 class _Unsupported(NcclError, errors.NcclUnsupported):
-    """What the loaded NCCL does not have."""
+    """The loaded NCCL does not have a function."""
 
 
 class _NoLibrary(NcclError, errors.LibraryNotFound):
-    """No NCCL."""
+    """No NCCL was found."""
 
 
-#: The kind that stands for each of ncclpy's, and its status where NCCL was not asked.
+#: For each of ncclpy's errors, its class here, and its status if NCCL was not asked.
 _KINDS: dict[type, tuple[type[NcclError], int]] = {
     errors.NcclTimeout: (_Timeout, Result.TIMEOUT),
     errors.NcclAborted: (_Aborted, Result.INTERNAL_ERROR),
@@ -155,7 +155,7 @@ _KINDS: dict[type, tuple[type[NcclError], int]] = {
 
 
 def _as_cupys(error: errors.NcclError) -> NcclError:
-    """Return an error of ours as one that CuPy's users expect; all that it knows goes with it."""
+    """Return an error of ncclpy as one that CuPy's users expect, with all its attributes."""
     kind, status = next((_KINDS[base] for base in type(error).__mro__ if base in _KINDS), (NcclError, 3))
     made = kind(int(status if error.result is None else error.result), str(error))
     kept = {name: value for name, value in vars(error).items() if name != "result"}
@@ -188,12 +188,12 @@ def check_status(status: int) -> None:
 def get_version() -> int:
     """Return the version of the loaded NCCL as a number: 23203 is 2.32.3."""
     major, minor, patch = library().version
-    # NCCL changed its numbers with 2.9.
+    # NCCL changed its version numbers with 2.9.
     return major * 1000 + minor * 100 + patch if (major, minor) <= (2, 8) else major * 10000 + minor * 100 + patch
 
 
 def get_build_version() -> int:
-    """Return what `get_version` does: nothing is fixed when ncclpy is built."""
+    """Return the same as `get_version`: ncclpy is not built for one version."""
     return get_version()
 
 
@@ -210,7 +210,7 @@ def groupStart() -> None:  # noqa: N802 - CuPy's name
 
 @_raising
 def groupEnd() -> None:  # noqa: N802 - CuPy's name
-    """End a group: the outermost one launches all that was called in it."""
+    """End a group: the end of the outermost one launches all calls in it."""
     open_groups.end("groupEnd")
 
 
@@ -244,7 +244,7 @@ def _config(config: NcclConfig | None) -> Config | None:
 
 
 class NcclCommunicator:
-    """One rank's communicator, of the current device, as CuPy's class of that name.
+    """One rank's communicator, of the current device, like CuPy's class of that name.
 
     Parameters
     ----------
@@ -253,19 +253,19 @@ class NcclCommunicator:
     commId
         What `get_unique_id` gave to one of them.
     rank
-        This one.
+        This rank.
     config
         The configuration.
 
     Notes
     -----
-    One that is dropped without `destroy` or `abort` is destroyed in the background, so that the destructor waits for
-    nothing. What was issued on it has as long as `use` says, 60 s without; then it is aborted, and the log ``ncclpy``
-    has a warning.
+    A communicator that is dropped without `destroy` or `abort` is destroyed in the background, so that the destructor
+    does not wait. What was issued on it then has as long as `use` says, by default 60 s; after that it is aborted, and
+    the log ``ncclpy`` has a warning.
     """
 
     _ours: Communicator | None = None
-    # A part that `commSplit` has made: NCCL's resources of the whole may be shared, and its end would end the part.
+    # Of a part that `commSplit` has made: NCCL's resources of the whole may be shared, and its end would end the part.
     _whole: NcclCommunicator | None = None
 
     @_raising
@@ -287,7 +287,7 @@ class NcclCommunicator:
         return f"<{type(self).__name__} of {self._ours!r}>"
 
     def _alive(self) -> Communicator:
-        """Return the communicator; NCCL would say of NULL what this says."""
+        """Return the communicator; raise what NCCL would say of NULL if there is none."""
         if self._ours is None:
             raise NcclError(Result.INVALID_ARGUMENT, f"this {type(self).__name__} was destroyed or aborted")
         return self._ours
@@ -315,7 +315,7 @@ class NcclCommunicator:
 
     @staticmethod
     def _initAll(comms: list[NcclCommunicator], ndev: int, devlist: list[int] | None = None) -> None:  # noqa: N802
-        """Fill in communicators that were made empty, those of subclasses say, which have no other way."""
+        """Fill in communicators that were made empty, such as those of subclasses, which cannot be made otherwise."""
         ordinals = list(range(ndev)) if devlist is None else devlist
         if not len(comms) == len(ordinals) == ndev:
             raise ValueError(f"{len(comms)} communicators and {len(ordinals)} devices, where ndev is {ndev}")
@@ -324,14 +324,14 @@ class NcclCommunicator:
 
     @_raising
     def destroy(self) -> None:
-        """Give it back, once all is done that was issued; twice does nothing."""
+        """Destroy it, once all that was issued is done; a second call does nothing."""
         if self._ours is not None:
             self._ours.close()
             self._let_go()
 
     @_raising
     def abort(self) -> None:
-        """End it at once; twice does nothing."""
+        """Abort it at once; a second call does nothing."""
         if self._ours is not None:
             self._ours.abort()
             self._let_go()
@@ -360,12 +360,12 @@ class NcclCommunicator:
 
     @_raising
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        """Send what the root has to all. Elsewhere `sendbuff` may be 0."""
+        """Send the root's data to all ranks. Elsewhere `sendbuff` may be 0."""
         addressed.broadcast(self._alive(), sendbuff, recvbuff, count, datatype, root, stream)
 
     @_raising
     def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        """Send what the root has to all, in place."""
+        """Send the root's data to all ranks, in place."""
         addressed.broadcast(self._alive(), buff, buff, count, datatype, root, stream)
 
     @_raising
@@ -392,7 +392,7 @@ class NcclCommunicator:
 
     @_raising
     def check_async_error(self) -> None:
-        """Raise what NCCL has found out since; that it is still at work is no error."""
+        """Raise an error that NCCL has found since; still being at work is not one."""
         result = self._alive().async_error()
         if result != Result.IN_PROGRESS:
             check_status(result)
@@ -404,7 +404,7 @@ class NcclCommunicator:
         Parameters
         ----------
         color
-            Ranks of one colour come together; -1: this rank joins none, and gets None.
+            Ranks of one colour form a communicator; with -1 this rank joins none, and gets None.
         key
             Orders the ranks of the new communicator.
         config
@@ -425,7 +425,7 @@ def _made_together(devices: list[int]) -> list[Communicator]:
 
 
 class InPlace:
-    """What `use` returns: `close`, or the end of a ``with`` block, takes it back."""
+    """What `use` returns: `close`, or the end of a ``with`` block, puts CuPy's module back."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -444,7 +444,7 @@ class InPlace:
         setattr(owner, name, value)
 
     def close(self) -> None:
-        """Put back what was there; twice does nothing."""
+        """Put back what was there; a second call does nothing."""
         global _timeout
         for table, content in self._filled:
             table.clear()
@@ -465,9 +465,9 @@ class InPlace:
 
 
 _ABSENT = object()
-#: Modules of CuPy that have taken names of its module for themselves, if they were imported before.
+#: Modules of CuPy that hold names of its module, if they were imported before.
 _TAKERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
-#: What CuPy's characters for data types are, where it has made no table since it found no NCCL.
+#: The data types of CuPy's characters, for modules that have made no table since they found no NCCL.
 _TYPES = {
     "b": NCCL_INT8, "B": NCCL_UINT8, "i": NCCL_INT32, "I": NCCL_UINT32, "l": NCCL_INT64, "L": NCCL_UINT64,
     "q": NCCL_INT64, "Q": NCCL_UINT64, "e": NCCL_FLOAT16, "f": NCCL_FLOAT32, "d": NCCL_FLOAT64,
@@ -479,8 +479,8 @@ _OPERATORS = {"sum": NCCL_SUM, "prod": NCCL_PROD, "max": NCCL_MAX, "min": NCCL_M
 def use(*, timeout: float | None = None) -> InPlace:
     """Put this module in the place of ``cupy.cuda.nccl``, so that ``cupyx.distributed`` uses ncclpy.
 
-    It is for the whole process, whether ``cupyx.distributed`` was imported before or comes later. Communicators that
-    were made before stay CuPy's.
+    It holds for the whole process, whether ``cupyx.distributed`` was imported before or is imported later.
+    Communicators that were made before stay CuPy's.
 
     Parameters
     ----------

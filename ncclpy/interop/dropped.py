@@ -1,7 +1,8 @@
 """Communicators that a program drops without an end: they are closed in threads of their own, under a deadline.
 
-CuPy's binding destroys a communicator in its destructor. To close one waits for what was issued, and NCCL may wait for
-other ranks; a destructor runs in any thread, at any moment, and must not wait. So it only notes the communicator here.
+CuPy's binding destroys a communicator in its destructor. Closing one waits for what was issued, and NCCL may wait for
+other ranks; a destructor runs in any thread, at any moment, and must not wait. So it only puts the communicator into a
+queue here.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ __all__ = ["close_when_dropped"]
 
 _log = logging.getLogger("ncclpy")
 
-#: Seconds for what was issued on a communicator without a deadline of its own; past them it is aborted.
+#: Seconds for what was issued on a communicator without a deadline of its own; after them it is aborted.
 _DEADLINE = 60.0
-#: How many threads close communicators: one may wait for a rank that waits in turn for the next one to be closed.
+#: How many threads close communicators: one may wait for a rank that waits for this process to close the next one.
 _MOST = 4
 #: Seconds that the end of the process may wait for them.
 _PATIENCE = 2.0
 
-# A destructor may interrupt any Python code of its thread, this module's too, so nothing here may take a lock: `put`
+# A destructor may interrupt any Python code of its thread, also of this module, so nothing here may take a lock. `put`
 # is made for that, and a set changes in one step.
 _dropped: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
 _threads: set[object] = set()
-_inherited: list[Any] = []  # by a forked child, which can close none
+_inherited: list[Any] = []  # of the parent, in a forked child, which can close none
 
 
 def close_when_dropped(owner: object, comm: Communicator) -> weakref.finalize[[Communicator, int], Any]:
     """Close a communicator in the background once its owner is dropped; detach what is returned to prevent that."""
     made = weakref.finalize(owner, _take, comm, os.getpid())
-    made.atexit = False  # then NCCL ends with the process
+    made.atexit = False  # at exit NCCL ends with the process
     return made
 
 
@@ -56,12 +57,12 @@ def _start() -> None:
     _threads.add(mine)
     try:
         _thread.start_new_thread(_work, (mine,))
-    except RuntimeError:  # no more threads, or the interpreter ends; the next one that is dropped tries again
+    except RuntimeError:  # no more threads, or the interpreter ends; the next dropped communicator tries again
         _threads.discard(mine)
 
 
 def _work(mine: object) -> None:
-    """Close what was dropped, until nothing is left."""
+    """Close dropped communicators, until none is left."""
     while True:
         try:
             comm = _dropped.get_nowait()

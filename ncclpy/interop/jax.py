@@ -1,8 +1,8 @@
-"""Collectives of JAX's arrays as functions: an array goes in, and a new one comes out.
+"""Collectives of JAX's arrays as functions, which return new arrays.
 
 JAX's arrays never change, so nothing can be received into one: `Communicator` refuses that. Here what is received gets
-memory of its own, and JAX is handed that memory through DLPack once the data are there. So these are for arrays
-outside of `jax.jit`.
+memory of its own, and JAX is handed that memory through DLPack once the data are there. So these functions are for
+arrays outside of `jax.jit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "send_recv",
 ]
 
-#: What XLA wants of CPU memory that it takes over without a copy, in bytes.
+#: The alignment in bytes that XLA needs of CPU memory to take it over without a copy.
 _ALIGNMENT = 64
 
 
@@ -45,16 +45,16 @@ def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: flo
     comm
         The communicator.
     array
-        This rank's; of one device, that of the communicator.
+        This rank's array; on one device, that of the communicator.
     op
         The operator.
     timeout
-        Seconds; by default the communicator's own.
+        Seconds; by default the communicator's own timeout.
 
     Returns
     -------
     jax.Array
-        A new one, of the same shape.
+        A new array of the same shape.
     """
     array = _given(array)
     return _received(comm, array.shape, array.dtype, lambda recv, on: comm.all_reduce(array, recv, op, **on), timeout)
@@ -68,14 +68,14 @@ def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, t
     comm, array, op
         As for `all_reduce`.
     root
-        The rank that receives it.
+        The rank that receives the result.
     timeout
         As for `all_reduce`.
 
     Returns
     -------
     jax.Array or None
-        None on the others.
+        The result on the root, None on the other ranks.
     """
     array = _given(array)
     made = _received(
@@ -85,16 +85,16 @@ def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, t
 
 
 def broadcast(comm: Communicator, array: Any, root: int = 0, *, timeout: float | None = None) -> Any:
-    """Return one rank's array on all.
+    """Return one rank's array on all ranks.
 
     Parameters
     ----------
     comm
         The communicator.
     array
-        The root's; on the others one of the same shape and type, whose values do not matter.
+        The root's array; on the other ranks one of the same shape and type with any values.
     root
-        The rank whose array it is.
+        The rank that sends its array.
     timeout
         As for `all_reduce`.
     """
@@ -108,7 +108,7 @@ def all_gather(comm: Communicator, array: Any, *, timeout: float | None = None) 
     Parameters
     ----------
     comm, array, timeout
-        As for `all_reduce`; all of one shape.
+        As for `all_reduce`; all arrays have one shape.
     """
     array = _given(array)
     shape = (comm.nranks, *array.shape)
@@ -121,7 +121,7 @@ def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout:
     Parameters
     ----------
     comm, array, op, timeout
-        As for `all_reduce`; the first axis is as many times as long as there are ranks.
+        As for `all_reduce`; the length of the first axis is a multiple of the number of ranks.
     """
     array = _given(array)
     shape = (_part(comm, array), *array.shape[1:])
@@ -129,12 +129,12 @@ def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout:
 
 
 def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) -> Any:
-    """Send each rank its part of the first axis, and return what all have sent, in their order.
+    """Send each rank its part of the first axis, and return the parts that all have sent, by rank.
 
     Parameters
     ----------
     comm, array, timeout
-        As for `all_reduce`; the first axis is a multiple of the number of ranks.
+        As for `all_reduce`; the length of the first axis is a multiple of the number of ranks.
     """
     array = _given(array)
     _part(comm, array)
@@ -142,7 +142,7 @@ def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) 
 
 
 def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = None) -> None:
-    """Send an array to a rank, which calls `recv`; it returns when that is done.
+    """Send an array to a rank, which calls `recv`; return once that is done.
 
     Parameters
     ----------
@@ -171,16 +171,16 @@ def recv(comm: Communicator, shape: Sequence[int], dtype: Any, peer: int, *, tim
 
 
 def send_recv(comm: Communicator, array: Any, to: int, source: int, *, timeout: float | None = None) -> Any:
-    """Send an array to one rank, and return the one that another sends, which has its shape and type.
+    """Send an array to one rank, and return the array that another sends, of the same shape and type.
 
     Parameters
     ----------
     comm, array, timeout
         As for `all_reduce`.
     to
-        The rank that receives this one's.
+        The rank that receives this rank's array.
     source
-        The rank whose is returned.
+        The rank that sends the array that is returned.
     """
     array = _given(array)
 
@@ -205,7 +205,7 @@ def _jax() -> Any:
 
 
 def _given(array: Any) -> Any:
-    """Return what is sent as an array of JAX's that has its values, on one device."""
+    """Return the argument as an array of JAX that has its values, on one device."""
     jax = _jax()
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -221,7 +221,7 @@ def _given(array: Any) -> Any:
 
 
 def _part(comm: Communicator, array: Any) -> int:
-    """Return how much of the first axis each rank gets."""
+    """Return the length of each rank's part of the first axis."""
     if not array.shape or array.shape[0] % comm.nranks:
         raise ValueError(f"array: the first axis of shape {array.shape} cannot be divided among {comm.nranks} ranks")
     return int(array.shape[0]) // comm.nranks
@@ -234,14 +234,14 @@ def _received(
     call: Callable[[Any, dict[str, Any]], object],
     timeout: float | None,
 ) -> Any:
-    """Make a call that receives into new memory, and return that as an array of JAX's."""
+    """Make a call that receives into new memory, and return that memory as an array of JAX."""
     jax = _jax()
     if library().engine == "host":
         room = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
         made = room[start : start + room.size - _ALIGNMENT].view(dtype).reshape(shape)
         _done(comm, functools.partial(call, made), timeout)
-        # DLPack knows none of the types that numpy has from ml_dtypes.
+        # DLPack has none of the types that numpy gets from ml_dtypes.
         return jax.dlpack.from_dlpack(made) if dtype.isbuiltin == 1 else jax.numpy.asarray(made)
     return _of_device(jax, comm, shape, dtype, call, timeout)
 
@@ -254,7 +254,7 @@ def _of_device(
     call: Callable[[Any, dict[str, Any]], object],
     timeout: float | None,
 ) -> Any:
-    """Do as `_received` does, in memory of the communicator's device."""
+    """Do the same as `_received`, in memory of the communicator's device."""
     count = int(np.prod(shape))
     memory = alloc(max(1, count * dtype.itemsize), comm.device)
     buffer = memory.buffer(dtype, count)
@@ -271,16 +271,16 @@ def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout:
         )
     options = {} if timeout is None else {"timeout": timeout}
     if library().engine == "host":
-        call(options)  # which returns when CPU memory has the data, or raises
+        call(options)  # returns once CPU memory has the data, or raises
         return
     with Stream(comm.device) as stream:
         call({"stream": stream, **options})
         try:
             stream.synchronize()
         except BaseException:
-            comm.abort()  # or it would write into memory that is nobody's
+            comm.abort()  # or it would write into memory that was freed
             raise
-    # The stream goes on when what was on it is aborted.
+    # The stream continues when the operation on it is aborted.
     found = comm.async_error()
     if found != Result.SUCCESS:
         raise NcclError(f"{comm!r} has failed while an array of JAX was on its way", result=int(found))

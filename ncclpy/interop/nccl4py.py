@@ -1,8 +1,8 @@
-"""The names of nccl4py's ``nccl.core``, where they are another name for something of ncclpy's.
+"""The names of nccl4py's ``nccl.core`` that correspond to something of ncclpy.
 
 A program changes ``import nccl.core as nccl`` into ``from ncclpy.interop import nccl4py as nccl``. What nccl4py has
-beyond that, device communicators, teams, bindings in objects, is not here: `ncclpy.bindings` has every function of
-NCCL's.
+beyond that (device communicators, teams, bindings in objects) is not here: `ncclpy.bindings` has every function of
+NCCL.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ FLOAT8E5M2 = NcclDataType.FLOAT8E5M2
 __all__ += ["AVG", "CHAR", "INT", "INT8", "INT32", "INT64", "MAX", "MIN", "PROD", "SUM", "UINT8", "UINT32", "UINT64"]
 __all__ += ["BFLOAT16", "DOUBLE", "FLOAT", "FLOAT8E4M3", "FLOAT8E5M2", "FLOAT16", "FLOAT32", "FLOAT64", "HALF"]
 
-#: For ``except``: what a caller got wrong is Python's own error here.
+#: For ``except``: wrong arguments raise Python's own errors here.
 NcclInvalid = (TypeError, ValueError)
 
 
 class CommShrinkFlag(enum.IntEnum):
-    """Say what becomes of what still runs when a communicator is shrunk."""
+    """Say what happens to running operations when a communicator is shrunk."""
 
     DEFAULT = 0
     ABORT = 1
 
 
 class CommSuspendFlag(enum.IntFlag):
-    """Say what is given back while a communicator is suspended."""
+    """Say what is released while a communicator is suspended."""
 
     MEM = 1
 
@@ -91,7 +91,7 @@ class WindowFlag(enum.IntFlag):
 
 
 class NcclCommMemStat(enum.IntEnum):
-    """Name what `Communicator.get_mem_stat` may be asked."""
+    """Name the statistics of `Communicator.get_mem_stat`."""
 
     GPU_MEM_SUSPEND = 0
     GPU_MEM_SUSPENDED = 1
@@ -115,12 +115,12 @@ def group_start() -> None:
 
 
 def group_end() -> None:
-    """Launch the calls of the group that this thread has begun; to simulate it take `ncclpy.group`."""
+    """Launch the calls of the group that this thread has begun; to simulate it, use `ncclpy.group`."""
     open_groups.end("group_end")
 
 
 def mem_alloc(size: int, device: int | None = None) -> Allocation:
-    """Return memory of NCCL's allocator, which goes when nobody has it any more.
+    """Return memory of NCCL's allocator, which is freed with its last reference.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def mem_free(buf: Allocation) -> None:
     Parameters
     ----------
     buf
-        What `mem_alloc` gave.
+        What `mem_alloc` returned.
     """
     buf.close()
 
@@ -153,8 +153,8 @@ def _refuse(config: object) -> None:
 class Communicator(_Communicator):
     """A `ncclpy.Communicator` with the names of nccl4py's methods and of their parameters.
 
-    Each is a communicator of ncclpy's too, with all that it has: ``timeout=``, ``with`` blocks, errors of ncclpy's.
-    Where nccl4py takes its default stream, ``stream=None`` is the framework's current one. `device` is an ordinal.
+    Each is also a communicator of ncclpy, with all its features: ``timeout=``, ``with`` blocks, ncclpy's errors. Where
+    nccl4py uses its default stream, ``stream=None`` is the framework's current one. `device` is an ordinal.
     """
 
     @classmethod
@@ -169,7 +169,7 @@ class Communicator(_Communicator):
         timeout: float | None = None,
         abortable: bool | None = None,
     ) -> Self:
-        """Make this rank's communicator, of the current device if none is given."""
+        """Make this rank's communicator, on the current device if none is given."""
         return super().init(
             nranks, rank, unique_id, config=config, device=device, timeout=timeout, abortable=abortable
         )
@@ -178,13 +178,13 @@ class Communicator(_Communicator):
     def init_all(  # type: ignore[override]
         cls, devices: int | Iterable[int] | None = None, *, timeout: float | None = None
     ) -> list[Self]:
-        """Make a communicator for each of several devices of this process; a number is that of the first ones."""
+        """Make a communicator for each of several devices of this process; a number means so many first ones."""
         return super().init_all(range(devices) if isinstance(devices, int) else devices, timeout=timeout)
 
     def split(  # type: ignore[override]
         self, color: int | None = None, key: int = 0, config: NCCLConfig | None = None
     ) -> Self | None:
-        """Divide the ranks by colour; who has none gets None, not a communicator of nobody."""
+        """Divide the ranks by colour; a rank without one gets None, not an empty communicator."""
         return super().split(color, key, config=config)
 
     def shrink(  # type: ignore[override]
@@ -201,7 +201,7 @@ class Communicator(_Communicator):
         return self.grow_id()
 
     def destroy(self) -> None:
-        """Give it back, as `close` does."""
+        """Destroy it, as `close` does."""
         self.close()
 
     def revoke(self, flags: int = 0) -> None:
@@ -211,7 +211,7 @@ class Communicator(_Communicator):
         super().revoke()
 
     def suspend(self, flags: int = CommSuspendFlag.MEM) -> None:
-        """Give back device memory until `resume`."""
+        """Release device memory until `resume`."""
         if flags != CommSuspendFlag.MEM:
             raise ValueError(f"flags: expected CommSuspendFlag.MEM, got {flags!r}")
         super().suspend()
@@ -223,21 +223,21 @@ class Communicator(_Communicator):
 
     @property
     def is_valid(self) -> bool:
-        """Whether it was not destroyed or aborted."""
+        """Whether it was neither destroyed nor aborted."""
         return not self.closed
 
     def get_async_error(self) -> Result | int:
-        """Return what NCCL has for it now."""
+        """Return NCCL's asynchronous result for it."""
         return self.async_error()
 
     def get_last_error(self) -> str:
-        """Return NCCL's last words."""
+        """Return NCCL's last error text."""
         from ncclpy.core.bindings.library import get_last_error
 
         return get_last_error(self.handle)
 
     def get_mem_stat(self, stat: int) -> int:
-        """Return one of NCCL's numbers of its memory, in bytes."""
+        """Return one of NCCL's memory statistics, in bytes."""
         return int(self.memory_stats()[_STATISTICS[NcclCommMemStat(stat)]])
 
     def allreduce(
@@ -257,7 +257,7 @@ class Communicator(_Communicator):
         stream: StreamLike = None,
         config: None = None,
     ) -> None:
-        """Reduce what all ranks send; the root receives it, or all if there is none."""
+        """Reduce what all ranks send; the root receives it, or all ranks if there is no root."""
         _refuse(config)
         if root is None:
             super().all_reduce(sendbuf, recvbuf, op, stream=stream)
@@ -267,7 +267,7 @@ class Communicator(_Communicator):
     def broadcast(  # type: ignore[override]
         self, sendbuf: BufferLike, recvbuf: BufferLike, root: int, *, stream: StreamLike = None, config: None = None
     ) -> None:
-        """Send what the root has to all."""
+        """Send the root's data to all ranks."""
         _refuse(config)
         super().broadcast(sendbuf if self.rank == root else None, recvbuf, root, stream=stream)
 
@@ -301,7 +301,7 @@ class Communicator(_Communicator):
         stream: StreamLike = None,
         config: None = None,
     ) -> None:
-        """Receive on the root what all send, or on all if there is none."""
+        """Receive on the root what all ranks send, or on all ranks if there is no root."""
         _refuse(config)
         if root is None:
             super().all_gather(sendbuf, recvbuf, stream=stream)
@@ -311,7 +311,7 @@ class Communicator(_Communicator):
     def scatter(  # type: ignore[override]
         self, sendbuf: BufferLike, recvbuf: BufferLike, root: int, *, stream: StreamLike = None, config: None = None
     ) -> None:
-        """Send each rank its part of what the root has."""
+        """Send each rank its part of the root's data."""
         _refuse(config)
         super().scatter(sendbuf if self.rank == root else None, recvbuf, root, stream=stream)
 
@@ -337,7 +337,7 @@ class Communicator(_Communicator):
         )
 
     def create_pre_mul_sum(self, scalar: Any, datatype: DataTypeLike = None) -> CustomOp:
-        """Make an operator that multiplies what each rank sends; without a type it is that of the scalar."""
+        """Make an operator that multiplies what each rank sends; the default type is that of the scalar."""
         if isinstance(scalar, np.ndarray) and scalar.size == 1:  # read now, as nccl4py does
             datatype, scalar = scalar.dtype if datatype is None else datatype, scalar.item()
         if datatype is None:

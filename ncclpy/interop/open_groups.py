@@ -1,4 +1,4 @@
-"""Groups that begin in one call and end in another, as those of CuPy and vLLM do, over ncclpy's."""
+"""Groups that begin in one call and end in another, as in CuPy and vLLM, over those of ncclpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start() -> None:
 
 
 def end(ending: str) -> None:
-    """End the group that this thread has begun last; the outermost one launches what was called in all.
+    """End the group that this thread has begun last; the end of the outermost one launches the calls of all.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def end(ending: str) -> None:
     Raises
     ------
     RuntimeError
-        If this thread has none.
+        If this thread has no open group.
     """
     if not _open.groups:
         raise RuntimeError(f"{ending}: no group is open in this thread; begin and end a group in the same one")

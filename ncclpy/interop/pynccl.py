@@ -1,9 +1,9 @@
-"""The shape of vLLM's ``PyNcclCommunicator``, over ncclpy: a communicator of tensors beside a group of the CPU's.
+"""The interface of vLLM's ``PyNcclCommunicator`` over ncclpy: a communicator for tensors, besides a CPU group.
 
 A program changes ``from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator`` into
-``from ncclpy.interop.pynccl import PyNcclCommunicator``. vLLM is not needed, and torch is imported by the first one
-that is made. On the host engine it is for tensors of the CPU. `NCCLLibrary` and the names beside it are those that
-vLLM's module has of its ``pynccl_wrapper``.
+``from ncclpy.interop.pynccl import PyNcclCommunicator``. vLLM is not needed, and torch is imported when the first
+communicator is made. On the host engine it is for tensors of the CPU. `NCCLLibrary` and the names beside it are those
+that vLLM's module imports from its ``pynccl_wrapper``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 _log = logging.getLogger("ncclpy")
 
-#: Seconds for an abort, as vLLM gives it: past them it is left behind.
+#: Seconds for an abort, as in vLLM; after them the call returns, and the abort may go on.
 _ABORT = 5.0
 _MEETING = "ncclpy/pynccl"
 
@@ -67,33 +67,34 @@ def _torch() -> Any:
 
 
 class PyNcclCommunicator:
-    """One rank's communicator for tensors, as vLLM's class of that name.
+    """One rank's communicator for tensors, like vLLM's class of that name.
 
-    It is disabled in a world of one rank, where VLLM_DISABLE_PYNCCL is set, and where no NCCL is found, which a
-    warning of the log ``ncclpy`` explains. What is called of a disabled one does nothing and returns None, as in vLLM.
+    It is disabled in a world of one rank, if VLLM_DISABLE_PYNCCL is set, and if no NCCL is found, which a warning of
+    the log ``ncclpy`` explains. Calls on a disabled one do nothing and return None, as in vLLM.
 
     Parameters
     ----------
     group
-        By which the ranks meet: a ``torch.distributed`` group that is not of NCCL's backend, None for the default one;
-        an object with ``rank``, ``world_size`` and ``broadcast_obj(obj, src)``, as vLLM's ``StatelessProcessGroup``;
-        or ``(store, rank, world_size)`` with a store of ncclpy's or one that `ncclpy.bootstrap.as_store` takes.
+        How the ranks find each other: a ``torch.distributed`` group that is not of NCCL's backend, None for the
+        default one; an object with ``rank``, ``world_size`` and ``broadcast_obj(obj, src)``, as vLLM's
+        ``StatelessProcessGroup``; or ``(store, rank, world_size)`` with a store of ncclpy or one that
+        `ncclpy.bootstrap.as_store` takes.
     device
         Where the tensors are: a ``torch.device``, its name, or the ordinal of a GPU; None is the current GPU. On the
-        host engine tensors are the CPU's, and an ordinal chooses the engine's device; without one it has the rank's
+        host engine tensors are on the CPU, and an ordinal chooses the engine's device, by default that of the rank's
         number.
     library_path
-        The library to use, as `ncclpy.use` takes it, where none is loaded yet.
+        The library to use, as `ncclpy.use` takes it, if none is loaded yet.
     timeout
-        Seconds that any wait may take, from the meeting on, as of `ncclpy.Communicator.init`; of all ranks or of none.
-        A meeting by a group of torch's or a stateless one has that group's own deadline.
+        Seconds that any wait may take, from the rendezvous on, as for `ncclpy.Communicator.init`; given on all ranks
+        or on none. A rendezvous by a torch group or a stateless one has that group's own deadline.
 
     Attributes
     ----------
     rank, world_size : int
-        This rank and their number.
+        This rank and the number of ranks.
     group
-        As it was given.
+        As given.
     available : bool
         Whether there is a communicator.
     disabled : bool
@@ -105,7 +106,7 @@ class PyNcclCommunicator:
     comm : Communicator
         The communicator, of ncclpy.
     unique_id : UniqueId
-        By which the ranks have met.
+        The id that all ranks have got in the rendezvous.
     nccl_version : int
         The version of NCCL as a number: 23203 is 2.32.3.
 
@@ -114,9 +115,9 @@ class PyNcclCommunicator:
     ModuleNotFoundError
         If there is no torch.
     ValueError
-        If a group of torch's is of NCCL's backend; if there is no such device.
+        If a torch group is of NCCL's backend; if there is no such device.
     NcclTimeout
-        If not all ranks have come within `timeout`.
+        If some ranks are missing after `timeout`.
     """
 
     def __init__(
@@ -141,14 +142,14 @@ class PyNcclCommunicator:
         *,
         timeout: float | None = None,
     ) -> PyNcclCommunicator:
-        """Make one without a group, of an id that the program has brought to all ranks.
+        """Make one without a group, from an id that the program has sent to all ranks.
 
         Parameters
         ----------
         unique_id_bytes
-            The 128 bytes of `ncclpy.get_unique_id`, called on one of them.
+            The 128 bytes of `ncclpy.get_unique_id`, called on one of the ranks.
         rank, world_size
-            This rank and their number.
+            This rank and the number of ranks.
         device, library_path, timeout
             As for the class.
         """
@@ -161,7 +162,7 @@ class PyNcclCommunicator:
         return made
 
     def _begin(self, library_path: str | None) -> bool:
-        """Return whether there is to be a communicator."""
+        """Return whether a communicator has to be made."""
         self.available, self.disabled = False, True
         self.stream: Any = None
         self.device: Any = None
@@ -185,7 +186,7 @@ class PyNcclCommunicator:
         self.comm = Communicator.init(self.world_size, self.rank, self.unique_id, device=ordinal, timeout=timeout)
         self.available, self.disabled = True, False
         try:
-            # What keeps ranks from each other is to be seen here, and not in the middle of the program.
+            # An obstacle between the ranks has to show here, and not in the middle of the program.
             self.all_reduce(torch.zeros(1, device=self.device))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -198,7 +199,7 @@ class PyNcclCommunicator:
         return f"<PyNcclCommunicator rank {self.rank} of {self.world_size}, {state}>"
 
     def destroy(self) -> None:
-        """End it at once, in 5 s at most, whatever runs on it; twice does nothing."""
+        """Abort it at once, in 5 s at most, whatever runs on it; a second call does nothing."""
         if self.available:
             self.available, self.disabled = False, True
             self._windows.clear()
@@ -215,16 +216,16 @@ class PyNcclCommunicator:
         return self.stream if stream is None else stream
 
     def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = None, stream: Any = None) -> Any:
-        """Reduce what all ranks send; return the tensor that has received it.
+        """Reduce what all ranks send; return the tensor that has received the result.
 
         Parameters
         ----------
         in_tensor
             What this rank sends.
         out_tensor
-            What receives the result; a new one by default.
+            The tensor for the result; a new one by default.
         op
-            A ``torch.distributed.ReduceOp``, or what else names an operator; a sum by default.
+            A ``torch.distributed.ReduceOp``, or another name of an operator; a sum by default.
         stream
             The stream; torch's current one by default.
         """
@@ -237,12 +238,12 @@ class PyNcclCommunicator:
         return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
-        """Receive on each rank what all send, one behind the other.
+        """Receive on each rank what all send, concatenated by rank.
 
         Parameters
         ----------
         output_tensor
-            What receives.
+            The receiving tensor.
         input_tensor
             What this rank sends.
         stream
@@ -254,12 +255,12 @@ class PyNcclCommunicator:
         self.comm.all_gather(self._mine(input_tensor, "input_tensor"), output_tensor, stream=self._on(stream))
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: list[int], stream: Any = None) -> None:
-        """Receive on each rank what all send, of each as many rows as `sizes` says.
+        """Receive on each rank what all send, as many rows of each rank as `sizes` says.
 
         Parameters
         ----------
         output_tensor
-            What receives, ``sum(sizes)`` rows.
+            The receiving tensor, ``sum(sizes)`` rows.
         input_tensor
             What this rank sends, ``sizes[rank]`` rows.
         sizes
@@ -278,7 +279,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         output_tensor
-            What receives this rank's part.
+            The tensor for this rank's part.
         input_tensor
             What this rank sends.
         op
@@ -300,7 +301,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         output_tensor
-            What receives this rank's part, ``sizes[rank]`` rows.
+            The tensor for this rank's part, ``sizes[rank]`` rows.
         input_tensor
             What this rank sends, ``sum(sizes)`` rows.
         sizes
@@ -322,7 +323,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         output_tensor
-            What receives on the root; not used elsewhere.
+            The receiving tensor on the root; not used elsewhere.
         input_tensor
             What this rank sends.
         root
@@ -344,7 +345,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         output_tensor
-            What receives, ``sizes[rank]`` rows.
+            The receiving tensor, ``sizes[rank]`` rows.
         input_tensor
             What the root sends, ``sum(sizes)`` rows; not used elsewhere.
         sizes
@@ -394,7 +395,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         tensor
-            What receives.
+            The receiving tensor.
         src
             The rank.
         stream
@@ -409,7 +410,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         tensor
-            What is sent or receives.
+            The tensor that is sent, or that receives.
         src
             The rank that sends.
         stream
@@ -432,7 +433,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         p2p_ops
-            Objects of ``torch.distributed.P2POp``, or what has their ``op``, ``tensor`` and ``group_peer``.
+            Objects of ``torch.distributed.P2POp``, or objects with its ``op``, ``tensor`` and ``group_peer``.
         stream
             The stream; torch's current one by default.
         """
@@ -456,12 +457,12 @@ class PyNcclCommunicator:
         Parameters
         ----------
         tensor
-            On GPUs of memory that NCCL has allocated: `ncclpy.memory`.
+            A tensor; on GPUs in memory that NCCL has allocated: `ncclpy.memory`.
 
         Returns
         -------
         Window
-            What `deregister_comm_window` takes. It is kept until then.
+            The argument of `deregister_comm_window`. It is kept until then.
         """
         return self._window(tensor)
 
@@ -485,22 +486,22 @@ class PyNcclCommunicator:
         return window
 
     def deregister_comm_window(self, window: Window | None) -> None:
-        """Give a window back; all ranks do so.
+        """Deregister a window; all ranks do so.
 
         Parameters
         ----------
         window
-            What was returned; None does nothing.
+            The window that was returned; None does nothing.
         """
         if window is not None:
             window.close()
             self._windows = [each for each in self._windows if each is not window]
 
     def suspend(self) -> None:
-        """Give back the device memory of a communicator that is idle, until `resume`; all ranks do so.
+        """Release the device memory of an idle communicator, until `resume`; all ranks do so.
 
-        Nothing happens where there is none, or where NCCL is older than 2.29.7. One with a deadline keeps its memory,
-        which NCCL shares with what guards it: `ValueError` says so.
+        Nothing happens without a communicator, or if NCCL is older than 2.29.7. A communicator with a deadline keeps
+        its memory, which NCCL shares with the communicator that guards it: `ValueError` says so.
         """
         if self.available and not self._suspended:
             with contextlib.suppress(NcclUnsupported):
@@ -508,7 +509,7 @@ class PyNcclCommunicator:
                 self._suspended = True
 
     def resume(self) -> None:
-        """Take back what `suspend` gave up; all ranks do so. One that is not suspended stays as it is."""
+        """Undo `suspend`; all ranks do so. A communicator that is not suspended stays as it is."""
         if self.available and self._suspended:
             self.comm.resume()
             self._suspended = False
@@ -520,7 +521,7 @@ class PyNcclCommunicator:
         Parameters
         ----------
         enable
-            Whether it is enabled; by default, if there is a communicator.
+            Whether it is enabled; by default it is, if there is a communicator.
         stream
             The stream of calls that name none; by default as before.
         """
@@ -534,7 +535,7 @@ class PyNcclCommunicator:
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    """Return this rank and how many there are."""
+    """Return this rank and the number of ranks."""
     if isinstance(group, tuple):
         if len(group) != 3:
             raise TypeError(f"group: a tuple stands for (store, rank, world_size), got {len(group)} items")
@@ -562,9 +563,9 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(torch: Any, group: Any, rank: int, size: int, mine: bytes, timeout: float | None) -> bytes:
-    """Return what rank 0 has brought."""
+    """Return the bytes that rank 0 has brought."""
     if isinstance(group, tuple):
-        # The name of a meeting that is over may be used again, so there may be several communicators.
+        # The name of a completed rendezvous may be used again, so there may be several communicators.
         return as_store(group[0]).gather(_MEETING, rank, size, mine, TIMEOUT if timeout is None else timeout)[0]
     if hasattr(group, "broadcast_obj"):
         return bytes(group.broadcast_obj(mine if rank == 0 else None, src=0))

@@ -1,6 +1,6 @@
-"""The shape of vLLM's and SGLang's ``pynccl_wrapper``, over ncclpy: C's names and arguments as methods of a library.
+"""The interface of vLLM's and SGLang's ``pynccl_wrapper`` over ncclpy: C's names and arguments as a library's methods.
 
-Arguments are what ctypes has: addresses, communicators and streams as ``c_void_p`` or as ints, the unique id as a
+Arguments are those of ctypes: addresses, communicators and streams as ``c_void_p`` or as ints, the unique id as a
 structure. Neither vLLM nor torch is needed.
 """
 
@@ -39,15 +39,15 @@ cudaStream_t = ctypes.c_void_p  # noqa: N816 - CUDA's name
 
 #: NCCL's flags of windows.
 _SYMMETRIC, _STRICT_ORDERING = 1, 2
-#: What torch calls operators that have another name here.
+#: Torch's names of operators that have another name here.
 _OPERATORS = {"PRODUCT": "PROD"}
 
 
 def as_operator(op: Any) -> int:
-    """Return the `ncclRedOp_t` of one of torch's operators, or of what else names one; None is a sum."""
+    """Return the `ncclRedOp_t` of one of torch's operators, or of another name of one; None is a sum."""
     if op is None:
         return ReduceOp.SUM
-    # torch's operators are an enum of C++ and a class around it, which both say their name.
+    # Torch's operators are an enum of C++ and a class around it, and both have their name.
     name = getattr(op, "name", None)
     if name is None and type(op).__module__.partition(".")[0] == "torch":
         name = str(getattr(op, "op", op)).rpartition(".")[2]
@@ -82,7 +82,7 @@ class ncclDataTypeEnum:
 
     @classmethod
     def from_torch(cls, dtype: Any) -> int:
-        """Return the value for a ``torch.dtype``, or for what else names a type.
+        """Return the value for a ``torch.dtype``, or for another name of a type.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class ncclRedOpTypeEnum:
 
     @classmethod
     def from_torch(cls, op: Any) -> int:
-        """Return the value for a ``torch.distributed.ReduceOp``, or for what else names an operator.
+        """Return the value for a ``torch.distributed.ReduceOp``, or for another name of an operator.
 
         Raises
         ------
@@ -121,23 +121,24 @@ class ncclRedOpTypeEnum:
 
 
 def _int(value: Any) -> Any:
-    """Return what an object of ctypes holds, NULL as 0; other values as they are."""
+    """Return the value of a ctypes object, NULL as 0; other values as they are."""
     return (value.value or 0) if isinstance(value, (ctypes.c_void_p, ctypes.c_int)) else value
 
 
 class NCCLLibrary:
-    """NCCL's functions by C's names, as vLLM's class of that name; they raise errors and return what C passes out.
+    """NCCL's functions by C's names, like vLLM's class of that name; they raise errors and return what C passes out.
 
-    Below is a `Communicator` for each that `ncclCommInitRank` makes. It is kept until `ncclCommDestroy` or
-    `ncclCommAbort`, as there is only its address to know it by.
+    Each communicator of `ncclCommInitRank` is a `Communicator`. It is kept until `ncclCommDestroy` or `ncclCommAbort`,
+    as the program has only its address.
 
     Parameters
     ----------
     so_file
-        The library to use, as `ncclpy.use` takes it, where none is loaded yet; by default the one that is loaded, or
+        The library to use, as `ncclpy.use` takes it, if none is loaded yet; by default the one that is loaded, or
         that ncclpy finds.
     timeout
-        Seconds that any wait of a communicator may take, as of `ncclpy.Communicator.init`; of all ranks or of none.
+        Seconds that any wait of a communicator may take, as for `ncclpy.Communicator.init`; given on all ranks or on
+        none.
 
     Raises
     ------
@@ -197,21 +198,21 @@ class NCCLLibrary:
         return ncclUniqueId.from_buffer_copy(bytes(UniqueId.from_bytes(data)))
 
     def ncclCommInitRank(self, world_size: int, unique_id: Any, rank: int) -> ctypes.c_void_p:
-        """Make this rank's communicator on the current device; it returns when all ranks have come.
+        """Make this rank's communicator on the current device; return once all ranks have called it.
 
         Parameters
         ----------
         world_size
             The number of ranks.
         unique_id
-            What `ncclGetUniqueId` gave to one of them: an `ncclUniqueId`, or vLLM's own structure.
+            What `ncclGetUniqueId` returned on one of them: an `ncclUniqueId`, or vLLM's own structure.
         rank
-            This one.
+            This rank.
 
         Raises
         ------
         NcclTimeout
-            If not all ranks have come within the library's `timeout`.
+            If some ranks are missing after the library's `timeout`.
         """
         if in_group():
             raise ValueError(
@@ -262,7 +263,7 @@ class NCCLLibrary:
     def ncclBroadcast(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, root: int, comm: Any, stream: Any
     ) -> None:
-        """Send what the root has to all; the other ranks may pass NULL for `sendbuff`."""
+        """Send the root's data to all ranks; the other ranks may pass NULL for `sendbuff`."""
         addressed.broadcast(
             self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), root, _int(stream)
         )
@@ -272,7 +273,7 @@ class NCCLLibrary:
         open_groups.start()
 
     def ncclGroupEnd(self) -> None:
-        """End the group that this thread has begun last: the outermost one launches what was called in all."""
+        """End the group that this thread has begun last: the end of the outermost one launches the calls of all."""
         open_groups.end("ncclGroupEnd")
 
     def ncclCommWindowRegister(self, comm: Any, buff: Any, size: int, win_flags: SupportsIndex) -> ctypes.c_void_p:
@@ -301,7 +302,7 @@ class NCCLLibrary:
         return ncclWindow_t(window.handle)
 
     def ncclCommWindowDeregister(self, comm: Any, window: Any) -> None:
-        """Give a window back; all ranks do so."""
+        """Deregister a window; all ranks do so."""
         address = _int(window)
         found = self._made(comm)[1].pop(address, None)
         if found is None:
@@ -309,15 +310,15 @@ class NCCLLibrary:
         found.close()
 
     def ncclCommGetAsyncError(self, comm: Any) -> int:
-        """Return the result code of what NCCL has found out since; 0 is none."""
+        """Return the result code of an error that NCCL has found since; 0 is none."""
         return int(self._comm(comm).async_error())
 
     def ncclCommAbort(self, comm: Any) -> None:
-        """End a communicator at once, whatever runs on it."""
+        """Abort a communicator at once, whatever runs on it."""
         self._forget(comm).abort()
 
     def ncclCommDestroy(self, comm: Any) -> None:
-        """Give a communicator back, once all is done that was issued; it waits for the other ranks."""
+        """Destroy a communicator, once all that was issued is done; this waits for the other ranks."""
         self._forget(comm).close()
 
     def _forget(self, comm: Any) -> Communicator:

@@ -12,18 +12,18 @@ from ncclpy.bootstrap.store import Store, StoreError, StoreLost
 
 T = TypeVar("T")
 
-#: How long a wait sleeps at most before it looks again, for keys that others set, and for signals; in seconds.
+#: The most seconds that a wait sleeps before it looks again, for keys set by other clients, and for signals.
 _SLICE = 0.1
 _CHANNEL = b"ncclpy/"
 
-# Each changes one key and tells those who wait for it, in one step.
+# Each changes one key and wakes clients that wait for it, in one step.
 _SET = "redis.call('SET', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') return 1"
 _ADD = (
     "redis.call('INCRBY', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') "
     "return redis.call('GET', KEYS[1])"  # as text: numbers of Lua have 53 bits
 )
 _APPEND = "redis.call('APPEND', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') return 1"
-# Absent is told apart from empty by a first letter.
+# A first letter distinguishes an absent value from an empty one.
 _COMPARE_SET = """
 local found = redis.call('GET', KEYS[1])
 local now = found and 'v' .. found or 'a'
@@ -39,17 +39,17 @@ return {1, ARGV[2]}
 
 
 def adapt(obj: object) -> Store | None:
-    """Return a store on a redis server; None if `obj` is no client of redis-py's."""
+    """Return a store on a redis server; None if `obj` is not a client of redis-py."""
     from redis import Redis
 
     return RedisStore(obj) if isinstance(obj, Redis) else None
 
 
 class RedisStore(Store):
-    """Keep keys in a redis server, through connections of its own that are made as the client's are.
+    """Keep keys in a redis server, through connections of its own that are made like the client's.
 
-    Keys and values are redis's own strings, which other programs see. Whoever waits for a key is woken when a client
-    of this kind sets it, and looks by itself ten times a second for what others set.
+    Keys and values are redis's own strings, which other programs see. A wait for a key ends when a client of this kind
+    sets it; for keys set by other clients it looks ten times a second.
 
     Parameters
     ----------
@@ -64,20 +64,20 @@ class RedisStore(Store):
         super().__init__()
         theirs = client.connection_pool
         options = dict(theirs.connection_kwargs, decode_responses=False)
-        # What the client leaves open, a server that does not answer, would be waited for without an end.
+        # A timeout that the client leaves open would have no end if the server does not answer.
         options["socket_timeout"] = options.get("socket_timeout") or self.timeout
         options["socket_connect_timeout"] = options.get("socket_connect_timeout") or self.timeout
         host = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._shown = f"{host}/{options.get('db') or 0}"
         self._pool = type(theirs)(connection_class=theirs.connection_class, **options)
-        self._redis: Any = Redis(connection_pool=self._pool)  # whose types are of all that it may be set to return
+        self._redis: Any = Redis(connection_pool=self._pool)  # its types cover all that it can be set to return
         self._scripts = {text: self._redis.register_script(text) for text in (_SET, _ADD, _APPEND, _COMPARE_SET)}
 
     def __repr__(self) -> str:
         return f"as_store(redis {self._shown})"
 
     def _ask(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call redis-py; what it raises becomes an error of ours."""
+        """Call redis-py; its errors become errors of the store."""
         import redis
 
         if self._closed:
@@ -91,7 +91,7 @@ class RedisStore(Store):
         except (ValueError, OSError, AttributeError) as error:
             if not self._closed:
                 raise
-            # What redis-py makes of a connection that is closed while it reads.
+            # What redis-py raises for a connection that is closed while it reads.
             raise StoreError(f"{self} was closed while it was in use") from error
 
     def _change(self, script: str, key: str, *args: bytes) -> Any:
@@ -111,7 +111,7 @@ class RedisStore(Store):
         try:
             return int(self._change(_ADD, key, b"%d" % number))
         except StoreError:
-            summed(self, key, self._ask(self._redis.get, _name(key)), number)  # says it better, if that is the cause
+            summed(self, key, self._ask(self._redis.get, _name(key)), number)  # a better text, if that is the cause
             raise
 
     def _compare_set(
@@ -127,7 +127,7 @@ class RedisStore(Store):
         missing = self._missing(keys)
         if not missing or time.monotonic() >= deadline:
             return missing
-        # A connection of its own, so that a wait holds up nobody.
+        # A connection of its own, so that a wait holds up no other call.
         with self._ask(self._redis.pubsub, ignore_subscribe_messages=True) as news:
             self._ask(news.subscribe, *(_CHANNEL + _name(key) for key in missing))
             while missing := self._missing(missing):
@@ -157,7 +157,7 @@ class RedisStore(Store):
         return [name.decode("utf-8", "surrogatepass") for name in found]
 
     def _close(self) -> None:
-        """Close the connections; threads that wait see it at their next look, or by an error of theirs."""
+        """Close the connections; waiting threads see it at their next look, or by an error."""
         self._pool.disconnect()
 
 

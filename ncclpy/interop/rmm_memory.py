@@ -17,12 +17,12 @@ def source(device: int | None) -> RmmSource:
 
 
 def _handle(stream: Any) -> int:
-    """Return the handle of a stream of rmm's, 0 (the legacy default stream) of old releases."""
+    """Return the handle of a stream of rmm, or 0 (the legacy default stream) in old releases."""
     return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else 0
 
 
 class RmmSource:
-    """An ``rmm.mr.CallbackMemoryResource``; each allocation is a segment, so a pool of rmm's belongs on top."""
+    """An ``rmm.mr.CallbackMemoryResource``; each allocation is a segment, so use a pool of rmm on top."""
 
     def __init__(self, rmm: Any, device: int | None) -> None:
         self._rmm = rmm
@@ -39,7 +39,7 @@ class RmmSource:
 
     @contextlib.contextmanager
     def inside(self) -> Any:
-        """Return a context in which rmm allocates there, in all threads: it knows no other way."""
+        """Return a context in which rmm allocates from the resource, in all threads, as rmm has no other way."""
         before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
         try:
@@ -52,11 +52,11 @@ class RmmSource:
         raise TypeError("rmm has buffers, and no arrays")
 
     def install(self) -> None:
-        """Have rmm allocate there, on this device."""
+        """Have rmm allocate from the resource, on this device."""
         self._before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
 
     def remove(self) -> None:
-        """Have rmm allocate as before, unless somebody has replaced the resource since."""
+        """Have rmm allocate as before, unless the resource was replaced since."""
         if self._rmm.mr.get_current_device_resource() is self.resource:
             self._rmm.mr.set_current_device_resource(self._before)

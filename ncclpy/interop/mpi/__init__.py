@@ -1,1 +1,1 @@
-"""mpi4py: rendezvous, a store, and a coordinator whose data MPI carries."""
+"""mpi4py: rendezvous, a store, and a coordinator with MPI as its data plane."""

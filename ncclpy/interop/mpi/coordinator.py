@@ -1,4 +1,4 @@
-"""How the ranks of an mpi4py communicator become those of a coordinator."""
+"""How the ranks of an mpi4py communicator become the ranks of a coordinator."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from ncclpy.types import Result
 
 __all__ = ["Meeting", "is_communicator", "meet"]
 
-#: Seconds after which a silent rank is lost: never, since its signs of life are relayed by a thread that needs the
-#: GIL; MPI's launcher ends all when a process dies.
+#: Seconds after which a silent rank is lost: never, since a thread that needs the GIL relays its heartbeats; MPI's
+#: launcher ends all processes when one dies.
 _NEVER = 1e9
 _LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 
 
 def is_communicator(obj: object) -> bool:
-    """Return whether ranks can be those of this object."""
+    """Return whether a coordinator can take its ranks from this object."""
     return isinstance(obj, MPI.Intracomm)
 
 
 def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, patience: float) -> Meeting:
-    """Meet the other ranks, which all call this.
+    """Run the rendezvous of the ranks of a communicator, which all call this.
 
     Parameters
     ----------
     comm
-        Theirs; what is done is done on another one.
+        Their communicator; all is done on a duplicate of it.
     engine
-        What is to work with the data: ``"auto"``, or one for all of them.
+        What has to carry the data: ``"auto"``, or one engine for all of them.
     loaded
-        The library that there is, ``"nccl"`` or ``"host"``.
+        The loaded library, ``"nccl"`` or ``"host"``.
     device
-        This rank's; None for the current one or, if other ranks of the machine have that too, the one whose number is
-        this rank's among them.
+        This rank's device. None is the current one or, if other ranks of the machine have the same current device, the
+        one numbered like this rank among them.
     alone
-        Whether nobody else in this process calls MPI.
+        Whether nothing else in this process calls MPI.
     patience
-        Seconds for all to come.
+        Seconds for all ranks to call it.
 
     Raises
     ------
     NcclError
         If MPI was initialised for fewer threads than call it.
     NcclTimeout
-        If not all come in time.
+        If some ranks have not called it in time.
     ValueError
         If the ranks ask for different engines; the same on all.
     """
@@ -75,7 +75,7 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
         values = (f"{wanted!r} with {there} loaded on {ranks(spans(who))}" for (wanted, there), who in said.items())
         error = ValueError(f"coordinator over MPI: the ranks ask for different engines: {', '.join(values)}")
     elif engine == "auto":
-        if shared or (loaded == "host" and spread > 1):  # nothing but MPI connects them all
+        if shared or (loaded == "host" and spread > 1):  # only MPI connects them all
             engine = "mpi"
         else:
             engine = "host" if loaded == "host" else "both"
@@ -117,18 +117,18 @@ def _check_level(alone: bool) -> None:
 
 
 class Meeting:
-    """Ranks that have met, and what a coordinator's session is made of.
+    """Ranks after their rendezvous, from which a coordinator's session is made.
 
     Parameters
     ----------
     comm
-        A communicator of its own.
+        A communicator for this session alone.
     engine
         What carries the data: ``"nccl"``, ``"host"``, ``"mpi"``, or ``"both"``: NCCL for device memory, MPI for other.
     machines
-        What tells each rank's machine from others.
+        The identity of each rank's machine.
     device
-        This rank's.
+        This rank's device.
     """
 
     def __init__(self, comm: Any, engine: str, machines: list[str], device: int) -> None:
@@ -139,7 +139,7 @@ class Meeting:
         self._thread: MpiThread | None = None
 
     def store(self) -> Any:
-        """Return a store for what the ranks bring about outside of MPI; before the thread is there."""
+        """Return a store for rendezvous outside of MPI; called before the thread is started."""
         self._store = adapt(self.comm)
         return self._store
 
@@ -166,12 +166,12 @@ class Meeting:
         )
 
     def carrier(self, name: str, limit: float) -> MpiCarrier:
-        """Return MPI as what carries the data, once there is a thread."""
+        """Return MPI as the carrier of the data; called once there is a thread."""
         assert self._thread is not None
         return MpiCarrier(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
 
     def end(self, orderly: bool) -> None:
-        """Give back what there is; communicators only if all ranks do so."""
+        """Release all resources; communicators are freed only if all ranks end orderly."""
         ended = self._thread is None or self._thread.end(orderly)
         if self._store is not None:
             self._store.close()

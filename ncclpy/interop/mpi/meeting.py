@@ -1,4 +1,4 @@
-"""How the ranks of an mpi4py communicator meet under a deadline, and which devices they have."""
+"""The rendezvous of the ranks of an mpi4py communicator, under a deadline, and their devices."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ncclpy.types import as_integer
 
 __all__ = ["all_tell", "devices_of", "duplicate", "exchange"]
 
-#: Seconds between two looks whether all ranks have come.
+#: Seconds between two looks whether all ranks are there.
 _SLICE = 1e-3
 
-#: Communicators that are still being made, for ranks that did not come: MPI goes on with them.
+#: Communicators that were still being made when ranks did not come in time: MPI goes on making them.
 left: list[Any] = []
 
 
 def exchange(comm: Any, device: int | None, timeout: float | None, make: Callable[[], bytes]) -> tuple[bytes, int]:
-    """Meet the other ranks of a communicator, which all call this; return rank 0's bytes, and this rank's device.
+    """Run the rendezvous of a communicator's ranks, which all call this; return rank 0's bytes and this rank's device.
 
     Parameters
     ----------
     comm
-        Theirs; what is done is done on another one.
+        Their communicator; all is done on a duplicate of it.
     device
-        This rank's; None as in `devices_of`.
+        This rank's device; None as in `devices_of`.
     timeout
-        Seconds for all to come; None is 300.
+        Seconds for all ranks to call it; None is 300.
     make
         Returns the bytes; called by rank 0.
 
@@ -44,11 +44,11 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
     ModuleNotFoundError, TypeError, RuntimeError
         If there is no mpi4py; if it is no communicator of it with one group; if MPI is not initialised, or finalised.
     NcclTimeout
-        If not all come in time.
+        If some ranks have not called it in time.
     NcclRemoteError
-        If another rank has failed here; that one raises what it has met.
+        If another rank has failed here; that rank raises its own error.
     ValueError
-        If a machine has too few devices; on all ranks.
+        If a machine has too few devices; raised on all ranks.
     """
     try:
         kind = MPI.Intracomm
@@ -83,12 +83,12 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
 
 
 def _check_room(told: list[dict[str, Any]], machines: list[str], devices: list[int]) -> None:
-    """Raise, on all ranks, if one that has not chosen its device would share it, which NCCL refuses."""
+    """Raise, on all ranks, if a rank that has not chosen its device would share it, which NCCL refuses."""
     first: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(zip(machines, devices, strict=True)):
         mate = first.setdefault(place, rank)
         chosen = told[rank]["given"] is not None and told[mate]["given"] is not None
-        # Where each process sees one device it may be another one for each.
+        # If each process sees one device, these may be different ones.
         if mate == rank or chosen or told[rank]["count"] == 1:
             continue
         size = machines.count(machines[rank])
@@ -105,18 +105,18 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
     Parameters
     ----------
     comm
-        Theirs.
+        Their communicator.
     patience
-        Seconds.
+        Seconds to wait.
     what
-        What they come for, for the error.
+        What the communicator is for, for the error.
 
     Raises
     ------
     RuntimeError
         If MPI is not initialised, or is finalised already.
     NcclTimeout
-        If not all come in time.
+        If some ranks have not called it in time.
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise RuntimeError(f"{what}: MPI is not initialised, or is finalised already")
@@ -129,16 +129,17 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
                     f"{what}: not all {comm.size} ranks of the communicator came within {seconds(patience)}"
                 )
             time.sleep(_SLICE)
-    except BaseException:  # Ctrl-C's too
+    except BaseException:  # also for Ctrl-C
         left.append((own, request))
         raise
     return own
 
 
 def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
-    """Return what `mine()` is on all ranks; if it raises on one that does, and the others hear of it.
+    """Return what `mine()` is on all ranks; if it raises on a rank, that rank raises the same, and the others are
+    told.
 
-    The communicator is freed then.
+    In that case the communicator is freed.
 
     Raises
     ------
@@ -148,7 +149,7 @@ def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[d
     met: BaseException | None = None
     try:
         said = mine()
-    except BaseException as failed:  # told first: the others are on their way
+    except BaseException as failed:  # raised after telling: the others wait for this rank's part
         met, said = failed, {"failed": f"{type(failed).__name__}: {failed}"}
     told = _all_say(comm, json.dumps(said).encode())
     failures = [
@@ -176,14 +177,14 @@ def _all_say(comm: Any, mine: bytes) -> list[Any]:
 def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
     """Return the device of each rank: the one that it asks for, else its current one.
 
-    Where another rank of its machine has that too, it is the one of its number among them.
+    If another rank of its machine has the same current device, it is the one numbered like this rank on its machine.
 
     Parameters
     ----------
     machines
-        Of each rank, what tells its machine from others.
+        The identity of each rank's machine.
     places
-        Of each rank, the device that it has asked for or None, its current one, and how many it has.
+        For each rank, the device that it has asked for or None, its current one, and how many it has.
     """
     found = [now if given is None else given for given, now, _ in places]
     taken = Counter(zip(machines, found, strict=True))

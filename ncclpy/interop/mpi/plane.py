@@ -1,4 +1,4 @@
-"""MPI as what carries a coordinator's data: arrays in CPU memory, by nonblocking collectives."""
+"""MPI as the data plane of a coordinator: arrays in CPU memory, by nonblocking collectives."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from ncclpy.types import DataType, ReduceOp
 
 __all__ = ["MpiCarrier", "MpiPlane"]
 
-#: The largest count that every MPI takes; what is more goes in several calls, or by larger units.
+#: The largest count that every MPI takes; more elements go in several calls, or in larger units.
 _MOST = 2**31 - 1
 
 
 class MpiCarrier:
-    """Some ranks' communicator, as a `Carrier`.
+    """The communicator of some ranks, as a `Carrier`.
 
     Parameters
     ----------
     thread
-        Who calls MPI.
+        The thread that calls MPI.
     comm
-        None if it is still to be made.
+        The communicator; None while it is being made.
     name
-        For messages.
+        A name for error texts.
     device
-        This rank's device, which works are said to be of.
+        This rank's device, which its works name as theirs.
     rank, size
-        Which of how many ranks this is.
+        This rank, and the number of ranks.
     limit
         Seconds for an operation.
     behind
-        Called at the end, with whether that is orderly.
+        Called at the end, with whether it is orderly.
     """
 
     for_devices = False
@@ -79,7 +79,7 @@ class MpiCarrier:
         return self.error
 
     def trouble(self, error: BaseException) -> None:
-        """Tell of a failure, for which other ranks would wait for ever."""
+        """Tell of a failure that would have other ranks wait for ever."""
         for callback in self._callbacks:
             callback(error)
 
@@ -89,7 +89,7 @@ class MpiCarrier:
         return made
 
     def take(self, comm: Any, error: BaseException | None) -> None:
-        """Have the communicator, or know that there will be none."""
+        """Set the communicator, or the error for which there is none."""
         self.comm, self.error = comm, error
         self.settled.set()
 
@@ -106,7 +106,7 @@ class MpiPlane:
     Parameters
     ----------
     carrier
-        Whose it is.
+        The carrier of the communicator.
     """
 
     def __init__(self, carrier: MpiCarrier) -> None:
@@ -117,10 +117,10 @@ class MpiPlane:
         self._error: BaseException | None = None
 
     def stands(self) -> bool:
-        """Return whether the communicator is there, or will never be."""
+        """Return whether the communicator is made, or cannot be made."""
         return self._carrier.settled.is_set()
 
-    # Launches: each gives the thread what to start, and what is left to do when MPI has done it.
+    # Launches: each gives the thread the calls to start, and what is left to do once MPI has completed them.
 
     def _launch(
         self, what: str, brought: Sequence[Brought], start: Callable[[], list[Any]], finish: Callable[[], None]
@@ -153,7 +153,7 @@ class MpiPlane:
             self._changed.notify_all()
 
     def all_reduce(self, brought: Brought, op: int, factor: float | None) -> None:
-        """Launch an all-reduce in place, of what is multiplied by a factor first if there is one."""
+        """Launch an all-reduce in place, of data that are first multiplied by a factor if there is one."""
         data = brought.memory()
         values, alone = _loaded(data, brought.datatype, factor)
         self._reduce(
@@ -163,7 +163,7 @@ class MpiPlane:
     def fuse(
         self, members: list[tuple[Brought | None, int]], datatype: int, op: int, factor: float | None, on_device: bool
     ) -> None:
-        """Launch one all-reduce of several arrays; None is what changes nothing, of a rank that has joined."""
+        """Launch one all-reduce of several arrays; None stands for neutral elements, on a rank that has joined."""
         pieces: list[np.ndarray] = []
         places: list[memoryview | None] = []
         for brought, count in members:
@@ -189,7 +189,7 @@ class MpiPlane:
         places: list[memoryview | None],
         counts: list[int] | None = None,
     ) -> None:
-        """Launch the reduction of values where they lie, which go to some places then."""
+        """Launch the reduction of values in place; the results then go to some places."""
         comm, size = self._carrier.comm, self._carrier.size
 
         def finish() -> None:
@@ -203,7 +203,7 @@ class MpiPlane:
         self._launch(what, brought, lambda: _reduced(comm, values, datatype, op), finish)
 
     def barrier(self, brought: Brought) -> None:
-        """Launch what is done when all have launched it."""
+        """Launch a barrier."""
         comm = self._carrier.comm
         self._launch(f"barrier {brought.name!r}", [brought], lambda: [comm.Ibarrier()], _nothing)
 
@@ -225,12 +225,12 @@ class MpiPlane:
             return [comm.Iallgatherv([sent, mine, unit], [into, each, _places(each), unit])]
 
         def done() -> None:
-            _ = result  # until here MPI writes there
+            _ = result  # keeps the memory that MPI writes to until here
 
         self._launch(f"all_gather {brought.name!r}", [brought], start, done)
 
     def scatter(self, brought: Brought, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
-        """Launch a reduction of which each rank gets the part of so many elements."""
+        """Launch a reduction of which each rank gets its part, of so many elements."""
         comm, rank, size, datatype = self._carrier.comm, self._carrier.rank, self._carrier.size, brought.datatype
         values, _ = _loaded(brought.memory(), datatype, factor)
         counts = [brought.unit * count for count in counts]
@@ -242,7 +242,7 @@ class MpiPlane:
             if len(values) <= _MOST:
                 kind = type_of(datatype)
                 return [comm.Ireduce_scatter([values, kind], [mine, kind], counts, operator_of(op))]
-            whole.append(values.copy())  # what is brought is not written to
+            whole.append(values.copy())  # the input must not be written to
             return _reduced(comm, whole[0], datatype, op)
 
         def finish() -> None:
@@ -273,18 +273,18 @@ class MpiPlane:
     # The end.
 
     def is_free(self) -> bool:
-        """Return whether nothing that is copied waits for other ranks: here it is copied at once."""
+        """Return whether no copy that is under way waits for other ranks: here each copy is made at once."""
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Nothing is being copied when a launch has failed."""
+        """Do nothing: no copy is under way when a launch has failed."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what has ended this, if an error is of that; else the error."""
+        """Return what has ended this plane, if an error comes from that; else the error."""
         return self._error if self._error is not None and isinstance(error, NcclAborted) else error
 
     def fail(self, error: BaseException) -> None:
-        """End what runs there with an error; MPI cannot be called back, so its memory is kept until it has done."""
+        """End what runs with an error; MPI cannot be stopped, so its memory is kept until it has completed."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -295,7 +295,7 @@ class MpiPlane:
             self._end(launch, error)
 
     def close(self, timeout: float | None) -> None:
-        """Let what was launched end."""
+        """Wait for what was launched to end."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._running:
@@ -326,13 +326,13 @@ def _width(brought: Brought) -> int:
 
 
 def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    """Return the ends of parts that are small enough for one call; none of nothing."""
+    """Return the bounds of parts that are small enough for one call; nothing for no elements."""
     for begin in range(0, count, _MOST):
         yield begin, min(count, begin + _MOST)
 
 
 def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
-    """Return a type and counts of it that stand for so many bytes: bytes, unless the counts would be too large."""
+    """Return an MPI type and counts of it for so many bytes: bytes, unless the counts would be too large."""
     if sum(sizes) <= _MOST:
         return MPI.BYTE, sizes
     width = gcd(*sizes)
@@ -346,7 +346,7 @@ def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
     return unit, [size // width for size in sizes]
 
 
-#: Types that MPI may still use; each is of more than two gigabytes that were sent, so there are few.
+#: Types that MPI may still use. Each was for more than two gigabytes sent at once, so there are few.
 _units: list[Any] = []
 
 
@@ -358,7 +358,7 @@ def _places(counts: list[int]) -> list[int]:
 
 
 def _loaded(data: memoryview, datatype: int, factor: float | None) -> tuple[np.ndarray, bool]:
-    """Return values to be summed, scaled if there is a factor; and whether they still are the array itself."""
+    """Return values to be summed, scaled if there is a factor, and whether they are the array itself."""
     kind = plain(datatype)
     values = widened(data, datatype) if kind is None else np.frombuffer(data, kind)
     if factor is not None:
@@ -367,24 +367,24 @@ def _loaded(data: memoryview, datatype: int, factor: float | None) -> tuple[np.n
 
 
 def _store(values: np.ndarray, datatype: int, place: memoryview) -> None:
-    """Write values to where an array lies."""
+    """Write values to the memory of an array."""
     found = values if plain(datatype) is not None else narrowed(values, datatype)
     np.frombuffer(place, np.uint8)[:] = found.view(np.uint8)
 
 
 def _average(values: np.ndarray, op: int, size: int) -> None:
-    """Make an average of a sum; of integers rounded towards zero, as NCCL's."""
+    """Make an average of a sum; integers are rounded towards zero, as by NCCL."""
     if op != ReduceOp.AVG:
         return
     if values.dtype.kind == "f":
         values /= size
     else:
-        # Of a type that holds the number of ranks as well.
+        # In a type that holds the number of ranks as well.
         wide = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64)
         values[:] = (wide - np.fmod(wide, wide.dtype.type(size))) // wide.dtype.type(size)
 
 
 def _reduced(comm: Any, values: np.ndarray, datatype: int, op: int) -> list[Any]:
-    """Start an all-reduce of values where they lie."""
+    """Start an all-reduce of values in place."""
     kind, operator = type_of(datatype), operator_of(op)
     return [comm.Iallreduce(MPI.IN_PLACE, [values[a:b], kind], operator) for a, b in _pieces(len(values))]

@@ -11,14 +11,14 @@ from ncclpy.bootstrap.address import look_up
 from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
 
-# What is broadcast has a fixed size, so that nobody has to unpickle it: address, port, token.
+# What is broadcast has a fixed size, so that ranks need not unpickle it: address, port, token.
 _SIZE = 256
-#: Seconds for the system's resolver to say where this machine is.
+#: Seconds for the system's resolver to give the address of this machine.
 _LOOKS_UP = 5.0
 
 
 def adapt(obj: object) -> Store | None:
-    """Return a store for the ranks of a communicator, which all call this; None if `obj` is none."""
+    """Return a store for the ranks of a communicator, which all call this; None if `obj` is not one."""
     from mpi4py import MPI
 
     return _serve(obj, MPI) if isinstance(obj, MPI.Intracomm) else None
@@ -37,7 +37,7 @@ def _serve(comm: Any, mpi: Any) -> Store:
             store = TCPStore(host, 0, serve=True, token=token)
             text = f"{host} {store.port} {token}".encode()
             message[: len(text)] = text
-        except BaseException as failed:  # told once the others know that there is nothing to wait for
+        except BaseException as failed:  # raised once the others know that there is no store
             error = failed
     comm.Bcast([message, mpi.BYTE], root=0)
     if error is not None:
@@ -51,11 +51,11 @@ def _serve(comm: Any, mpi: Any) -> Store:
 
 
 def _address() -> str:
-    """Return the address by which other machines reach this one: that of its way out."""
+    """Return the address by which other machines reach this one: that of its default route."""
     for family, beyond in (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"):
         with socket.socket(family, socket.SOCK_DGRAM) as way:
             try:
-                way.connect((beyond, 9))  # of a datagram socket: it looks up the route, and sends nothing
+                way.connect((beyond, 9))  # on a datagram socket, which looks up the route and sends nothing
             except OSError:
                 continue
             return str(way.getsockname()[0])

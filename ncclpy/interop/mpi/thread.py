@@ -1,8 +1,9 @@
 """The one thread of a coordinator that calls MPI: it relays the control plane's frames, and runs operations on data.
 
-The control plane (`ncclpy.coordinator.control`) speaks with its neighbours by stream sockets. Over MPI each of them is
-one end of a pair; what it writes is read here at the other end and goes as messages to that neighbour's thread, which
-writes it into a pair of its own. A message without bytes says that the neighbour's end was closed.
+The control plane (`ncclpy.coordinator.control`) talks to its neighbours through stream sockets. Over MPI each of these
+is one end of a socket pair. This thread reads at the other end what the control plane writes, and sends it as messages
+to the thread of that neighbour, which writes it into a socket pair of its own. A message without bytes says that the
+neighbour's end was closed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ncclpy.types import Result
 
 __all__ = ["Launch", "MpiThread", "is_running"]
 
-#: Of messages that relay frames, and of agreements on new communicators: Open MPI's are messages among others,
-#: whatever the standard says, and would take frames for their own.
+#: The tags of messages that relay frames, and of agreements on new communicators. They must differ: Open MPI makes
+#: these agreements by ordinary messages, whatever the standard says, and would take frames for its own.
 _FRAMES, _AGREEMENTS = 1, 2
-#: The most of a frame that is one message.
+#: The most bytes of a frame in one message.
 _PIECE = 64 << 10
-#: Seconds between two looks at MPI, which has nothing to sleep on: a hundredth of what nothing has come for, so that a
-#: wait ends late by as much. The longest is what an idle rank costs: a look takes up to 150 us where all that it needs
-#: has left the caches, so this is 0.06% of a core.
+#: Seconds between two looks at MPI, which has nothing to sleep on: a hundredth of the time since something moved last,
+#: so that a wait ends late by as much. The longest determines the cost of an idle rank: a look takes up to 150 us if
+#: all that it needs has left the caches, so this is 0.06% of a core.
 _LATE, _SHORTEST, _LONGEST = 0.01, 50e-6, 0.25
-#: Seconds for which it does not sleep at all behind what has moved: an answer is on its way by then, as a rule, and
-#: data move only while MPI is called. Without that an operation takes a third longer, from the last bring to its end.
+#: Seconds without sleep after something has moved: usually an answer is on its way by then, and data move only while
+#: MPI is called. Otherwise an operation takes a third longer, from the last rank's call to its end.
 _EAGER = 200e-6
-#: Seconds for the neighbours to say goodbye, and for what they are told to arrive when the process exits.
+#: Seconds for the end messages of the neighbours, and at exit for messages to arrive.
 _FAREWELL, _AT_EXIT = 10.0, 2.0
 
 
@@ -47,21 +48,21 @@ class Launch:
     Parameters
     ----------
     lane
-        Of its set: the operations of one come to their ends in the order in which they were launched, as on a stream.
+        The lane of its set: operations of one lane end in the order in which they were launched, as on a stream.
     what
         Its name, for errors.
     brought
-        Whose works it is the end of.
+        The parts that end with this operation.
     start
-        Returns the requests of MPI that it consists of; called by the thread.
+        Returns the MPI requests that it consists of; called by the thread.
     finish
-        Does what is left when they are done.
+        Does what is left once they are complete.
     failed
-        Told of an error, which is the end of the works; MPI may go on.
+        Called with an error, with which the works end; MPI may go on.
     done
-        Told when MPI has done with it.
+        Called once MPI has completed it.
     limit
-        Seconds for it.
+        Seconds for the operation.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class Launch:
 
 
 class _Line:
-    """The way to one neighbour on the control plane."""
+    """The connection to one neighbour on the control plane."""
 
     def __init__(self, rank: int, end: socket.socket) -> None:
         self.rank, self.end = rank, end
         self.arriving: deque[tuple[Any, bytearray]] = deque()
         self.unwritten = bytearray()
-        self.said = self.heard = False  # that there is an end, by this rank and by the neighbour
+        self.said = self.heard = False  # whether this rank, and the neighbour, has sent its end message
 
 
 class _Making:
-    """A communicator of some ranks that is to be made, or, by others, is being made without them."""
+    """A communicator of some ranks that this rank has to make, or that other ranks make without it."""
 
     def __init__(self, members: Sequence[int] | None, made: Callable[[Any, BaseException | None], None]) -> None:
         self.members, self.made = members, made
@@ -101,14 +102,14 @@ class _Making:
 
 
 class MpiThread:
-    """The thread, and what it looks after.
+    """The thread that calls MPI, and its tasks.
 
     Parameters
     ----------
     comm
-        A communicator of its own.
+        A communicator for this thread alone.
     ends
-        By neighbour on the control plane, the socket at which this rank's control plane has the other end.
+        By neighbour on the control plane, the socket with this rank's control plane at its other end.
     """
 
     def __init__(self, comm: Any, ends: dict[int, socket.socket]) -> None:
@@ -123,7 +124,7 @@ class MpiThread:
         self._making: deque[_Making] = deque()
         self._status = MPI.Status()
         self._ending = self._exiting = self._over = False
-        self._lock = threading.Lock()  # that nobody writes to what was closed
+        self._lock = threading.Lock()  # guards `_wake`: nothing may write to it once it is closed
         self._until = 0.0
         self._orderly = False
         self._comms: list[Any] = [comm]
@@ -132,27 +133,27 @@ class MpiThread:
         _running.add(self)
         self._thread.start()
 
-    # What other threads ask for.
+    # Called by other threads.
 
     def launch(self, launch: Launch) -> None:
-        """Have an operation be started, behind those that came before it."""
+        """Have the thread start an operation, after those before it."""
         self._give(launch)
 
     def make(self, members: Sequence[int] | None, made: Callable[[Any, BaseException | None], None]) -> None:
-        """Have a communicator of some ranks be made; all ranks call this alike, others than its members with None.
+        """Have the thread make a communicator of some ranks; all ranks call this alike, other ranks with None.
 
-        Then ``made(comm, error)`` is called, on its members.
+        On its members ``made(comm, error)`` is called then.
         """
         self._give(_Making(members, made))
 
     def own(self, comm: Any) -> None:
-        """Have a communicator be freed at the end, if that is orderly."""
+        """Have the thread free a communicator at an orderly end."""
         self._comms.append(comm)
 
     def end(self, orderly: bool) -> bool:
-        """Wait until the neighbours have said goodbye, and the thread ends; return whether it has.
+        """Wait for the end messages of the neighbours and the end of the thread; return whether it has ended.
 
-        Only after an orderly end are the communicators given back: `MPI_Comm_free` is collective.
+        Communicators are freed only after an orderly end: `MPI_Comm_free` is collective.
         """
         self._orderly = orderly
         self._until = time.monotonic() + _FAREWELL
@@ -162,7 +163,7 @@ class MpiThread:
         return not self._thread.is_alive()
 
     def leave_at_exit(self) -> None:
-        """Have the thread be out of MPI before that is finalised."""
+        """Have the thread leave MPI before it is finalised."""
         self._until = time.monotonic() + _AT_EXIT
         self._exiting = self._ending = True
         self._nudge()
@@ -174,7 +175,7 @@ class MpiThread:
             self._refuse()
 
     def _nudge(self) -> bool:
-        """Wake the thread; return whether there is one."""
+        """Wake the thread; return whether it runs."""
         with self._lock:
             if not self._over:
                 os.eventfd_write(self._wake, 1)
@@ -186,9 +187,9 @@ class MpiThread:
         be_punctual()
         try:
             self._loop()
-        except BaseException as error:  # of MPI, whose error handler returns: nothing goes on without it
+        except BaseException as error:  # an error of MPI, as its error handler returns: nothing can go on without it
             self.error = error
-        for line in self._lines.values():  # to the control plane this rank's neighbours are gone
+        for line in self._lines.values():  # for the control plane the neighbours are gone
             line.end.close()
         _kept.extend(self._sends)
         _running.discard(self)
@@ -205,7 +206,7 @@ class MpiThread:
         for launch in [launch for lane in lanes for launch in lane]:
             _kept.append(launch)  # MPI may still write there
             launch.failed(launch, error)
-        for task in _drained(self._tasks):  # who gives a task may be here too
+        for task in _drained(self._tasks):  # a thread that gives a task may be here too
             if isinstance(task, Launch):
                 task.failed(task, error)
             else:
@@ -243,7 +244,7 @@ class MpiThread:
                 comm.Free()
 
     def _is_over(self, moment: float) -> bool:
-        if self._exiting:  # the control plane has not ended: the neighbours hear that this rank is gone
+        if self._exiting:  # the control plane has not ended: the neighbours are told that this rank is gone
             for line in self._lines.values():
                 self._say_end(line)
             return not self._sends or moment >= self._until
@@ -254,7 +255,7 @@ class MpiThread:
     # The control plane's frames.
 
     def _read(self, ready: list[int]) -> bool:
-        """Send what the control plane has for its neighbours."""
+        """Send what the control plane has written for its neighbours."""
         if self._wake in ready:
             os.eventfd_read(self._wake)
         moved = False
@@ -266,7 +267,7 @@ class MpiThread:
                 piece = line.end.recv(_PIECE)
             except BlockingIOError:
                 continue
-            except OSError:  # closed over something that was never read
+            except OSError:  # closed with data that were never read
                 piece = b""
             if piece:
                 self._send(line, piece)
@@ -283,7 +284,7 @@ class MpiThread:
             self._send(line, b"")
 
     def _receive(self) -> bool:
-        """Take what the neighbours have sent."""
+        """Receive what the neighbours have sent."""
         moved = False
         while self._lines and (message := self.comm.Improbe(MPI.ANY_SOURCE, _FRAMES, self._status)) is not None:
             moved = True
@@ -293,7 +294,7 @@ class MpiThread:
         return moved
 
     def _write(self) -> bool:
-        """Give it to the control plane, as it arrives."""
+        """Write what has arrived to the control plane."""
         moved = False
         for line in self._lines.values():
             while line.arriving and line.arriving[0][0].Test():
@@ -306,7 +307,7 @@ class MpiThread:
                     sent = line.end.send(line.unwritten)
                 except BlockingIOError:
                     continue
-                except OSError:  # the control plane has ended, and reads no more
+                except OSError:  # the control plane has ended, and does not read any more
                     sent = len(line.unwritten)
                 del line.unwritten[:sent]
                 moved = True
@@ -315,7 +316,7 @@ class MpiThread:
                     line.end.shutdown(socket.SHUT_WR)
         return moved
 
-    # The data's operations.
+    # Operations on data.
 
     def _start(self) -> bool:
         moved = bool(self._tasks)
@@ -332,7 +333,7 @@ class MpiThread:
             try:
                 task.requests = task.start()
             except Exception as error:
-                _kept.append(task)  # what it has begun before goes on
+                _kept.append(task)  # requests that it has begun may go on
                 task.failed(task, _as_error(task.what, error))
                 continue
             task.deadline = time.monotonic() + task.limit
@@ -344,10 +345,11 @@ class MpiThread:
         return moved
 
     def _make(self) -> bool:
-        """Go on with the communicator that is to be made next.
+        """Take the next step in making the first communicator that waits.
 
-        To make one blocks until its members do so, and no frame is relayed meanwhile, for which they may wait. So it
-        is begun when all ranks have come to it, which a barrier tells that blocks nobody; all make them in one order.
+        Making a communicator blocks until all of its members do so, and meanwhile this thread relays no frame, which
+        they may wait for. So it begins when all ranks have reached it, which a nonblocking barrier tells. All ranks
+        make the communicators in one order.
         """
         first = self._making[0]
         if first.barrier is None:
@@ -366,7 +368,7 @@ class MpiThread:
         return True
 
     def _complete(self, moment: float) -> bool:
-        """Bring what is done to its end."""
+        """Take what MPI has completed to its end."""
         moved = False
         if self._sends:
             waiting = [each for each in self._sends if not each[0].Test()]
@@ -381,7 +383,7 @@ class MpiThread:
         return moved
 
     def _ends(self, launch: Launch, moment: float) -> bool:
-        """Return whether MPI has done an operation, of which that is the end then."""
+        """Return whether MPI has completed an operation, which then ends."""
         try:
             if not MPI.Request.Testall(launch.requests):
                 if moment >= launch.deadline and not launch.is_dead:
@@ -418,7 +420,7 @@ def _overdue(launch: Launch) -> NcclTimeout:
     )
 
 
-#: Threads that are in MPI every now and then; and memory that it may touch for ever.
+#: Threads that call MPI now and then; and memory that MPI may access for ever.
 _running: weakref.WeakSet[MpiThread] = weakref.WeakSet()
 _kept: list[Any] = []
 
@@ -430,6 +432,6 @@ def is_running() -> bool:
 
 @atexit.register
 def _leave() -> None:
-    """End the threads: mpi4py finalises MPI behind all that Python does at its exit."""
+    """End the threads: mpi4py finalises MPI after Python's own exit functions."""
     for thread in list(_running):
         thread.leave_at_exit()

@@ -1,4 +1,4 @@
-"""MPI, imported when it is used; which data types of NCCL's it reduces, and the others as some that it does."""
+"""MPI, imported at its first use; the data types that MPI reduces, and conversions of the others to such types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MPI", "narrowed", "operator_of", "plain", "type_of", "widened"]
 
 
 class _Late:
-    """What mpi4py.MPI has, which is imported, and so initialised, with the first use of it."""
+    """The names of mpi4py.MPI, which is imported, and so initialised, at the first use of one."""
 
     def __getattr__(self, name: str) -> Any:
         from mpi4py import MPI
@@ -25,7 +25,7 @@ class _Late:
 
 MPI: Any = _Late()
 
-#: numpy's and MPI's types of what MPI reduces itself.
+#: The types of numpy and of MPI for data types that MPI itself reduces.
 _PLAIN: dict[int, tuple[Any, str]] = {
     DataType.INT8: (np.int8, "INT8_T"),
     DataType.UINT8: (np.uint8, "UINT8_T"),
@@ -43,13 +43,13 @@ _OPERATORS = {
 
 
 def plain(datatype: int) -> Any:
-    """Return numpy's type for what MPI reduces itself, None for what it does not."""
+    """Return numpy's type for a data type that MPI itself reduces, None for others."""
     found = _PLAIN.get(datatype)
     return None if found is None else np.dtype(found[0])
 
 
 def type_of(datatype: int) -> Any:
-    """Return MPI's type for a sum: of short floats that of float32."""
+    """Return MPI's type for a reduction: for short floats that of float32."""
     return getattr(MPI, _PLAIN.get(datatype, _PLAIN[DataType.FLOAT32])[1])
 
 
@@ -58,8 +58,8 @@ def operator_of(op: int) -> Any:
     return getattr(MPI, _OPERATORS[ReduceOp(op)])
 
 
-# Floats that are shorter than float32 are reduced as such: MPI has no types for most of them that every implementation
-# knows, and the sums of several ranks are rounded once.
+# Floats shorter than float32 are reduced as float32: for most of them MPI has no types that every implementation has,
+# and this way the sum over several ranks is rounded once.
 
 
 def widened(data: memoryview, datatype: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def widened(data: memoryview, datatype: int) -> np.ndarray:
 
 
 def narrowed(values: np.ndarray, datatype: int) -> np.ndarray:
-    """Return float32 as short floats, rounded to the nearest, to even between two; 8 bits know no infinity."""
+    """Return float32 as short floats, rounded to nearest, ties to even; 8-bit results have no infinity."""
     if datatype == DataType.FLOAT16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16)
@@ -83,7 +83,7 @@ def narrowed(values: np.ndarray, datatype: int) -> np.ndarray:
     finite = _values(datatype)[: 0x7F if datatype == DataType.FLOAT8E4M3 else 0x7C].astype(np.float64)
     size = np.abs(values).astype(np.float64)
     halfway = (finite[1:] + finite[:-1]) / 2
-    code = np.searchsorted(halfway, size)  # the lower one of two where it is between them
+    code = np.searchsorted(halfway, size)  # the index of the lower neighbour if `size` is halfway
     between = np.isin(size, halfway) & (code % 2 == 1)
     code = (code + between).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7
     return np.where(np.isnan(values), np.uint8(0x7F), code)
@@ -91,7 +91,7 @@ def narrowed(values: np.ndarray, datatype: int) -> np.ndarray:
 
 @functools.cache
 def _values(datatype: int) -> np.ndarray:
-    """Return what each code of an 8-bit float means."""
+    """Return the value of each code of an 8-bit float."""
     codes = np.arange(256, dtype=np.uint16)
     if datatype == DataType.FLOAT8E5M2:  # the upper half of a float16
         return (codes << 8).view(np.float16).astype(np.float32)

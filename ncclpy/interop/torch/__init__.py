@@ -1,7 +1,7 @@
-"""What torch's users find here: a backend of torch.distributed; gradients averaged while a backward pass runs;
-tensors read in less time.
+"""ncclpy for torch: a backend of torch.distributed, gradients averaged during the backward pass, faster reads of
+tensors.
 
-To import this registers the backend. It is registered when torch is imported, too, where ncclpy is installed.
+Importing this package registers the backend. If ncclpy is installed, importing torch registers it too.
 """
 
 from ncclpy.interop.torch.extension import read_tensors_natively
@@ -16,6 +16,6 @@ __all__ = [
 
 try:
     register()
-except ModuleNotFoundError as error:  # of torch: the names here are for those, too, who read about them without it
+except ModuleNotFoundError as error:  # torch is missing: the names here can still be imported and read about
     if (error.name or "").startswith("ncclpy"):
         raise

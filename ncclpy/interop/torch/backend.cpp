@@ -1,9 +1,9 @@
-// A backend of torch.distributed whose operations are methods of a Python object, and works that are: for releases of torch
-// whose own Backend cannot be derived from in Python. It is built against the installed torch when it is first asked for.
-//
-// Both hold their Python object, so that it cannot die before them. Torch calls them with or without the GIL. What needs
-// nothing of the Python layer (one dense tensor where the engine reaches it, no block, no timeout of its own) is begun on the
-// process group at once: it is most of what is called, and the layer takes as long as the group.
+// A backend of torch.distributed that forwards its operations to methods of a Python object, and works that do the
+// same: for releases of torch with a Backend that Python cannot derive from. It is built against the installed torch
+// when it is first needed.  Both hold their Python object, so that it cannot die before them. Torch calls them with or
+// without the GIL. An operation that needs nothing of the Python layer (one dense tensor that the engine reaches, no
+// block, no timeout of its own) is begun on the process group directly: most calls are such, and the layer takes as
+// long as the group.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -28,7 +28,8 @@
 
 #define TORCH_IS_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
-// Methods that torch 2.6, the oldest release, may lack are not marked `override`: later ones call them all the same.
+// Methods that torch 2.6, the oldest release, may lack are not marked `override`: later releases call them all the
+// same.
 
 namespace {
 
@@ -40,12 +41,13 @@ using c10d::kUnsetTimeout;
 
 double seconds(std::chrono::milliseconds timeout) { return timeout.count() * 1e-3; }
 
-// What Python is given for an argument: of a timeout the seconds, or None where the caller has given none.
+// What Python gets for an argument: for a timeout its seconds, or None if the caller has given none.
 py::object given(std::chrono::milliseconds timeout) {
   return timeout < std::chrono::milliseconds(0) ? py::object(py::none()) : py::float_(seconds(timeout));
 }
 
-// Of an operator its number, and of a pre-multiplied sum that and the factor: torch's enum costs Python microseconds.
+// For an operator its number, and for a pre-multiplied sum the number and the factor: torch's enum costs Python
+// microseconds.
 py::object given(const c10d::ReduceOp& op) {
   const int which = static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(op));
   if (which != c10d::ReduceOp::PREMUL_SUM) return py::int_(which);
@@ -74,7 +76,7 @@ class Range {
   std::once_flag once_;
 };
 
-// Methods of a process group, whose names Python keeps for good.
+// Names of methods of a process group, which Python keeps for good.
 struct Methods {
   PyObject* const broadcast = interned("broadcast");
   PyObject* const all_reduce = interned("all_reduce");
@@ -92,8 +94,8 @@ class Layer {
 
   const Methods methods;
 
-  // With the GIL: whether an operation may go to the group itself. It may not before there is one, nor while blocks are open,
-  // nor with another timeout than the group's.
+  // With the GIL: whether an operation may go to the group itself. It may not before there is a group, nor while
+  // blocks are open, nor with another timeout than the group's.
   bool is_open() {
     if (!direct_) {
       py::object found = call(python, "direct");
@@ -106,7 +108,7 @@ class Layer {
     return changed.is_none() && PyDict_Size(at(1)) == 0;
   }
 
-  // From `TorchBackend.direct`, once it was open: borrowed.
+  // Items of `TorchBackend.direct`, borrowed, for use once this was open.
   PyObject* group() const { return at(0); }
   PyObject* operator_of(c10d::ReduceOp::RedOpType which) const { return PyTuple_GetItem(at(2), which); }
   PyObject* stream_of() const { return at(3); }  // None on CPUs
@@ -120,7 +122,7 @@ class Layer {
   std::optional<Held> direct_;
 };
 
-// With the GIL, and an error of Python's: raises it, as torch knows it if it is ours.
+// With the GIL and an error of Python set: raises it, as torch's if it is an ncclpy error.
 [[noreturn]] void raise_as_torch_knows(const Layer& layer) {
   py::error_already_set error;
   if (error.matches(layer.own_error())) call(layer.python, "fail", error.value());
@@ -129,11 +131,11 @@ class Layer {
 
 class ForwardedWork : public c10d::Work {
  public:
-  // Where torch's profiler runs, its range begins here: before the operation does.
+  // If torch's profiler runs, its range begins here, before the operation.
   ForwardedWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& inputs)
       : Work(rank, type, title, inputs) {}
 
-  // With the GIL: what the group itself has begun.
+  // With the GIL: an operation that the group itself has begun.
   ForwardedWork(int rank, c10d::OpType type, std::shared_ptr<Layer> layer, py::object begun, Tensors outputs, int source)
       : Work(rank, type), layer_(std::move(layer)), begun_(std::in_place, std::move(begun)), outputs_(std::move(outputs)),
         source_(source) {
@@ -143,13 +145,13 @@ class ForwardedWork : public c10d::Work {
     sequence_ = number.cast<uint64_t>();
   }
 
-  // With the GIL, before anybody else has it: what was begun.
+  // With the GIL, before another thread has this work: sets what was begun.
   void begin(py::object work) {
     python_ = std::make_unique<Held>(std::move(work));
     if (!recordFunctionEndCallback_) return;
     range_ = std::make_shared<Range>(std::move(recordFunctionEndCallback_));
     if (py::len(call(python(), "future_devices")) != 0) {
-      range_->end();  // on a GPU it is how long the call takes: to wait there for the end would be part of a capture
+      range_->end();  // on a GPU the range is that of the call: a wait for the end would be part of a capture
       return;
     }
     call(python(), "when_done", py::cpp_function([range = range_](const py::object&, const py::object&) { range->end(); }));
@@ -160,7 +162,7 @@ class ForwardedWork : public c10d::Work {
       const Gil gil;
       if (timeout != kNoTimeout || !waits_at_once()) call(python(), "wait", seconds(timeout));
     }
-    if (range_) range_->end();  // the profiler may be asked before a thread has told it
+    if (range_) range_->end();  // the profiler may be asked before the other thread has ended the range
     return true;
   }
   bool isCompleted() override { return ask<bool>("is_completed"); }
@@ -186,8 +188,8 @@ class ForwardedWork : public c10d::Work {
     return failure(text.cast<std::string>());
   }
 
-  // Python tells of the end by `done`, with the tensors or with the text of an error: an exception that Python sets in a
-  // future is a value like any other to C++, which would go on with it.
+  // Python calls `tell` at the end, with the tensors or with the text of an error: C++ would take an exception that
+  // Python sets in a future for a value like any other.
   c10::intrusive_ptr<Future> getFuture() override {
     std::vector<c10::Device> devices;
     {
@@ -198,13 +200,13 @@ class ForwardedWork : public c10d::Work {
     for (const py::handle each : call(python(), "future_devices")) devices.push_back(each.cast<c10::Device>());
     auto made = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
     {
-      const std::lock_guard<std::mutex> hold(mutex_);  // nobody waits for the GIL under it
+      const std::lock_guard<std::mutex> hold(mutex_);  // not held while waiting for the GIL
       if (future_) return future_;
       future_ = made;
     }
     const auto fail = [made](const std::exception_ptr& raised) { without_gil([&] { made->setErrorIfNeeded(raised); }); };
     const auto tell = [made, fail](const py::object& tensors, const py::object& error) {
-      try {  // whatever happens the future is to end
+      try {  // whatever happens, the future has to end
         if (!error.is_none()) return fail(failure(error.cast<std::string>()));
         const c10::IValue value(tensors.cast<Tensors>());
         without_gil([&] { made->markCompleted(value); });
@@ -217,7 +219,7 @@ class ForwardedWork : public c10d::Work {
     } catch (const std::exception& raised) {
       {
         const std::lock_guard<std::mutex> hold(mutex_);
-        future_.reset();  // who asks again is to see the error too, or gets one that ends
+        future_.reset();  // a later call gets the error too, or a future that ends
       }
       fail(failure(raised.what()));
       throw;
@@ -225,7 +227,7 @@ class ForwardedWork : public c10d::Work {
     return made;
   }
 
-  // With the GIL: the `TorchWork`, which is made now if nobody has asked for it.
+  // With the GIL: the `TorchWork`, which is made now if it was not needed before.
   const py::object& python() const {
     if (!python_) {
       py::object made = call(layer_->python, "stand_for", begun_->get(), outputs_, source_, sequence_);
@@ -235,7 +237,7 @@ class ForwardedWork : public c10d::Work {
   }
 
  private:
-  // With the GIL: let the current stream wait, or this thread where data are in CPU memory. False if a `TorchWork` has to.
+  // With the GIL: have the current stream wait or, for data in CPU memory, this thread. False if a `TorchWork` has to.
   bool waits_at_once() const {
     static PyObject* const wait = interned("wait");
     static PyObject* const synchronize = interned("synchronize");
@@ -250,11 +252,11 @@ class ForwardedWork : public c10d::Work {
           PyObject_Vectorcall(layer_->stream_of(), given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
       if (stream) done = call_known(synchronize, begun_->get().ptr(), stream.ptr());
     }
-    if (!done) raise_as_torch_knows(*layer_);  // it need not be the operation's: a signal's handler may have raised it
+    if (!done) raise_as_torch_knows(*layer_);  // a signal handler may also have raised the error
     return true;
   }
 
-  // As what torch's users know; a future hands it on to them.
+  // As the error that torch's users know; a future passes it on to them.
   static std::exception_ptr failure(std::string text) {
     return std::make_exception_ptr(c10::DistBackendError(std::move(text)));
   }
@@ -266,7 +268,7 @@ class ForwardedWork : public c10d::Work {
   }
 
   mutable std::unique_ptr<Held> python_;
-  std::shared_ptr<Layer> layer_;  // of these only what was begun at once has any
+  std::shared_ptr<Layer> layer_;  // from here to `sequence_`: only for what the group itself has begun
   std::optional<Held> begun_;
   Tensors outputs_;
   int source_ = -1;
@@ -277,7 +279,7 @@ class ForwardedWork : public c10d::Work {
 };
 
 #if TORCH_IS_AT_LEAST(2, 8)
-// What torch copies before it splits a group: its own class cannot be copied from Python.
+// What torch copies before it splits a group: objects of its own class cannot be copied from Python.
 struct ForwardedOptions : c10d::Backend::Options {
   explicit ForwardedOptions(std::chrono::milliseconds timeout) : Options("ncclpy", timeout) {}
 };
@@ -403,7 +405,7 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     return c10::make_intrusive<ForwardedOptions>(std::chrono::milliseconds(call(python_, "timeout_ms").cast<int64_t>()));
   }
-  // All ranks of this one call it, those outside of the new one with its ranks: nobody waits for anybody here.
+  // All ranks of this group call it, those outside of the new group with its ranks; no rank waits here.
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
@@ -411,12 +413,13 @@ class ForwardedBackend : public c10d::Backend {
     const py::object made = call(python_, "split", store, ranks, options->timeout.count() * 1e-3, options->group_name);
     if (made.is_none()) return nullptr;
     auto part = made.cast<c10::intrusive_ptr<ForwardedBackend>>();
-    if (getBoundDeviceId()) part->prefer(*getBoundDeviceId());  // torch binds its own half alone
+    if (getBoundDeviceId()) part->prefer(*getBoundDeviceId());  // torch binds only its own ProcessGroup
     return part;
   }
 #endif
 
-  // With the GIL: not for who looks for what a new group of "nccl" is to split from, and would give nccl this backend.
+  // With the GIL. False while torch looks for a group of "nccl" to split a new one from: it would give nccl this
+  // backend.
   bool is_split_by_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
 
   py::object python() const { return python_.get(); }
@@ -442,7 +445,7 @@ class ForwardedBackend : public c10d::Backend {
     call(python_, name, given(arguments)...);
   }
 
-  // On which GPU a group works that is made before a tensor of one has told.
+  // Sets the GPU of a group that is made before a tensor has told it.
   void prefer(const at::Device& device) {
     if (device.is_cpu() || !device.has_index()) return;
     const Gil gil;
@@ -462,7 +465,7 @@ class ForwardedBackend : public c10d::Backend {
     int source = -1;
   };
 
-  // What the group itself has begun; null if the Python layer is to.
+  // Begins an operation on the group itself; null if the Python layer has to.
   template <class... Arguments>
   Started at_once(const Plain& asked, PyObject* const Methods::* method, const Arguments&... arguments) {
     if (asked.timeout != kUnsetTimeout || at::hasCallbacks() || !(is_plain(arguments) && ...)) {
@@ -482,7 +485,7 @@ class ForwardedBackend : public c10d::Backend {
     return tensors.size() == 1 ? tensors[0] : none;
   }
 
-  // Whether nothing has to stand for an argument.
+  // Whether an argument can be passed as it is.
   static bool is_plain(const at::Tensor& tensor) {
     return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj();
   }
@@ -490,15 +493,15 @@ class ForwardedBackend : public c10d::Backend {
   static bool is_plain(int64_t) { return true; }
   static bool is_plain(std::nullptr_t) { return true; }
 
-  // Whether the engine reaches what it is.
+  // Whether the engine reaches the memory of an argument.
   bool reaches(const at::Tensor& tensor) const { return tensor.is_cpu() == (layer_->stream_of() == Py_None); }
   template <class Other>
   bool reaches(const Other&) const {
     return true;
   }
 
-  // A tensor of its own over the same storage: the operation keeps its memory, whatever memory the caller gives the tensor
-  // meanwhile (`x.data = y`, `x.set_(y)`).
+  // A tensor of its own over the same storage: the operation keeps that memory, whatever memory the caller gives its
+  // tensor meanwhile (`x.data = y`, `x.set_(y)`).
   py::object plain(const at::Tensor& tensor) const {
     const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
     return py::cast(at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
@@ -512,8 +515,9 @@ class ForwardedBackend : public c10d::Backend {
   bool bound_ = false;
 };
 
-// Torch resolves lazy conjugations and negations before an operation, into copies that a backend then receives into: c10d's
-// operations do not say that they write. So for groups of this backend, which knows what to do, tensors are passed as they are.
+// Torch resolves lazy conjugations and negations before an operation, into copies that a backend then receives into:
+// c10d's operations do not say that they write. So tensors are passed as they are to groups of this backend, which
+// handles them.
 bool is_ours(const torch::jit::Stack& stack, size_t arguments) {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::optional<c10::DeviceType> device;
@@ -566,7 +570,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
   module.def("end_process", [] {
     ender = std::this_thread::get_id();
     has_ended = true;
-    // Who has left before is in torch's frames, and asks for the GIL there.
+    // Threads that have just left this code ask for the GIL in torch's frames: this gives them time for that.
     without_gil([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
   });
   py::class_<Heartbeat>(module, "Heartbeat")
@@ -582,7 +586,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
       .def_property_readonly("python", &ForwardedWork::python);
   py::class_<ForwardedBackend, c10d::Backend, c10::intrusive_ptr<ForwardedBackend>>(module, "ForwardedBackend")
       .def(py::init<int, int, py::object>())
-      // Asked by torch 2.6 of ranks outside of a group that is split: nothing waits for them here.
+      // Called by torch 2.6 on ranks outside of a group that is split: nothing waits for them here.
       .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
       .def_property_readonly("supports_splitting", &ForwardedBackend::is_split_by_caller)
 #if TORCH_IS_AT_LEAST(2, 8)

@@ -1,8 +1,8 @@
-"""The backend "ncclpy" of torch.distributed: c10d's operations as those of a process group.
+"""The backend "ncclpy" of torch.distributed: c10d's operations on a process group of ncclpy.
 
-Torch calls a `TorchBackend` by way of its own class for backends, see `extension`. All that an operation does,
-checks and waits for is the process group's; here are torch's conventions only: what is given as lists, as parts of one
-tensor, by rows, in place; and which tensors stand for it, see `tensors`.
+Torch calls a `TorchBackend` through its own class for backends, see `extension`. The process group carries out each
+operation, with its checks and waits. Here are only torch's conventions: arguments as lists, as parts of one tensor, by
+rows, in place; and tensors that stand in for others, see `tensors`.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class TorchBackend:
     """One rank of a torch process group: its operations, begun on a process group of ncclpy.
 
     The names are those of c10d's ``Backend``. Reductions are numbers, see `operator_of`; a timeout is in seconds, and
-    None is that of the group.
+    None means the group's.
 
     Parameters
     ----------
     rank, size : int
-        This rank's number, and how many there are: to be asked for them would make the group.
+        This rank, and the number of ranks: asking the group for them would make it.
     make : callable
-        Called with a torch.device, or None for one of its choice, returns the `ProcessGroup`. On GPUs that waits for
-        the first operation, whose tensors say on which device this rank works.
+        Called with a torch.device, or None for one of its choice, returns the `ProcessGroup`. On GPUs the first
+        operation calls it, as only its tensors tell on which device this rank works.
     on_gpu : bool
-        Whether the engine works on GPUs: tensors in CPU memory are staged on one then.
+        Whether the engine works on GPUs: then tensors in CPU memory are staged on one.
     timeout : float
-        Of the group, in seconds.
+        The timeout of the group, in seconds.
     split : callable
         Called with a store, ranks, a timeout and a name, makes a backend of some of the ranks.
     store : torch.distributed.Store
-        Where the ranks meet.
+        The store of the ranks' rendezvous.
     options : mapping
-        What was given as ``pg_options``.
+        The options that were given as ``pg_options``.
     """
 
     supports_splitting = True
@@ -88,15 +88,15 @@ class TorchBackend:
         self._making = threading.Lock()
         self._made: ProcessGroup | None = None if on_gpu else make(None)
         self._given = timeout
-        self.changed_timeout: float | None = None  # of what begins, where it was changed
+        self.changed_timeout: float | None = None  # of new operations, if it was changed
         self._device: Any = None
-        self._blocks: dict[int, Together] = {}  # that are open, by thread; mostly none is
-        self._preferred: Any = None  # the device for a group that no tensor has told of one
-        self._over = False  # ended before it was made
+        self._blocks: dict[int, Together] = {}  # open blocks, by thread; mostly there is none
+        self._preferred: Any = None  # the device for a group if no tensor has named one
+        self._over = False  # it has ended before it was made
         self.split, self.store, self.options = split, store, dict(options or {})
         self.store_shutdown: StoreShutdown | None = None  # of the world's store
 
-    # What an operation begins and ends with.
+    # The beginning and the end of an operation.
 
     @property
     def group(self) -> ProcessGroup:
@@ -114,21 +114,21 @@ class TorchBackend:
                     device = self._preferred
                 made = self._make(device)
                 self._device = device or torch.device("cuda", made.device)
-                self._made = made  # behind it: other threads look at this one without the lock
+                self._made = made  # last: other threads read it without the lock
             return self._made
 
     def prefer(self, device: Any) -> None:
-        """Tell on which GPU the group works if no tensor does: it is bound to it, or a barrier has named it."""
+        """Set the GPU of the group if no tensor names one: the group is bound to it, or a barrier has named it."""
         self._preferred = device
 
     def _end(self) -> ProcessGroup | None:
-        """Return the group that is to end; without one none is made any more."""
+        """Return the group, which ends next; without one, none is made any more."""
         with self._making:
             self._over = self._made is None
             return self._made
 
     def _staging(self, tensor: Any) -> Staging:
-        """Return what stages the tensors of an operation, of which this is one."""
+        """Return the `Staging` for the tensors of an operation, of which this is one."""
         if self._made is None:
             self._begin_with(tensor.device)
         if self._blocks:
@@ -136,20 +136,20 @@ class TorchBackend:
         return Staging(self._device)
 
     def _open_block(self) -> Together | None:
-        """Return the block that this thread is in, which is open from now on; None if it is in none."""
+        """Return the block that this thread is in, and open it if it is not open; None if it is in none."""
         together = self._block()
         if together is not None:
             together.open(self.group)
         return together
 
     def _limit(self, timeout: float | None) -> float | None:
-        """Return what an operation is told of its timeout."""
+        """Return the timeout for an operation."""
         if self._blocks and self._block() is not None:
-            return None  # it is that of all of them
+            return None  # the block's is for all of them
         return self.changed_timeout if timeout is None else timeout
 
     def _work(self, begun: Work, outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1) -> TorchWork:
-        """Return what stands for an operation that was begun on tensors `like` this one."""
+        """Return the work that torch gets for an operation that was begun on tensors `like` this one."""
         blocks = not self._on_gpu or like.is_cpu
         together = self._block() if self._blocks else None
         if together is None:
@@ -159,16 +159,16 @@ class TorchBackend:
         together.note(blocks)
         return PartWork(together, begun, outputs, blocks, self.group, source)
 
-    # What torch's C++ begins on the group itself: operations for which there is nothing to do here.
+    # Operations that torch's C++ begins on the group itself, as they need nothing of this layer.
 
     def direct(self) -> tuple[Any, ...] | None:
-        """Return what that takes, None until there is a group.
+        """Return what C++ needs for that, None until there is a group.
 
         Returns
         -------
         tuple
-            The group, the blocks that are open, the operators by torch's number, what returns the number of a device's
-            current stream (None on CPUs), and what our errors are.
+            The group, the open blocks, the operators by torch's number, what returns the number of a device's current
+            stream (None on CPUs), and the class of ncclpy's errors.
         """
         if self._made is None:
             return None
@@ -180,18 +180,18 @@ class TorchBackend:
         return self._made, self._blocks, OPERATORS, stream_of, NcclError
 
     def stand_for(self, begun: Work, outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
-        """Return what stands for an operation that was begun so."""
+        """Return the work that torch gets for an operation that C++ has begun."""
         return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
 
     def fail(self, error: NcclError) -> None:
-        """Raise as torch's what the group has refused it with, or its work has failed with."""
+        """Raise, as torch's, an error of the group or of one of its works."""
         raise backend_error(error) from error
 
     # Memory that NCCL knows, by torch's names for it.
 
     @property
     def mem_allocator(self) -> Any:
-        """Torch's allocator for a ``torch.cuda.MemPool``: what it gives is registered on every communicator here."""
+        """Torch's allocator for a ``torch.cuda.MemPool``: its memory is registered on every communicator here."""
         import torch
 
         if not self._on_gpu:
@@ -201,7 +201,7 @@ class TorchBackend:
         return torch_memory.allocator(torch)
 
     def register_mem_pool(self, pool: Any, symmetric: bool = False) -> None:
-        """Look whether a pool's memory is registered already, as that of pools over `mem_allocator` is."""
+        """Check that a pool's memory is registered already, as the memory of pools over `mem_allocator` is."""
         if symmetric:
             raise NcclUnsupported(
                 "register_mem_pool: symm=True needs all ranks' lists of segments compared, which "
@@ -216,7 +216,7 @@ class TorchBackend:
     def deregister_mem_pool(self, pool: Any) -> None:
         """Do nothing: memory is deregistered when it is freed, and not before."""
 
-    # Many as one.
+    # Coalescing.
 
     def _block(self) -> Together | None:
         """Return the block that this thread is in."""
@@ -230,7 +230,7 @@ class TorchBackend:
         self._blocks[threading.get_ident()] = Together(limit)
 
     def drop_coalescing(self) -> None:
-        """End the block that this thread is in, if it is in one, and launch nothing of it: its works fail."""
+        """End the block that this thread is in, if any, without a launch: its works fail."""
         left = self._blocks.pop(threading.get_ident(), None)
         if left is not None:
             left.leave(NcclAborted("its coalescing block was left by an exception, or begun anew"))
@@ -250,7 +250,7 @@ class TorchBackend:
 
     @contextlib.contextmanager
     def _as_one(self, timeout: float | None) -> Iterator[list[TorchWork]]:
-        """Make one launch of a block, unless it is within another; it gives a list, to which the work is added."""
+        """Make one launch of a block, unless it is within another block; give a list, to which the work is added."""
         works: list[TorchWork] = []
         together = self._block()
         if together is not None:
@@ -270,7 +270,7 @@ class TorchBackend:
 
     @_operation
     def broadcast(self, tensors: list[Any], root: int, timeout: float | None) -> TorchWork:
-        """Send the root's tensor to all."""
+        """Send the root's tensor to all ranks."""
         tensor = _only(tensors, "tensors")
         staging = self._staging(tensor)
         held = staging.sent(tensor) if root == self.rank else staging.received(tensor)
@@ -310,7 +310,8 @@ class TorchBackend:
 
         def take() -> None:
             indices, values = (part.to(tensor.device) for part in begun.result())
-            # The other ranks' indices are in it: torch does not look at them later, and would write where they say.
+            # It has other ranks' indices and is checked here: torch does not check it later, and would write where
+            # they say.
             made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
             bring(made, tensor)
 
@@ -345,11 +346,11 @@ class TorchBackend:
 
     @_operation
     def allgather(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
-        """Gather a part of each rank, which may differ in size, as a tensor for each."""
+        """Gather a part of each rank, as a tensor for each; the parts may differ in size."""
         sent, parts = _only(inputs, "inputs"), _only(outputs, "outputs")
         _count(parts, self.size, "outputs")
         staging = self._staging(sent)
-        # Parts of one size are what other ranks may gather in one tensor: it is to be the same launch.
+        # Other ranks may gather parts of one size in one tensor: it has to be the same launch.
         held = staging.flat_received(parts) if are_even(sent, parts) else staging.all_received(parts)
         begun = self.group.all_gather(staging.sent(sent), held, timeout=self._limit(timeout))
         return self._work(begun, parts, staging, sent)
@@ -370,7 +371,7 @@ class TorchBackend:
         return works[0]
 
     def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], timeout: float | None) -> TorchWork:
-        """Do as `all_gather_single` does with several, in one launch."""
+        """Do the same as `all_gather_single` for several, in one launch."""
         with self._as_one(timeout) as works:
             for output, sent in zip(outputs, inputs, strict=True):
                 self.all_gather_single(output, sent, None)
@@ -398,7 +399,7 @@ class TorchBackend:
 
     @_operation
     def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], op: Any, timeout: float | None) -> TorchWork:
-        """Reduce a list of parts, which may differ in size, and leave each rank its own."""
+        """Reduce a list of parts, which may differ in size; each rank gets its own."""
         output, parts = _only(outputs, "outputs"), _only(inputs, "inputs")
         _count(parts, self.size, "inputs")
         staging = self._staging(output)
@@ -411,7 +412,7 @@ class TorchBackend:
 
     @_operation
     def reduce_scatter_single(self, output: Any, sent: Any, op: Any, timeout: float | None) -> TorchWork:
-        """Reduce one tensor of parts of one size, and leave each rank its own."""
+        """Reduce one tensor of parts of one size; each rank gets its own."""
         staging = self._staging(output)
         reduction, factor = operator_of(op)
         held = staging.sent(sent) if factor is None else staging.scaled(sent, factor, None)
@@ -421,7 +422,7 @@ class TorchBackend:
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], inputs: list[Any], op: Any, timeout: float | None
     ) -> TorchWork:
-        """Do as `reduce_scatter_single` does with several, in one launch."""
+        """Do the same as `reduce_scatter_single` for several, in one launch."""
         with self._as_one(timeout) as works:
             for output, sent in zip(outputs, inputs, strict=True):
                 self.reduce_scatter_single(output, sent, op, None)
@@ -431,12 +432,12 @@ class TorchBackend:
     def all_to_all_single(
         self, output: Any, sent: Any, output_rows: list[int], sent_rows: list[int], timeout: float | None
     ) -> TorchWork:
-        """Send a part of one tensor to each rank, by rows if there are numbers of those."""
+        """Send a part of one tensor to each rank, by rows if numbers of rows are given."""
         staging = self._staging(sent)
         size = self.size
         if output_rows or sent_rows:
             counts = _elements(sent, sent_rows, size, "input"), _elements(output, output_rows, size, "output")
-        else:  # counts nevertheless: other ranks may pass numbers of rows, and it is to be the same launch
+        else:  # counts all the same: other ranks may pass numbers of rows, and it has to be the same launch
             counts = _equal_parts(sent, output, size)
         begun = self.group.all_to_all(
             staging.sent(sent), staging.received(output), *counts, timeout=self._limit(timeout)
@@ -456,7 +457,7 @@ class TorchBackend:
 
     @_operation
     def barrier(self, timeout: float | None) -> TorchWork:
-        """Meet all ranks; on a GPU once what was enqueued on the current stream is done."""
+        """Begin a barrier; on a GPU this rank takes part once what was enqueued on the current stream is done."""
         producer = None
         if self._on_gpu:
             import torch
@@ -472,10 +473,10 @@ class TorchBackend:
 
     @_operation
     def monitored_barrier(self, timeout: float | None, wait_all_ranks: bool) -> None:
-        """Meet all ranks, and wait for that; the error names all that are missing, also without `wait_all_ranks`."""
+        """Run a barrier and wait for it; the error names all missing ranks, also without `wait_all_ranks`."""
         self.group.barrier(timeout=self._limit(timeout)).wait()
 
-    # From one rank to another.
+    # Point to point.
 
     @_operation
     def send(self, tensors: list[Any], peer: int, tag: int) -> TorchWork:
@@ -501,11 +502,11 @@ class TorchBackend:
     # The group.
 
     def sequence_number(self) -> int:
-        """Return how many collectives were begun; to be asked makes no group."""
+        """Return how many collectives were begun; this makes no group."""
         return 0 if self._made is None else self._made.seq
 
     def set_timeout(self, seconds: float) -> None:
-        """Give what begins from now on another timeout."""
+        """Set another timeout for operations that begin from now on."""
         self._given = self.changed_timeout = seconds
 
     def timeout_ms(self) -> int:
@@ -525,7 +526,7 @@ class TorchBackend:
             self._made.wait_for_pending_works()
 
     def error_type(self) -> int:
-        """Return c10d's number for what has ended the group, 0 if nothing has."""
+        """Return c10d's number for the error that has ended the group, 0 if there is none."""
         error = None if self._made is None else self._made.error
         if error is None:
             return _SUCCESS
@@ -533,7 +534,7 @@ class TorchBackend:
 
     @_operation
     def abort(self) -> None:
-        """End the group on all ranks, and give everything back."""
+        """End the group on all ranks, and release everything."""
         made = self._end()
         if made is not None:
             made.abort("its torch process group was aborted")
@@ -541,18 +542,18 @@ class TorchBackend:
 
     @_operation
     def shutdown(self) -> None:
-        """Let what was begun end, and give everything back."""
+        """Wait for all operations, and release everything."""
         made = self._end()
         try:
             if made is not None:
                 made.close()
         finally:
-            if self.store_shutdown is not None:  # torch lets go of the store next, which ends its server if it is here
+            if self.store_shutdown is not None:  # torch drops the store next, which ends its server if it is here
                 self.store_shutdown.end()
 
 
 def _only(tensors: Sequence[Any], argument: str) -> Any:
-    """Return the one tensor, or list, of a list: more were for several devices a process, which torch has given up."""
+    """Return the only tensor, or list, of a list: several were for processes with several devices."""
     if len(tensors) != 1:
         raise ValueError(f"{argument}: expected one, as a rank has one device, got {len(tensors)}")
     return tensors[0]
@@ -564,7 +565,7 @@ def _count(parts: Sequence[Any], size: int, argument: str) -> None:
 
 
 def _equal_parts(sent: Any, output: Any, size: int) -> tuple[list[int], list[int]]:
-    """Return how many elements go to each rank, and come from it, where no numbers of rows are given."""
+    """Return how many elements go to each rank, and come from it, if no numbers of rows are given."""
     total = sent.numel()
     if total != output.numel():
         raise ValueError(f"input has {total} elements, and output {output.numel()}; pass split sizes")
@@ -574,7 +575,7 @@ def _equal_parts(sent: Any, output: Any, size: int) -> tuple[list[int], list[int
 
 
 def _elements(tensor: Any, rows: Sequence[int], size: int, which: str) -> list[int]:
-    """Return how many elements each rank's part has, from numbers of rows; without these all have as many."""
+    """Return how many elements each rank's part has, from numbers of rows; without these all parts are equal."""
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if total % size:

@@ -1,9 +1,9 @@
-"""What is built against the installed torch, and kept for later: small shared libraries of one source each.
+"""Libraries that are built against the installed torch, and kept for later: small shared libraries of one source each.
 
-One follows torch's allocator (`shim.cpp`): it has no Python in it and is loaded by ctypes. The other stands
-between torch's C++ and the backend for torch.distributed (`backend.cpp`) and is an extension module. What a
-library is built from is in its name, so that another torch or another compiler has one of its own; of processes that
-want one at once, as the ranks of a node do, one builds and the others wait for it.
+One follows torch's allocator (`shim.cpp`): it has no Python in it and is loaded by ctypes. The other connects torch's
+C++ with the backend for torch.distributed (`backend.cpp`) and is an extension module. The name of a library has a
+digest of what it is built from, so that another torch or another compiler has a library of its own. If several
+processes need one at once, as the ranks of a node do, one builds it and the others wait.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ncclpy.ownership import make_folder, open_own, why_exposed
 
 _log = logging.getLogger("ncclpy")
 
-#: The name by which Python knows the extension module.
+#: The name of the extension module in Python.
 EXTENSION = "ncclpy_torch_backend"
 SOURCE = Path(__file__).with_name("shim.cpp")
 
 
 class Part(NamedTuple):
-    """Tell what is built, and what is said where it cannot be.
+    """A library to build, and the words of errors if it cannot be built.
 
     Attributes
     ----------
     name
-        What its file is called.
+        The first part of its file's name.
     source
         The file in C++; None is `SOURCE`.
     headers
-        What it includes of ours, seen from its folder.
+        The headers of ncclpy that it includes, relative to its folder.
     options
-        For the compiler.
+        Options for the compiler.
     what, asked, without
-        For errors: what it is, what has asked for it, and what goes without it.
+        For errors: what it is, what has asked for it, and what can be done without it.
     """
 
     name: str
@@ -82,25 +82,25 @@ BACKEND = Part(
     "init_process_group('ncclpy')",
     "or use ncclpy.ProcessGroup, which builds nothing",
 )  # fmt: skip
-#: Of C++: what torch's headers ask for has changed, and older compilers do not know the later one.
+#: Standards of C++, in order: newer headers of torch need the later one, which older compilers do not know.
 STANDARDS = ("c++17", "c++20")
 #: How long a compiler may take, in seconds.
 PATIENCE = 600.0
-#: So many of a compiler's last lines are shown.
+#: The number of a compiler's last lines that an error shows.
 SHOWN = 25
-#: What this process keeps its own in, where it may keep them nowhere else.
+#: The folder of this process for its libraries, if it can keep them nowhere else.
 _made: Path | None = None
 
 
 def built(torch: Any, part: Part = ALLOCATOR) -> Path:
-    """Return the path of a library for a torch, which is built first unless that was done before.
+    """Return the path of a library for a torch; build it first unless that was done before.
 
     Parameters
     ----------
     torch : module
         The torch that is loaded.
     part : Part
-        Which one.
+        The library.
 
     Raises
     ------
@@ -117,21 +117,21 @@ def built(torch: Any, part: Part = ALLOCATOR) -> Path:
     target = folder / f"{part.name}-{digest}.so"
     if not target.exists():
         with _alone(target.with_suffix(".lock")):
-            if not target.exists():  # nobody has built it meanwhile
+            if not target.exists():  # no other process has built it meanwhile
                 compile_shim(compiler, flags, target, part)
     return target
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Have other processes wait that build the same; where files cannot be locked they build it too."""
+    """Have other processes that build the same library wait; where files cannot be locked, they build it too."""
     lock = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        path.unlink(missing_ok=True)  # who waits for it finds what was built, and who comes now does, too
+        path.unlink(missing_ok=True)  # processes that wait for it, or come now, find the library
         os.close(lock)
 
 
@@ -153,7 +153,7 @@ def find_compiler(part: Part = ALLOCATOR) -> list[str]:
 
 
 def version_of(compiler: list[str]) -> str:
-    """Return where a compiler is and what it says of itself; one that says nothing may still build."""
+    """Return where a compiler is and its version text; a compiler without a text may still build."""
     try:
         done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -162,15 +162,15 @@ def version_of(compiler: list[str]) -> str:
 
 
 def flags_for(torch: Any) -> list[str]:
-    """Return what the compiler has to know of a torch: where headers and libraries are, and which ABI it has."""
+    """Return the compiler's flags for a torch: where its headers and libraries are, and its ABI."""
     root = Path(torch.__file__).parent
     includes = _torch_includes(root)
     cuda = _cuda_include()
     if cuda is not None:
         includes.append(cuda)
     abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
-    # By these pybind11 tells whether two modules know each other's classes: older releases of torch have them of the
-    # compiler that it was built by.
+    # By these pybind11 tells whether two modules share classes; older releases of torch have those of the compiler
+    # that torch was built by.
     known = {part: getattr(torch._C, f"_PYBIND11_{part}", None) for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return [
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -181,13 +181,13 @@ def flags_for(torch: Any) -> list[str]:
 
 
 def _torch_includes(root: Path) -> list[str]:
-    """Return torch's own folders; to ask its cpp_extension would import that, which warns where it finds no GPU."""
+    """Return torch's own folders; asking its cpp_extension would import that, which warns if it finds no GPU."""
     include = root / "include"
     return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def _cuda_include() -> str | None:
-    """Return where CUDA's headers are: of a toolkit, or of the packages that torch is installed with."""
+    """Return the folder of CUDA's headers: of a toolkit, or of the packages that torch is installed with."""
     places = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = {*sys.path, *site.getsitepackages(), site.getusersitepackages()}
     for folder in sorted(folder for folder in folders if folder):
@@ -197,17 +197,17 @@ def _cuda_include() -> str | None:
     if nvcc is not None:
         places.append(Path(nvcc).resolve().parent.parent / "include")
     found = [place for place in places if (place / "cuda_runtime_api.h").is_file()]
-    # What the runtime's headers include is a package of its own with CUDA 13, into the same folder.
+    # With CUDA 13 the headers that the runtime's headers include are a package of their own, in the same folder.
     whole = [place for place in found if (place / "crt" / "host_defines.h").is_file()]
     first = next(iter(whole or found), None)
     return None if first in (None, Path("/usr/include")) else str(first)
 
 
 def cache_folder() -> Path:
-    """Return the folder that shims are kept in, of this user alone.
+    """Return the folder of built libraries, which belongs to this user alone.
 
-    It is in the user's cache, else one of the user's among the temporary files; a new one, for this process, if that
-    cannot be either.
+    It is in the user's cache, else one of the user's among the temporary files; if neither can be used, a new one for
+    this process.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     refused = []
@@ -251,7 +251,7 @@ def _why_not(folder: Path) -> str:
 
 
 def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part = ALLOCATOR) -> None:
-    """Build a library and put it in its place in one step, whoever else does the same.
+    """Build a library and put it in its place in one step, as other processes may do so at the same time.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""What is built in C++ against the installed torch, once, when it is first asked for (`backend.cpp`).
+"""The C++ extension, which is built once against the installed torch, when it is first needed (`backend.cpp`).
 
-It stands between torch's C++ and a `TorchBackend`: torch calls backends and works by virtual functions of C++, and its
-releases up to now have no class of those that Python could derive from. And it has the function by which core reads
-tensors in less time than torch's own ways take (`reader.hpp`). That is no library of its own, as two thirds of
-the compiler's time are torch's headers: who needs both would wait for them twice, to save the others a third.
+It connects torch's C++ with a `TorchBackend`: torch calls backends and works through virtual functions of C++, and its
+releases up to now have no class of those that Python could derive from. It also has the function by which core reads
+tensors faster than by torch's own interfaces (`reader.hpp`). That is no library of its own, as torch's headers take
+two thirds of the compiler's time: a program that needs both would wait for them twice, to save other programs a third.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _loading = threading.Lock()
 
 
 def wrapped(rank: int, size: int, make: Callable[[], TorchBackend]) -> Any:
-    """Return a ``torch.distributed.Backend`` whose operations are those of the backend that it makes, and keeps.
+    """Return a ``torch.distributed.Backend`` that forwards to the backend that `make` makes, and keeps it.
 
     The extension is loaded first: a group's heartbeats begin with it, in a thread of C++ if that is there.
     """
@@ -41,7 +41,7 @@ def wrapped(rank: int, size: int, make: Callable[[], TorchBackend]) -> Any:
 
 @atexit.register
 def _end_of_process() -> None:
-    """Have threads that are in a backend stay there, as Python's end would abort the process with them."""
+    """Have threads that are in a backend stay there: otherwise Python's end would abort the process."""
     if EXTENSION in sys.modules:
         sys.modules[EXTENSION].end_process()
 
@@ -49,10 +49,10 @@ def _end_of_process() -> None:
 def read_tensors_natively() -> None:
     """Read torch's tensors where they are, not through DLPack and Python: 0.2 us less for each tensor of a call.
 
-    It is so by itself once the backend of torch.distributed is in use. This is for who uses a `Communicator`, a
-    `ProcessGroup` or a `Manager` without that. What is read so are plain tensors and parameters: contiguous, in CPU
-    memory or a GPU's, no lazy views. Everything else, and what is derived from these classes, is read or refused as
-    ever. On a torch for ROCm nothing is changed.
+    The backend of torch.distributed does so by itself. This is for programs that use a `Communicator`, a
+    `ProcessGroup` or a `Manager` without that backend. It is for plain tensors and parameters: contiguous, in CPU
+    memory or a GPU's, no lazy views. Everything else, and objects of derived classes, are read or refused as before.
+    On a torch for ROCm nothing is changed.
 
     The first call for a torch and a compiler builds the extension of torch.distributed's backend, in half a minute; it
     is kept for later.
@@ -67,7 +67,7 @@ def read_tensors_natively() -> None:
 
 def _extension(part: Part = BACKEND) -> Any:
     """Return the extension, built and loaded if it has not been; `part` has the words for errors."""
-    import torch.distributed  # by whose classes the extension's own are made
+    import torch.distributed  # the extension's own classes derive from its
 
     if EXTENSION not in sys.modules:
         path = built(torch, part)

@@ -1,4 +1,4 @@
-"""The gradients of a torch model, averaged over the ranks of a coordinator as the backward pass brings them."""
+"""The gradients of a torch model, averaged over the ranks of a coordinator during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GradientAverage", "average_gradients"]
 
 
 class Coordinator(Protocol):
-    """What is asked of a coordinator, or a process set of one: named sums of all ranks."""
+    """What is used of a coordinator, or of a process set of one: named sums over all ranks."""
 
     size: int
 
@@ -41,23 +41,23 @@ def average_gradients(
 ) -> GradientAverage:
     """Average a model's gradients over all ranks while the backward pass runs, in whatever order each rank makes them.
 
-    A hook brings each gradient to the coordinator when it is accumulated; small ones are fused there. Before the
-    optimiser uses them, `GradientAverage.synchronize` waits for all, by itself where `optimizer` is given.
+    A hook passes each gradient to the coordinator when it is accumulated; small ones are fused there. Before the
+    optimiser uses them, `GradientAverage.synchronize` waits for all; with `optimizer` each step calls it.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Whose parameters need gradients, the same ones on all ranks.
+        The model; the parameters that need gradients are the same on all ranks.
     coordinator : Coordinator
-        Of the ranks, or a process set of it.
+        The coordinator of the ranks, or a process set of it.
     optimizer : torch.optim.Optimizer, optional
-        Its steps wait for the averages first.
+        Its steps first wait for the averages.
     backward_passes : int
-        How many backward passes add up to one step: the sums go out with the last one.
+        How many backward passes add up to one step: the sums are sent with the last one.
     compression : str, optional
-        ``"fp16"`` or ``"bf16"``: what is sent is of that type, and the gradient keeps its own.
+        ``"fp16"`` or ``"bf16"``: gradients are sent as that type, and keep their own.
     name : str
-        What the operations' names begin with, for several models on one coordinator.
+        The prefix of the operations' names, for several models on one coordinator.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def average_gradients(
     Raises
     ------
     NcclUnsupported
-        If torch is older than 2.1, which has no hooks behind the accumulation.
+        If torch is older than 2.1, which has no hooks after the accumulation.
     ValueError
         If an argument does not fit, or no parameter needs a gradient.
     """
@@ -78,14 +78,14 @@ def average_gradients(
 
 
 class _Sent(NamedTuple):
-    """A gradient on its way: its work, and what was sent where that is not the gradient itself."""
+    """A gradient that is being averaged: its work, and what was sent if that is not the gradient itself."""
 
     work: Work
     copy: Any
 
 
 class GradientAverage:
-    """The gradients of one model on their way to their averages; made by `average_gradients`."""
+    """The gradients of one model while they are averaged; made by `average_gradients`."""
 
     def __init__(
         self, model: Any, coordinator: Coordinator, optimizer: Any, passes: int, compression: str | None, name: str
@@ -104,7 +104,7 @@ class GradientAverage:
             raise NcclUnsupported(
                 f"torch {torch.__version__} has no hooks behind the accumulation of gradients; 2.1 has"
             )
-        self._lock = threading.Lock()  # a GPU's gradients are accumulated by a thread of torch's
+        self._lock = threading.Lock()  # gradients on a GPU are accumulated by a thread of torch
         self._seen: dict[str, int] = {}
         self._sent: dict[str, _Sent] = {}
         self._failure: Exception | None = None
@@ -118,7 +118,7 @@ class GradientAverage:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_step()))
 
     def _before_step(self) -> None:
-        if not self._is_done:  # else by the program itself, to clip them, say
+        if not self._is_done:  # else the program has called it, to clip them, say
             self.synchronize()
         self._is_done = False
 
@@ -165,8 +165,8 @@ class GradientAverage:
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the average, and begin the next step.
 
-        All ranks do so equally often. With an optimiser its step does that, unless it was done since the last one. A
-        parameter that got no gradient in this step counts as zeros: other ranks may have used it.
+        All ranks call it equally often. With an optimiser the optimiser's step does, unless it was called since the
+        last step. A parameter that got no gradient in this step counts as zeros: other ranks may have used it.
 
         Raises
         ------
@@ -184,7 +184,7 @@ class GradientAverage:
                 f"synchronize() after {max(self._seen[key] for key in short)} of {self._passes} backward passes: the "
                 "gradients go out with the last one"
             )
-        for key in [*short, *fresh]:  # also where one has failed: the others wait for them
+        for key in [*short, *fresh]:  # also if one has failed: other ranks wait for them
             parameter = self._parameters[key]
             if parameter.grad is None:
                 parameter.grad = self._zeros(key, parameter)
@@ -193,7 +193,7 @@ class GradientAverage:
             failure, self._failure = failure or self._failure, None
             sent, self._sent = self._sent, {}
             self._seen.clear()
-        for key, each in sent.items():  # all of them, also where one fails: arrays are in use until then
+        for key, each in sent.items():  # all of them, also if one fails: arrays are in use until then
             try:
                 self._take(self._parameters[key], each)
             except Exception as error:
@@ -203,7 +203,7 @@ class GradientAverage:
         self._is_done = True
 
     def _take(self, parameter: Any, sent: _Sent) -> None:
-        """Wait for an average, and have the parameter's gradient be it."""
+        """Wait for an average, and make it the parameter's gradient."""
         result = sent.work.result()
         if parameter.grad is not None and parameter.grad.is_sparse:
             indices, values = result
@@ -222,7 +222,7 @@ class GradientAverage:
         return self._torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
     def close(self) -> None:
-        """Take the hooks away; what is on its way is waited for, as by `synchronize`, if something is."""
+        """Remove the hooks; wait for gradients that were sent, if there are any, as `synchronize` does."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -233,7 +233,7 @@ class GradientAverage:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for hook in self._hooks:  # what is on its way is waited for where nothing went wrong
+        for hook in self._hooks:  # gradients that were sent are waited for if nothing went wrong
             hook.remove()
         self._hooks = []
         if kind is None:

@@ -1,5 +1,5 @@
-// Heartbeats through a store of torch's, by a thread that needs no GIL: other machines know by them that this process is there,
-// also while a call of the program keeps the GIL.
+// Heartbeats through a store of torch's, from a thread that needs no GIL: by them other machines know that this
+// process is there, even while a call of the program keeps the GIL.
 #pragma once
 
 #include <fcntl.h>
@@ -21,8 +21,8 @@ namespace {
 // Counts up under a key until it is closed, or the store's server has ended.
 class Heartbeat {
  public:
-  // `before` comes before the count, and `period` is the seconds between two. `idle` is a connection to the server which has
-  // ended once that has: torch prints where in C++ it finds that out, so that no call is made then.
+  // `before` precedes the count, and `period` is the seconds between two beats. `idle` is a connection to the server,
+  // which ends with it: torch prints a C++ backtrace for a call that finds the server gone, so no call is made then.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string before, double period, int idle)
       : state_(std::make_shared<State>()), process_(::getpid()) {
     state_->store = std::move(store);
@@ -36,7 +36,7 @@ class Heartbeat {
   Heartbeat& operator=(const Heartbeat&) = delete;
   ~Heartbeat() { end(std::chrono::seconds(0)); }
 
-  // Count no more; without the GIL. Return whether no call is on its way, after 5 s at most.
+  // Stops counting; without the GIL. Returns whether no call is under way, after 5 s at most.
   bool close() { return end(std::chrono::seconds(5)); }
 
  private:

@@ -1,7 +1,7 @@
-"""Segments of torch's caching allocator, as its own trace hooks tell of them: ``attach("torch", hooks=True)``.
+"""Segments of torch's caching allocator, as its own trace hooks report them: ``attach("torch", hooks=True)``.
 
-torch calls its hooks in C++, so a small library of ours stands between (`shim.cpp`, built by `build`).
-What it calls is `memory.hooks`, without the GIL.
+torch calls its hooks in C++, so a small library of ncclpy is in between (`shim.cpp`, built by `build`). It calls
+`memory.hooks`, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _lock = threading.RLock()  # one thread attaches or closes
 _shim: Any = None
 _attached: TorchHooks | None = None
 
-#: How the shim counts.
+#: The counters of the shim.
 _COUNTS = ("followed", "expandable", "not_followed", "aborted_for", "kept")
 
 
 def attach_hooks(timeout: float = 10.0) -> TorchHooks:
-    """Register the segments of torch's caching allocator on each communicator of their device, as they come and go.
+    """Register the segments of torch's caching allocator on each communicator of their device, as torch makes them.
 
-    Those that are there are taken in as well, and those of private pools (``torch.cuda.MemPool``, CUDA graphs). Each
-    communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment (``empty_cache``, or
-    an allocation for which there is no room) it waits for the operations that communicators were asked for until then,
-    and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
+    Segments that exist already are registered as well, and those of private pools (``torch.cuda.MemPool``, CUDA
+    graphs). Each communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment
+    (``empty_cache``, or an allocation for which there is no room) it waits for the operations that were issued on
+    communicators until then, and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
 
     The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it
-    in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once a process: a second call returns what the first has, and
-    raises if it asks for another timeout.
+    in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once a process: a second call returns what the first has
+    returned, and raises if it asks for another timeout.
 
     Parameters
     ----------
     timeout : float
         Seconds that torch waits, under its allocator's lock, before it frees a segment. Communicators that still use
-        it then are aborted (`ncclCommAbort`): the memory is about to be gone. If one cannot be aborted within another
-        10 s, the call of torch raises RuntimeError, and the segment is not freed.
+        it then are aborted (`ncclCommAbort`), as the memory is about to be freed. If one cannot be aborted within
+        another 10 s, the call of torch raises RuntimeError, and the segment is not freed.
 
     Returns
     -------
     TorchHooks
-        Its `close` ends it.
+        Its `close` detaches it.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     RuntimeError
         If the library cannot be built (no compiler, no headers of CUDA), or torch refuses.
     ValueError
-        If torch's allocator is another one, or has expandable segments.
+        If torch uses another allocator, or expandable segments.
     NcclUnsupported
         If NCCL has no registration (before 2.19).
     """
@@ -79,7 +79,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
                 "that first"
             )
         return _attached
-    torch.cuda.init()  # its allocator refuses trackers before
+    torch.cuda.init()  # before that its allocator refuses trackers
     _check_allocator(torch)
     functions = _registry.functions()
     if _shim is None:
@@ -88,7 +88,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _shim.ncclpy_torch_open(*functions, timeout, words, len(words)):
         raise RuntimeError(f"torch's allocator takes no hooks: {words.value.decode(errors='replace')}")
     try:
-        # No lock of ncclpy's is held: it takes the allocator's. What comes or goes meanwhile the shim knows of.
+        # No lock of ncclpy is held, as this takes the allocator's. The shim notes what is made or freed meanwhile.
         for segment in torch.cuda.memory_snapshot():
             if not segment.get("is_expandable", False):
                 _shim.ncclpy_torch_was_there(segment["address"], segment["total_size"], segment["device"])
@@ -102,7 +102,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
 
 
 def _check_allocator(torch: Any) -> None:
-    """Refuse allocators whose segments cannot be followed, with the reason."""
+    """Refuse allocators with segments that cannot be followed, with the reason."""
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_allocator(torch: Any) -> None:
 
 
 def _has_expandable_segments(torch: Any) -> bool:
-    """Whether they are on now: torch says so itself; one that does not is asked by the variables that it reads."""
+    """Whether they are on now, as torch tells; for a release that does not, by the variables that it reads."""
     try:
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
         return bool(settings["expandable_segments"])
@@ -154,7 +154,7 @@ def _loaded(path: Any) -> Any:
 
 
 def _ours() -> list[tuple[int, int]]:
-    """Return (pointer, device) of what was taken in and is there."""
+    """Return (pointer, device) of the segments that were taken in and exist."""
     room = 64
     while True:
         bases, devices = (ctypes.c_size_t * room)(), (ctypes.c_int * room)()
@@ -165,7 +165,7 @@ def _ours() -> list[tuple[int, int]]:
 
 
 def _let_go(timeout: float) -> NcclTimeout | None:
-    """Take torch's segments out of the registry; torch keeps them. What is late is still on its way out afterwards."""
+    """Take torch's segments out of the registry; torch keeps them. Those that are late are removed later."""
     registry = SegmentRegistry.default()
     deadline = time.monotonic() + timeout
     late: NcclTimeout | None = None
@@ -198,10 +198,10 @@ class TorchHooks:
         return made
 
     def close(self, timeout: float = 10.0) -> None:
-        """Have segments of torch's registered no longer; arrays go on as they are. Again is nothing.
+        """Register torch's segments no longer; arrays stay as they are. A second call does nothing.
 
-        torch cannot be detached from, so the hooks stay, and have nothing to do. Segments that were registered are
-        deregistered (`ncclCommDeregister`) when what communicators were asked for until now is over.
+        torch cannot be detached from, so the hooks stay, and do nothing. Segments that were registered are
+        deregistered (`ncclCommDeregister`) when the operations that were issued on communicators until now are over.
 
         Parameters
         ----------
@@ -211,7 +211,8 @@ class TorchHooks:
         Raises
         ------
         NcclTimeout
-            If a communicator may still use a segment. It leaves later; until then torch waits before it frees it.
+            If a communicator may still use a segment. It is deregistered later; until then torch waits before it frees
+            it.
         """
         global _attached
         with _lock:
@@ -225,14 +226,14 @@ class TorchHooks:
             raise late
 
     def counters(self) -> dict[str, int]:
-        """Return what there was since torch was attached to first, in this process.
+        """Return the counts since torch was first attached to, in this process.
 
         Returns
         -------
         dict
-            ``followed`` segments; ``expandable`` ones, as often as they grew, which are left alone; ``not_followed``
-            because they overlap a segment of others or memory ran out; ``aborted_for``, the segments for which
-            communicators were aborted; ``kept``, how often torch was not let free one.
+            ``followed`` segments; ``expandable`` ones, each time that they grew, which are left alone;
+            ``not_followed`` ones, as they overlap a segment of others or memory ran out; ``aborted_for``, the segments
+            for which communicators were aborted; ``kept``, how often torch could not free one.
         """
         count = (ctypes.c_uint64 * len(_COUNTS))()
         _shim.ncclpy_torch_counts(count)

@@ -9,14 +9,14 @@ from typing import Any
 from ncclpy.errors import NcclUnsupported
 from ncclpy.memory.registry import ALLOC, FREE, SegmentRegistry, open_allocator
 
-#: Torch's object for our two functions.
+#: Torch's object for the two functions of ncclpy.
 _allocators: list[Any] = []
-#: What torch calls NCCL's types where the names differ.
+#: Torch's names of NCCL's types, where they differ.
 _NAMES = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 
 
 def source(device: int | None) -> TorchSource:
-    """Return a new pool of torch's, of a device or of the current one."""
+    """Return a new pool of torch, for a device or for the current one."""
     import torch
 
     return TorchSource(torch, device)
@@ -26,7 +26,7 @@ def allocator(torch: Any) -> Any:
     """Return torch's allocator of memory that NCCL knows, for a ``torch.cuda.MemPool``."""
     if not _allocators:
         made = torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE)
-        # Torch's pools point to it and do not keep it, nor does what they have allocated: it outlives Python.
+        # Torch's pools, and what they have allocated, point to it without a reference: it has to outlive Python.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made.allocator()))
         _allocators.append(made)
     return _allocators[0].allocator()
@@ -71,7 +71,7 @@ class TorchSource:
         return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
 
     def install(self) -> None:
-        """Do nothing: torch replaces no allocator that is in use."""
+        """Do nothing: torch cannot replace an allocator that is in use."""
 
     def remove(self) -> None:
-        """Do nothing: the pool goes with its last user."""
+        """Do nothing: the pool is freed with its last user."""

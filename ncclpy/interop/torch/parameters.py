@@ -1,4 +1,4 @@
-"""A torch model's parameters and an optimiser's state, alike on all ranks of a coordinator."""
+"""A torch model's parameters and an optimiser's state, made equal on all ranks of a coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TENSOR = "tensor"
 
 
 class Coordinator(Protocol):
-    """What is asked of a coordinator, or a process set of one: named broadcasts."""
+    """What is used of a coordinator, or of a process set of one: named broadcasts."""
 
     rank: int
 
@@ -23,28 +23,29 @@ class Coordinator(Protocol):
 
 
 def broadcast_parameters(what: Any, coordinator: Coordinator, *, root: int = 0, name: str = "parameters") -> None:
-    """Give all ranks what the root has of a model, an optimiser or a dictionary of tensors.
+    """Give all ranks the root's values of a model, an optimiser or a dictionary of tensors.
 
     A model's parameters and buffers, and a dictionary's tensors, are overwritten in place. An optimiser's state may
-    not be there yet on other ranks: it is made like the root's, whose steps, rates and other settings all ranks take.
+    not exist yet on other ranks: it is made like the root's, and all ranks take the root's steps, rates and other
+    settings.
 
     Parameters
     ----------
     what : torch.nn.Module, torch.optim.Optimizer or dict of str to torch.Tensor
-        On all ranks; tensors of one name have one shape and type everywhere.
+        The same on all ranks; tensors of one name have one shape and type everywhere.
     coordinator : Coordinator
-        Of the ranks.
+        The coordinator of the ranks.
     root : int
-        Whose values all get.
+        The rank that sends its values.
     name : str
-        What the operations' names begin with, the same on all ranks.
+        The prefix of the operations' names, the same on all ranks.
 
     Raises
     ------
     NcclError
         If ranks disagree about a tensor; the error names what each has.
     TypeError
-        If it is none of these, or an optimiser's state has something in it that is neither a tensor nor a plain value.
+        If it is none of these, or an optimiser's state contains something that is neither a tensor nor a plain value.
     """
     import torch
 
@@ -63,7 +64,7 @@ def _broadcast(tensors: dict[str, Any], coordinator: Coordinator, root: int) -> 
     seen = set()
     for key, tensor in tensors.items():
         plain = tensor.detach()
-        # Weights that are tied are listed under each of their names, and are one tensor: it goes once, on all ranks.
+        # Tied weights are listed under each of their names, and are one tensor: it is sent once, on all ranks.
         place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
         if plain.numel() and place in seen:
             continue
@@ -104,7 +105,7 @@ def _broadcast_state(torch: Any, optimizer: Any, coordinator: Coordinator, root:
 
 
 def _packed(torch: Any, value: Any, tensors: list[Any]) -> Any:
-    """Return a value in JSON's terms, with each tensor's shape and type in its place; the tensors are listed."""
+    """Return a value as JSON, with each tensor's shape and type in its place; the tensors are added to `tensors`."""
     if torch.is_tensor(value):
         tensors.append(value)
         return [_TENSOR, list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]
@@ -120,7 +121,7 @@ def _packed(torch: Any, value: Any, tensors: list[Any]) -> Any:
 
 
 def _unpacked(torch: Any, packed: Any, tensors: list[Any]) -> Any:
-    """Return what `_packed` has packed, with empty tensors, which are listed."""
+    """Return what `_packed` has packed, with empty tensors, which are added to `tensors`."""
     kind, *rest = packed
     if kind == _TENSOR:
         shape, dtype, device = rest

@@ -1,4 +1,4 @@
-// Python from torch's C++: the GIL where the process may be ending, calls of methods, objects that C++ holds.
+// Python from torch's C++: the GIL while the process may be ending, calls of methods, objects that C++ holds.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -17,17 +17,18 @@
 
 namespace {
 
-// The end of the process. Python ends a thread that asks for the GIL then, by unwinding its stack, and neither objects here
-// nor torch's frames allow that: they would abort the process. So such a thread stays where it is, without the GIL.
+// At the end of the process Python ends a thread that asks for the GIL, by unwinding its stack. Neither objects here
+// nor torch's frames allow that: the process would be aborted. So such a thread stays where it is, without the GIL.
 std::atomic<bool> has_ended{false};
-std::thread::id ender;  // who ends the process: it goes on
+std::thread::id ender;  // the thread that ends the process, which does not stay
 constexpr auto kEnds = std::chrono::seconds(2);
 
 [[noreturn]] void stay() {
   for (;;) pause();
 }
 
-// Without the GIL: have other threads stay while the process ends. If it has not, somebody may be waiting for them.
+// Without the GIL: have other threads stay while the process ends. If it has not ended after a while they go on, as
+// others may wait for them.
 void stay_at_the_end() {
   if (!has_ended || std::this_thread::get_id() == ender || PyGILState_Check()) return;
   const auto until = std::chrono::steady_clock::now() + kEnds;
@@ -75,7 +76,8 @@ void without_gil(const Callable& callable) {
   if (raised) std::rethrow_exception(raised);
 }
 
-// Calls Python, where a thread may be ended; nothing of ours is between it and the place where it is held back then.
+// Calls Python, where a thread may be ended; no object of this code is between the call and the place where it stays
+// then.
 PyObject* call_raw(PyObject* name, PyObject* const* arguments, size_t count) {
   try {
     return PyObject_VectorcallMethod(name, arguments, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
@@ -84,7 +86,7 @@ PyObject* call_raw(PyObject* name, PyObject* const* arguments, size_t count) {
   }
 }
 
-// Python remembers where a class has what it is asked for by an interned name alone.
+// Interned, as Python caches where a class has an attribute only for interned names.
 PyObject* interned(const char* name) {
   PyObject* const found = PyUnicode_InternFromString(name);
   if (!found) throw py::error_already_set();
@@ -96,7 +98,7 @@ PyObject* self_of(const py::object& object) { return object.ptr(); }
 // Calls a method by its interned name; null if it has raised.
 template <class... Arguments>
 py::object call_known(PyObject* name, PyObject* object, Arguments*... arguments) {
-  PyObject* raw[] = {nullptr, object, arguments...};  // the first is Python's to use
+  PyObject* raw[] = {nullptr, object, arguments...};  // Python uses the first item
   return py::reinterpret_steal<py::object>(call_raw(name, raw + 1, sizeof...(arguments) + 1));
 }
 
@@ -123,7 +125,7 @@ bool is_called_by(const char* name) {
   return code.attr("co_name").cast<std::string>() == name;
 }
 
-// A Python object that is let go of with the GIL; not at all once Python has ended.
+// A Python object that is released with the GIL; not at all once Python has ended.
 class Held {
  public:
   explicit Held(py::object object) : object_(std::move(object)) {}

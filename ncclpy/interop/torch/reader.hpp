@@ -1,8 +1,7 @@
-// What a plain tensor of torch is, read where torch has it: DLPack's exchange goes through a tensor of its own and Python for it.
-//
-// What is plain is told by the tensor's dispatch keys: those of dense memory on a CPU or a GPU, with autograd's, and no other.
-// So lazy negations and conjugations, zeros without memory, sparse, quantized, nested and named tensors, and the wrappers of
-// torch.func and __torch_dispatch__ are left to who asks, also those of later releases.
+// Reads a plain tensor where torch has its values: DLPack's exchange takes a tensor of its own, and Python, for that.
+// A tensor is plain by its dispatch keys: those of dense memory on a CPU or a GPU, with autograd's, and no other. So
+// lazy negations and conjugations, zeros without memory, sparse, quantized, nested and named tensors, and the wrappers
+// of torch.func and __torch_dispatch__ are left to the caller, also those of later releases.
 #pragma once
 
 #include <ATen/DLConvertor.h>
@@ -20,8 +19,8 @@ constexpr c10::DispatchKeySet kPlain =
     c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
                          c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 
-// DLPack's type for one of torch's, which torch tells of a tensor alone, and of some types by throwing. Those of a few bits it
-// tells as if they had eight: of them, as of what has several lanes, there is nothing here.
+// DLPack's type for a type of torch. Torch tells it only for a tensor, and throws for some types. It tells types of a
+// few bits as if they had eight: for these, and for types with several lanes, there is none here.
 struct DLPackType {
   enum : uint8_t { kUnknown, kKnown, kNone } state = kUnknown;
   uint8_t code = 0;
@@ -42,7 +41,7 @@ const DLPackType& type_of(const at::Tensor& tensor) {
   return type;
 }
 
-// An `ncclpy_tensor_reader`, of objects whose type is torch.Tensor or torch.nn.Parameter.
+// An `ncclpy_tensor_reader`, for objects of the types torch.Tensor and torch.nn.Parameter.
 int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
   try {
     const at::Tensor& tensor = THPVariable_Unpack(static_cast<PyObject*>(object));
@@ -53,7 +52,7 @@ int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
     const DLPackType& type = type_of(tensor);
     if (type.state != DLPackType::kKnown) return 1;
     out->count = static_cast<uint64_t>(tensor.numel());
-    // As DLPack asks for it: memory that is copied when it is written is copied now.
+    // As DLPack asks for it: copy-on-write memory is copied now.
     out->data = tensor.mutable_data_ptr();
     if (!out->data && out->count) return 1;
     out->device = device.is_cpu() ? NCCLPY_ON_CPU : device.index();
@@ -61,7 +60,7 @@ int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
     out->bits = type.bits;
     return 0;
   } catch (...) {
-    PyErr_Clear();  // who is asked next says what it is
+    PyErr_Clear();  // the next way to read the object says what it is
     return 1;
   }
 }

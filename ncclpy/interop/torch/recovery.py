@@ -1,4 +1,4 @@
-"""How a torch program goes on without the ranks that are gone."""
+"""How a torch program continues without the ranks that are gone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["backend_of", "recover"]
 
 
 def backend_of(group: Any = None, device: Any = None) -> TorchBackend:
-    """Return what stands behind a torch process group of this backend.
+    """Return the `TorchBackend` of a torch process group.
 
-    Its attribute ``group`` is the `ncclpy.ProcessGroup`, with all that it can and torch does not ask for.
+    Its attribute ``group`` is the `ncclpy.ProcessGroup`, with all that torch does not use of it.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def backend_of(group: Any = None, device: Any = None) -> TorchBackend:
     for each in types:
         if each in group._device_types:
             backend = group._get_backend(each)
-            while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL has torch compare collectives there
+            while hasattr(backend, "wrapped_pg"):  # by TORCH_DISTRIBUTED_DEBUG=DETAIL, to compare collectives
                 backend = backend.wrapped_pg
             found = getattr(backend, "python", None)
             if isinstance(found, TorchBackend):
@@ -50,29 +50,29 @@ def backend_of(group: Any = None, device: Any = None) -> TorchBackend:
 
 
 def recover(timeout: float, min_size: int = 1) -> Recovery:
-    """Have torch.distributed go on with the ranks that are left, after an error; all of them call it.
+    """Have torch.distributed continue with the remaining ranks, after an error; all of them call it.
 
-    They agree who they are (`ncclpy.ProcessGroup.recover`). Then the world and all groups are destroyed, and the world
-    is made anew, of the survivors in the order of their ranks, over the same store. What was made for the old groups,
-    a ``DistributedDataParallel`` say, is to be made again; the module in it can be used on.
+    They agree on the survivors (`ncclpy.ProcessGroup.recover`). Then the world and all groups are destroyed, and the
+    world is made anew, of the survivors in the order of their ranks, over the same store. What was made for the old
+    groups, such as a ``DistributedDataParallel``, has to be made again; the module in it can be used further.
 
     Parameters
     ----------
     timeout : float
-        Seconds for the others to come, and as long again to meet anew.
+        Seconds for the other ranks to call it, and as long again for the new rendezvous.
     min_size : int, optional
-        With fewer survivors nobody goes on.
+        The least number of survivors; with fewer the call fails.
 
     Returns
     -------
     Recovery
-        Who is left, by the ranks of before, who is not, and what was the last collective that all of them had
-        finished.
+        The survivors, by their ranks from before, the ranks that are lost, and the last collective that all survivors
+        had finished.
 
     Raises
     ------
     DistBackendError
-        As `ncclpy.ProcessGroup.recover` raises `NcclError`, which is the cause.
+        If `ncclpy.ProcessGroup.recover` raises `NcclError`, which is the cause.
     """
     import torch.distributed as dist
 
@@ -87,7 +87,7 @@ def recover(timeout: float, min_size: int = 1) -> Recovery:
         raise backend_error(error) from error
     rank, size = group.rank, group.size
     dist.destroy_process_group()
-    # Below the old group's keys, so that each world that is recovered has a place of its own.
+    # Below the old group's keys, so that each recovered world has a place of its own.
     place = dist.PrefixStore("recovered", store)
     dist.init_process_group(
         name,

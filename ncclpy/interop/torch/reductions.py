@@ -15,17 +15,18 @@ _BITWISE = {5: "BAND", 6: "BOR", 7: "BXOR"}
 
 
 def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
-    """Return the operator that stands for one of torch's, and what inputs are to be multiplied by first, or None.
+    """Return the operator for one of torch's, and what inputs have to be multiplied by first, or None.
 
     Parameters
     ----------
     theirs : int or tuple
-        The number of c10d's operator; of a pre-multiplied sum that and the factor, a number or a tensor of one.
+        The number of c10d's operator; for a pre-multiplied sum, the number and the factor, a number or a tensor of one
+        element.
 
     Raises
     ------
     NcclUnsupported
-        If NCCL has none.
+        If NCCL has no such operator.
     """
     if type(theirs) is tuple:
         return ReduceOp.SUM, theirs[1]

@@ -1,4 +1,4 @@
-"""How torch.distributed gets to know the backend "ncclpy", and makes one of each process group."""
+"""How the backend "ncclpy" is registered in torch.distributed, and made for each process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEADLINE = 600.0
 
 
 def register() -> None:
-    """Have ``init_process_group("ncclpy")`` know this backend, unless it does already: by the entry point, say."""
+    """Register this backend for ``init_process_group("ncclpy")``, unless it is, for example by the entry point."""
     from torch.distributed import Backend
 
     import _ncclpy_torch
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def device_types() -> list[str]:
-    """Return the types of device that ``init_process_group("ncclpy")`` makes a backend for, as the engine has it."""
+    """Return the types of device that ``init_process_group("ncclpy")`` makes a backend for, by the engine."""
     _choose_engine()
     return ["cpu", "cuda"] if library.library().engine == "cuda" else ["cpu"]
 
@@ -49,8 +49,8 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
     theirs : torch.distributed.distributed_c10d._DistributedBackendOptions
         Store, rank, size, timeout and name of the group, and the ranks of the world in it.
     options : mapping, optional
-        What was given as ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``).
-        A ``"timeout"`` is in seconds, and stands for torch's.
+        The ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``). A ``"timeout"`` is in seconds,
+        and replaces torch's.
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
@@ -88,8 +88,8 @@ def _made(
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
     if on_gpu:
-        # There the group is made by the first operation, and some ranks may have none: how often it was made each rank
-        # has to know of all the same, where names come again in a store.
+        # On GPUs the first operation makes the group, and some ranks may have none. Each rank has to know all the same
+        # how often the group was made, as names are used again in a store.
         import torch.distributed
 
         number = store.add(f"ncclpy/made/{name}/{rank}", 1)
@@ -102,7 +102,7 @@ def _made(
             ordinal = device.index
         else:
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
-        # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
+        # Torch programs read tensors on streams, which go on after an abort: nothing is aborted unless asked for.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
         there = TorchStore(store, min(timeout, 300.0), shutdown)
         there.one_attempt = True  # torch gives each attempt keys of its own
@@ -127,7 +127,7 @@ def _made(
 
 
 def _choose_engine() -> None:
-    """Have the host engine run where torch has no GPU, unless somebody has chosen."""
+    """Use the host engine if torch has no GPU, unless a library was chosen."""
     if library.loaded() is None and not os.environ.get("NCCLPY_LIBRARY"):
         import torch
 
@@ -136,10 +136,10 @@ def _choose_engine() -> None:
 
 
 def _gpu(rank: int) -> int:
-    """Return the GPU of a rank of the world that no tensor has told of.
+    """Return the GPU of a rank of the world if no tensor has named one.
 
-    Torch's current one if that was chosen; that of LOCAL_RANK; the only one that this process has tensors on; else its
-    rank's, as torch's nccl does.
+    Torch's current one if that was chosen; else that of LOCAL_RANK; else the only one that this process has tensors
+    on; else the rank's, as in torch's nccl.
     """
     import torch
 

@@ -1,8 +1,7 @@
-// What follows torch's caching allocator for ncclpy. It is built against the installed torch when it is asked for, knows
-// of ncclpy only two functions, by their addresses, and stays loaded: trackers cannot be detached.
-//
-// Trackers are called under the allocator's lock of one device, with or without the GIL. No Python runs here, and under the
-// mutex below nobody waits.
+// Follows torch's caching allocator for ncclpy. It is built against the installed torch when it is needed, knows only
+// two functions of ncclpy, by their addresses, and stays loaded: trackers cannot be detached.  Trackers are called
+// under the allocator's lock of one device, with or without the GIL. No Python runs here, and no thread waits under
+// the mutex below.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <cstddef>
@@ -28,15 +27,15 @@ enum Count { followed, expandable, not_followed, ended, kept, counts };
 
 struct State {
   std::mutex mutex;
-  bool attached = false;      // the tracker is; for good
-  bool open = false;          // segments that come are taken in; those that go are always seen to
-  bool looking_back = false;  // from before the tracker was attached until the segments of before are in
-  bool lost_track = false;    // a segment that went meanwhile could not be noted
+  bool attached = false;  // the tracker is attached, for good
+  bool open = false;  // new segments are taken in; freed ones are always taken out
+  bool looking_back = false;  // from before the tracker is attached until the segments that existed are in
+  bool lost_track = false;  // a segment that was freed meanwhile could not be noted
   TakeIn take_in = nullptr;
   TakeOut take_out = nullptr;
   double timeout = 0;
-  std::map<uintptr_t, int> ours;  // what was taken in from here, with its device
-  std::set<uintptr_t> gone;       // what went while looking back: a snapshot may still have it
+  std::map<uintptr_t, int> ours;  // segments that were taken in from here, with their devices
+  std::set<uintptr_t> gone;  // segments that were freed while looking back: a snapshot may still have them
   uint64_t count[counts] = {};
 };
 
@@ -59,7 +58,7 @@ int take_in(State& one, uintptr_t base, size_t bytes, int device) {
   const int result = one.take_in(base, bytes, device);
   if (result == taken_in) {
     ++one.count[followed];
-  } else if (noted) {  // memory of ncclpy's own, perhaps, in a pool of torch's
+  } else if (noted) {  // memory of ncclpy itself, perhaps, in a pool of torch
     one.ours.erase(base);
   }
   if (result == refused) ++one.count[not_followed];
@@ -112,7 +111,7 @@ void follow(const allocator::TraceEntry& entry) {
       return comes(base, static_cast<size_t>(entry.size_), static_cast<int>(entry.device_));
     case allocator::TraceEntry::SEGMENT_FREE:
       return goes(base, static_cast<int>(entry.device_));
-    case allocator::TraceEntry::SEGMENT_MAP: {  // it grows and shrinks by pages, which no registration does
+    case allocator::TraceEntry::SEGMENT_MAP: {  // it grows and shrinks by pages, which a registration cannot
       State& one = state();
       const Hold hold(one.mutex);
       if (one.open) ++one.count[expandable];
@@ -127,7 +126,8 @@ void follow(const allocator::TraceEntry& entry) {
 
 extern "C" {
 
-// Begins to follow, and to look back; the tracker is attached by the first call that succeeds. Returns 0, or 1 with words.
+// Begins to follow, and to look back; the first call that succeeds attaches the tracker. Returns 0, or 1 with the
+// error in `words`.
 int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, char* words, size_t room) {
   State& one = state();
   bool attached;
@@ -153,7 +153,8 @@ int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, cha
   return 0;
 }
 
-// A segment of a snapshot that was made since then, unless it has gone meanwhile: 0 taken in, 1 known, 2 refused, 3 gone.
+// Takes in a segment of a snapshot that was made after that, unless it was freed meanwhile. Returns 0 taken in, 1
+// known, 2 refused, 3 freed.
 int ncclpy_torch_was_there(uintptr_t base, size_t bytes, int device) {
   State& one = state();
   const Hold hold(one.mutex);
@@ -168,7 +169,7 @@ void ncclpy_torch_looked_back() {
   one.gone.clear();
 }
 
-// From here on nothing is taken in.
+// Nothing is taken in from here on.
 void ncclpy_torch_close() {
   State& one = state();
   const Hold hold(one.mutex);
@@ -176,7 +177,7 @@ void ncclpy_torch_close() {
   one.gone.clear();
 }
 
-// How many segments were taken in from here, and the first of them.
+// Returns how many segments are taken in from here, and the first of them.
 size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t room) {
   State& one = state();
   const Hold hold(one.mutex);
@@ -189,7 +190,7 @@ size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t room) {
   return one.ours.size();
 }
 
-// They are no longer ours to speak of.
+// Forgets a segment that was taken out of the registry.
 void ncclpy_torch_let_go(uintptr_t base) {
   State& one = state();
   const Hold hold(one.mutex);

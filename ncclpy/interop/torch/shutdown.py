@@ -28,7 +28,8 @@ __all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
 
 #: Seconds for the other processes to confirm.
 _CONFIRM = 5.0
-#: Between two looks of a process whether it is asked to; the server answers so many of all processes in a second.
+#: Seconds between two looks of a process whether it has to confirm; and how many looks of all processes the server
+#: answers in a second.
 _LOOKS = 0.1
 _LOOKS_A_SECOND = 500
 #: Seconds to connect.
@@ -44,7 +45,7 @@ class IdleConnection:
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError, ValueError):  # then nothing is known of the server
+        with contextlib.suppress(OSError, ValueError):  # without a connection nothing is known of the server
             self._socket = socket.create_connection((host, port), _CONNECT)
             self._socket.setblocking(False)
 
@@ -64,7 +65,7 @@ class IdleConnection:
         return None if self._socket is None or self._socket.fileno() < 0 else self._socket.fileno()
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
 
@@ -74,7 +75,7 @@ _connections: dict[tuple[str, int], IdleConnection] = {}
 
 
 def _tcp_store(theirs: Any) -> Any:
-    """Return the TCPStore that a store of torch's stands on, None if it is of another kind."""
+    """Return the TCPStore below a store of torch's, None if it is of another kind."""
     while hasattr(theirs, "underlying_store"):
         theirs = theirs.underlying_store
     return theirs if hasattr(theirs, "host") and hasattr(theirs, "port") else None
@@ -88,7 +89,7 @@ def connection_to(theirs: Any) -> IdleConnection | None:
     place = (str(tcp.host), int(tcp.port))
     with _lock:
         there = _connections.get(place)
-    if there is not None and not there.has_ended():  # else another server may be there by now
+    if there is not None and not there.has_ended():  # if it has, another server may be there by now
         return there
     made = IdleConnection(*place)
     with _lock:
@@ -102,7 +103,7 @@ def connection_to(theirs: Any) -> IdleConnection | None:
 
 
 def _serves(theirs: Any) -> bool:
-    """Return whether the server is in this process: torch tells that in what a store is shown as, since 2.7."""
+    """Return whether the server is in this process: since 2.7 torch tells that in the store's text form."""
     return "server=TCPServer" in repr(_tcp_store(theirs))
 
 
@@ -114,9 +115,9 @@ class StoreShutdown:
     theirs
         The store of torch's world, on a TCPStore.
     store
-        The same, for this alone. The n-th world of one rank there is the n-th of the others.
+        The same store, for this alone. The n-th world of one rank there is the n-th of the others.
     rank, size
-        This process's rank in the world, of how many.
+        This process's rank in the world, and the number of ranks.
     """
 
     def __init__(self, theirs: Any, store: Store, rank: int, size: int) -> None:
@@ -127,11 +128,11 @@ class StoreShutdown:
         self._inside = 0
         self._pid = os.getpid()
         self._has_ended = False
-        #: Heartbeats, which call the store by threads of their own; they are made between `enter` and `leave`.
+        #: Heartbeats, which call the store from threads of their own; they are made between `enter` and `leave`.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Which process serves, for errors.
         self.server = "its server"
-        self._server: tuple[int, str] | None = None  # number and start of that process, if it is of this machine
+        self._server: tuple[int, str] | None = None  # pid and start of that process, if it is on this machine
         me = process()
         self._store.set(f"{_PROCESS}{rank}", f"{me['machine']}\n{me['pid']}\n{me['start']}".encode())
         if self._serves:
@@ -142,7 +143,7 @@ class StoreShutdown:
         _current = self
 
     def enter(self) -> None:
-        """Begin a call of the store; raise `StoreEnded` if no more are to be made, `StoreLost` if its server ends."""
+        """Begin a call of the store; raise `StoreEnded` if no more may be made, `StoreLost` if its server ends."""
         if os.getpid() != self._pid:  # the connection is the parent's, and so may the lock be
             raise StoreEnded("torch's store: its connection belongs to the process that this one was forked from")
         with self._lock:
@@ -159,7 +160,7 @@ class StoreShutdown:
             self._inside -= 1
 
     def end(self) -> None:
-        """Make no more calls, and tell that; in the process that serves, wait until the others do not either."""
+        """Make no more calls, and tell so; in the process that serves, wait until the others make none either."""
         if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
             return
         wait_for_ends()
@@ -182,14 +183,14 @@ class StoreShutdown:
             _until(lambda: all(self._is_gone(rank) for rank in others), deadline)
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank makes no calls: it says so, has ended or stands still here, or has not come yet."""
+        """Return whether a rank makes no calls: it says so, has ended or is stopped here, or is not there yet."""
         if self._store.check([f"{_LEFT}{rank}"]):
             return True
         there = self._process_of(rank)
         return there is None or (there[0] == MACHINE and process_state(int(there[1]), there[2]) != "lives")
 
     def _process_of(self, rank: int) -> list[str] | None:
-        """Return machine, number and start of a rank's process, None if it has not come."""
+        """Return machine, pid and start of a rank's process, None if it is not there yet."""
         told = self._store.compare_set(f"{_PROCESS}{rank}", None, None)[1]
         return None if told is None else told.decode().split("\n")
 
@@ -224,7 +225,7 @@ def _until(is_so: Callable[[], bool], deadline: float) -> None:
 
 
 def _forked() -> None:
-    """Begin anew in a child, whose connections are the parent's."""
+    """Begin anew in a child: the connections are the parent's."""
     global _lock, _current
     _lock, _current = threading.Lock(), None
     _connections.clear()

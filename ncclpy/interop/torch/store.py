@@ -22,36 +22,36 @@ from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to
 
 T = TypeVar("T")
 
-# Torch's server closes the connection without a word at what is larger.
+# Torch's server closes the connection, without an error, for what is larger.
 _MAX_KEY = 8 << 10
 _MAX_VALUE = 8 << 20
-# Keys of ours, which users do not see.
+# Keys for locks, which users do not see.
 _LOCKS = "\0ncclpy/lock/"
 # A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
-# Of each folder the keys that were made in it, a line each, where torch cannot list keys (before 2.10).
+# For each folder the keys that were made in it, a line each, if torch cannot list keys (before 2.10).
 _MADE = "\0ncclpy/made/"
-#: Seconds for calls to come back when the process ends.
+#: Seconds for calls to return when the process ends.
 _LEAVES = 5.0
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST, _LAST = 0.0005, 0.02
-# What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
+# What list_keys of torch's FileStore returns for two keys of its own, of which it cuts off a letter.
 _NOT_KEYS = ("efcount/", "leanup/")
 
 
 class _Exit:
-    """The end of the process, for threads that are in a call of torch's.
+    """The end of the process, for threads that are in a call of torch.
 
-    Torch gives up the GIL there. Python ends a daemon thread that asks for it back once the interpreter has ended, by
-    unwinding its stack: through C++ that allows no such thing, and the process would be aborted. So such threads are
-    waited for, and make no further calls.
+    Torch releases the GIL there. Python ends a daemon thread that asks for it again once the interpreter has ended, by
+    unwinding its stack. C++ does not allow that, and the process would be aborted. So such threads are waited for, and
+    make no further calls.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
         self._has_begun = False
-        #: Heartbeats, which call by threads of their own.
+        #: Heartbeats, which call from threads of their own.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def enter(self) -> None:
@@ -67,7 +67,7 @@ class _Exit:
             self._inside -= 1
 
     def begin(self) -> None:
-        """Wait for the calls that others are in; they are short, as none of them waits for a key."""
+        """Wait for the calls that other threads are in; they are short, as none of them waits for a key."""
         self._has_begun = True
         for beat in list(self.beats):
             beat.close()
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def adapt(obj: object) -> Store | None:
-    """Return a store on torch's; None if `obj` is no store of torch's."""
+    """Return a store over one of torch's; None if `obj` is not one."""
     from torch.distributed import Store as Theirs
 
     return TorchStore(obj) if isinstance(obj, Theirs) else None
@@ -115,25 +115,25 @@ def connect(address: str | None, port: int | None, timeout: float) -> Store:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return what an error of torch's says, without the frames of C++ behind that."""
+    """Return the text of an error of torch, without the C++ frames after it."""
     return str(error).split("\nException raised from ", 1)[0].split("\nframe #", 1)[0].strip()
 
 
 class TorchStore(Store):
-    """Keep keys in a store of torch's, of which this has a client of its own.
+    """Keep keys in a store of torch's, through a client of its own.
 
-    Torch's stores have no call that waits without holding up the client's other threads, so waits look again and
-    again. Values are torch's own, which other programs see; where torch's calls do not say enough, in `compare_set`,
-    a lock in the store makes up for it, which only clients of this kind heed.
+    Torch's stores have no call that waits without holding up the client's other threads, so waits poll. Values are
+    torch's own, which other programs see. Where torch's calls do not tell enough, in `compare_set`, a lock in the
+    store is used, which only clients of this kind heed.
 
     Parameters
     ----------
     theirs
         The store.
     timeout
-        Seconds that an operation may take where it is not told otherwise; by default the store's own.
+        Seconds that an operation may take by default; None means the store's own timeout.
     shutdown
-        Of the world that this belongs to: no call is made once that has ended.
+        The shutdown of the world that this belongs to: no call is made once that has ended.
     """
 
     def __init__(self, theirs: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
@@ -141,18 +141,18 @@ class TorchStore(Store):
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
         self._idle, self._shutdown = connection_to(theirs), shutdown
         self._nothing = secrets.token_bytes(16)
-        self._is_own = True  # no call of the program's holds up ours
+        self._is_own = True  # calls of the program do not hold up calls of this
         try:
             self._theirs = theirs.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
-            self._theirs, self._is_own = theirs, False  # one that cannot be had twice, as before torch 2.8
+            self._theirs, self._is_own = theirs, False  # a store that cannot be cloned, as before torch 2.8
         self._lists = hasattr(self._theirs, "list_keys")
 
     def __repr__(self) -> str:
         return f"as_store({self._shown})"
 
     def _ask(self, call: Callable[..., T], *args: Any) -> T:
-        """Call the store; what it raises becomes an error of ours."""
+        """Call the store; its errors become errors of `Store`."""
         if self._closed:
             raise StoreError(f"{self} was closed while it was in use")
         if self._shutdown is None:
@@ -164,7 +164,7 @@ class TorchStore(Store):
             self._shutdown.leave()
 
     def _call(self, call: Callable[..., T], *args: Any) -> T:
-        if self._idle is not None and self._idle.has_ended():  # torch would print where in C++ it has found that
+        if self._idle is not None and self._idle.has_ended():  # torch would print a C++ backtrace
             server = "its server" if self._shutdown is None else self._shutdown.server
             raise StoreLost(f"{self}: {server} has ended (at {self._idle.host}:{self._idle.port})")
         from torch.distributed import DistNetworkError
@@ -202,8 +202,8 @@ class TorchStore(Store):
     def _read(self, name: str) -> bytes | None:
         """Return a value, or None if there is none now.
 
-        Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` gives
-        what is there in one step, or, where there is nothing, what was expected.
+        Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` returns
+        the value in one step or, if there is none, the expected value.
         """
         found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
         return None if found == self._nothing else found
@@ -211,7 +211,7 @@ class TorchStore(Store):
     def _finish(self, name: str) -> None:
         """Wait until the server has carried out what this connection has sent.
 
-        TCPStore's `set` and `append` return once they have sent: another client may read before the server has.
+        TCPStore's `set` and `append` return once they have sent: another client may read before the server has it.
         """
         self._ask(self._theirs.check, [name])
 
@@ -253,7 +253,7 @@ class TorchStore(Store):
             self._ask(self._theirs.set, name, self._value(key, value))
             self._finish(name)
         else:
-            with self._locked(name, deadline):  # to compare_set of torch's, an empty value and no key are the same
+            with self._locked(name, deadline):  # for torch's compare_set, an empty value and no key are the same
                 self._ask(self._theirs.set, name, value)
 
     def _get(self, key: str, deadline: float) -> bytes | None:
@@ -262,7 +262,7 @@ class TorchStore(Store):
 
     def _add(self, key: str, number: int, deadline: float) -> int:
         name = self._name(key)
-        # Before torch's server sees what it cannot read as a number, or what overflows there without a word.
+        # Before torch's server sees a value that it cannot read as a number, or that overflows there silently.
         summed(self, key, self._read(name), number)
         self._note(name, deadline)
         return int(self._ask(self._theirs.add, name, number))
@@ -283,7 +283,7 @@ class TorchStore(Store):
                         self._ask(self._theirs.delete_key, name)
                     return True, None
                 now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
-                # Somebody may have set the same without the lock: then that was after this.
+                # Another client may have set the same without the lock: that counts as after this.
                 if now == desired:
                     return True, desired
 
@@ -318,13 +318,13 @@ class TorchStore(Store):
     def _delete(self, key: str, deadline: float) -> bool:
         name = self._name(key)
         with self._locked(name, deadline):
-            there = self._read(name) is not None  # a file's delete_key does not tell
+            there = self._read(name) is not None  # a FileStore's delete_key does not tell
             self._ask(self._theirs.delete_key, name)
         self._note(name, deadline, False)
         return there
 
     def _note(self, name: str, deadline: float, there: bool = True) -> None:
-        """Note that a key is about to be there, or is no more, where torch cannot list keys."""
+        """Note that a key is about to be there, or is no more, if torch cannot list keys."""
         if self._lists:
             return
         book, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
@@ -338,7 +338,7 @@ class TorchStore(Store):
                 self._ask(self._theirs.set, book, found.replace(line, b""))
 
     def _noted(self, prefix: str) -> list[str]:
-        """Return the keys of a folder that were noted, and are there."""
+        """Return the noted keys of a folder that exist."""
         if not prefix.endswith("/"):
             raise StoreError(f"{self}: this release of torch cannot list keys; noted are those of a folder, 'name/'")
         lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
@@ -364,7 +364,7 @@ class TorchStore(Store):
             return None
         name = self._name(key)
         self._note(name, time.monotonic() + self.timeout)
-        theirs = self._theirs.clone()  # its calls wait for none of the others
+        theirs = self._theirs.clone()  # its calls do not wait for others
 
         def begin() -> Telling:
             beat: Telling = extension.Heartbeat(theirs, name, before.decode(), period, idle)

@@ -1,4 +1,4 @@
-"""Tensors as the group's operations take them: contiguous memory of the engine's, with the tensor's values."""
+"""Tensors as the group's operations take them: contiguous memory that the engine reaches, with the tensor's values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Places", "Staging", "are_even", "bring", "times"]
 
 @contextlib.contextmanager
 def _plainly(tensor: Any) -> Iterator[Any]:
-    """Give a tensor that may be written, if it is a parameter or was made under inference mode as well."""
+    """Give a tensor in a form that can be written, also for a parameter or one made under inference mode."""
     import torch
 
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        yield tensor if tensor.is_sparse else tensor.detach()  # a sparse one is to get the other's parts
+        yield tensor if tensor.is_sparse else tensor.detach()  # a sparse one has to get the other's parts itself
 
 
 def bring(made: Any, tensor: Any) -> None:
@@ -24,7 +24,7 @@ def bring(made: Any, tensor: Any) -> None:
     if made.is_cuda and not made.is_sparse:
         import torch
 
-        for each in (made, tensor):  # not that on which they were allocated
+        for each in (made, tensor):  # not the stream on which they were allocated
             if each.is_cuda:
                 each.record_stream(torch.cuda.current_stream(made.device))
     with _plainly(tensor) as place:
@@ -42,7 +42,7 @@ def times(tensor: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any) -> Any:
-    """Return a factor that leaves a tensor its type; one of no dimension may lie in CPU memory."""
+    """Return a factor that leaves a tensor its type; a tensor of no dimension may be in CPU memory."""
     return factor.reshape(()) if hasattr(factor, "reshape") else factor
 
 
@@ -53,14 +53,14 @@ def are_even(tensor: Any, parts: Sequence[Any]) -> bool:
 
 
 class Places:
-    """The memory of contiguous tensors that one launch is to write."""
+    """The memory of contiguous tensors that one launch writes."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def has(self, tensor: Any) -> bool:
-        """Return whether a tensor shares memory with one that was asked for before; it is noted if it does not."""
+        """Return whether a tensor shares memory with one that was asked for before; note it if it does not."""
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
         i = bisect_right(self._starts, start)
@@ -74,12 +74,12 @@ class Places:
 
 
 class Staging:
-    """What stands for tensors during one operation, and what is to be done when it has ended.
+    """Stand-ins for tensors during one operation, and what has to be done when it has ended.
 
     For most tensors it is another tensor over the same storage. The operation holds it, and with it the memory: the
-    caller may give its own tensor another memory meanwhile (``x.data = y``, ``x.set_(y)``). A copy stands for one
-    that is not contiguous, whose memory holds other values than the tensor has (lazy negation and conjugation), or
-    that lies in CPU memory where the engine reaches GPUs only.
+    caller may give its own tensor another memory meanwhile (``x.data = y``, ``x.set_(y)``). A copy stands in for a
+    tensor that is not contiguous, that has other values than its memory (lazy negation and conjugation), or that is in
+    CPU memory while the engine reaches GPUs only.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Staging:
     Attributes
     ----------
     after : list of callable
-        To be called in this order when the operation has ended well: they bring what was received to its place.
+        Called in this order when the operation has succeeded: they copy what was received to its place.
     """
 
     __slots__ = ("after", "device")
@@ -105,11 +105,11 @@ class Staging:
         return self.device is None or not tensor.is_cpu
 
     def sent(self, tensor: Any) -> Any:
-        """Return what is to be sent for a tensor."""
+        """Return what to send for a tensor."""
         return tensor.detach() if self.is_plain(tensor) else self._copied(tensor)
 
     def received(self, tensor: Any) -> Any:
-        """Return what is to receive for a tensor."""
+        """Return what to receive into for a tensor."""
         place = tensor.detach()
         if self.is_plain(tensor):
             return place
@@ -118,7 +118,7 @@ class Staging:
         return made
 
     def both(self, tensor: Any, copies: bool = False) -> Any:
-        """Return what is to be sent for a tensor, and to receive for it; a copy in any case if `copies` says so."""
+        """Return what to send and to receive into for a tensor; a copy in any case if `copies` says so."""
         place = tensor.detach()
         if self.is_plain(tensor) and not copies:
             return place
@@ -127,15 +127,15 @@ class Staging:
         return made
 
     def all_sent(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return what is to be sent for each of several."""
+        """Return what to send for each of several."""
         return [self.sent(tensor) for tensor in tensors]
 
     def all_received(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return what is to receive for each of several."""
+        """Return what to receive into for each of several."""
         return [self.received(tensor) for tensor in tensors]
 
     def flat_sent(self, parts: Sequence[Any]) -> Any:
-        """Return one tensor of what is to be sent for several of one size."""
+        """Return one tensor to send for several of one size."""
         made = self._adjacent(parts)
         if made is None:
             made = self._new_flat(parts)
@@ -145,7 +145,7 @@ class Staging:
         return made
 
     def flat_received(self, parts: Sequence[Any]) -> Any:
-        """Return one tensor that is to receive for several of one size."""
+        """Return one tensor to receive into for several of one size."""
         made = self._adjacent(parts)
         if made is not None:
             return made
@@ -164,7 +164,7 @@ class Staging:
         return first.new_empty(len(parts) * first.numel(), device=self.device or first.device)
 
     def _adjacent(self, parts: Sequence[Any]) -> Any:
-        """Return a tensor of the memory of several that lie one behind the other in it, None if they do not."""
+        """Return a tensor over the memory of several that are adjacent in it, None if they are not."""
         first = parts[0]
         storage, start, count = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
         for i, part in enumerate(parts):
@@ -175,7 +175,7 @@ class Staging:
         return first.detach().as_strided((len(parts) * count,), (1,), start)
 
     def scaled(self, tensor: Any, factor: Any, into: Any) -> Any:
-        """Return a tensor times a factor, to be reduced in place and then brought `into` another, if there is one."""
+        """Return a tensor times a factor, to reduce in place and then copy `into` another, if there is one."""
         if self.device is not None and tensor.is_cpu:
             made = self._copied(tensor)
             made.mul_(_number(factor))

@@ -1,4 +1,4 @@
-"""What an operation of the torch backend returns, before torch's own Work stands around it."""
+"""What an operation of the torch backend returns, before torch's own Work wraps it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def backend_error(error: BaseException) -> BaseException:
 
 @functools.lru_cache(64)
 def _stream_of(device: int, group: str, source: int) -> Any:
-    """Return the stream that futures of a group, or of what comes from a rank of it, are completed on.
+    """Return the stream on which futures of a group, or of receives from one of its ranks, are completed.
 
-    What one of them waits for is not to hold up the others. Torch has 32 for all that ask, over and over again.
+    A future that waits must not hold up the others. Torch has 32 streams, which it hands out in turn.
     """
     import torch
 
@@ -54,16 +54,16 @@ class TorchWork:
     outputs : sequence of torch.Tensor
         What torch's `Work.result` and its future give.
     after : list of callable
-        What is to be done once it has ended well, before anybody sees the result.
+        What has to be done once it has succeeded, before its result is used.
     blocks : bool
-        Whether waiting for it is waiting in the CPU: its data are in CPU memory, or it has none (a barrier). Else a
-        wait lets the current stream wait.
+        Whether a wait for it blocks the CPU: its data are in CPU memory, or it has none (a barrier). Otherwise a wait
+        has the current stream wait.
     group : ncclpy.ProcessGroup
         Its group.
     source : int
-        The rank that it receives from, -1 if there is not one.
+        The rank that it receives from, -1 if there is none.
     sequence : int, optional
-        How many collectives the group had begun then; by default by now.
+        How many collectives the group had begun when it was begun; by default the number now.
     """
 
     __slots__ = (
@@ -87,8 +87,8 @@ class TorchWork:
         self._after = after
         self._lock = threading.Lock() if after else None
         self._explained = False
-        self._failure: Exception | None = None  # of what was to be done after it
-        self._done: Any = None  # an event, where what is to be done after it was enqueued on a stream
+        self._failure: Exception | None = None  # the error of `after`
+        self._done: Any = None  # an event, if `after` was enqueued on a stream
 
     def wait(self, seconds: float = 0.0) -> None:
         """Wait for it as torch's works do, the CPU only where `blocks` says so or a number of seconds is given.
@@ -96,7 +96,8 @@ class TorchWork:
         Raises
         ------
         DistBackendError
-            If it has failed, or is not done in so many seconds; then it goes on, and the text says what all ranks do.
+            If it has failed, or is not done in so many seconds; in that case it goes on, and the text says what all
+            ranks do.
         """
         try:
             if self._blocks or seconds > 0:
@@ -115,7 +116,7 @@ class TorchWork:
             if self._begun.is_completed():  # just now; if it has failed, its own error says all
                 self._begun.wait()
                 return
-            if not self._explained:  # once: who looks again and again is not to ask all ranks each time
+            if not self._explained:  # once: a caller that polls must not ask all ranks each time
                 self._explained = True
                 self._explain(error)
             raise
@@ -124,14 +125,14 @@ class TorchWork:
         self._group.explain(error)
 
     def synchronize(self) -> None:
-        """Let the current stream wait for it, and for what is to be done after it."""
+        """Have the current stream wait for it, and for `after`."""
         if self._blocks:
             self.wait()
             return
         import torch
 
         try:
-            # No object is made of the stream: it is on the way of every collective.
+            # No stream object is made: every collective runs this.
             self._begun.synchronize(torch._C._cuda_getCurrentRawStream(self._begun.device))
         except NcclError as error:
             raise backend_error(error) from error
@@ -139,14 +140,14 @@ class TorchWork:
             self._finish()
 
     def _finish(self) -> None:
-        """Do what is to be done after it, once, whoever comes first; the others wait for that, and see its error.
+        """Run `after` once, in the first thread that calls this; the others wait for that, and see its error.
 
-        On a GPU the current stream of everybody waits for it.
+        On a GPU the current stream of each caller waits for it.
         """
         assert self._lock is not None
         with self._lock:
             if self._failure is not None:
-                raise self._failure.with_traceback(None)  # it would grow with every caller
+                raise self._failure.with_traceback(None)  # its traceback would grow with every caller
             try:
                 for each in self._after:
                     each()
@@ -155,7 +156,7 @@ class TorchWork:
             except Exception as error:
                 self._after, self._failure = (), error
                 raise
-            self._after = ()  # not before: a signal's handler may raise, and the next caller begins again
+            self._after = ()  # not before: a signal handler may raise, and the next caller begins again
         if self._done is not None:
             import torch
 
@@ -165,7 +166,7 @@ class TorchWork:
         return not self._blocks or any(each.is_cuda for each in self._outputs)
 
     def _note_done(self) -> None:
-        """Note where the current stream is; the CPU waits for that if it waits for the operation."""
+        """Note the position of the current stream; the CPU waits for it if it waits for the operation."""
         import torch
 
         self._done = torch.cuda.current_stream(self._begun.device).record_event()
@@ -173,19 +174,19 @@ class TorchWork:
             self._done.synchronize()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not; what is to be done after it is done by then."""
+        """Return whether it has ended, with or without an error; `after` is done by then."""
         if not self._begun.is_completed():
             return False
         if self._lock is not None and self._begun.state == "completed":
             try:
                 self._finish()
             except Exception:
-                return True  # that is its error now
+                return True  # that is the work's error now
             return self._done is None or bool(self._done.query())
         return True
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether it has succeeded."""
         return self.is_completed() and self._begun.state == "completed" and self._failure is None
 
     def failure(self) -> str | None:
@@ -217,7 +218,7 @@ class TorchWork:
         return self._source
 
     def future_devices(self) -> list[Any]:
-        """Return the devices whose streams a future of it has to do with."""
+        """Return the devices with streams that a future of it uses."""
         if self._blocks:
             return []
         import torch
@@ -227,8 +228,8 @@ class TorchWork:
     def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
         """Call ``tell(tensors, None)``, or ``tell(None, text)`` of an error, once it has ended, in another thread.
 
-        Of data on a GPU it is called at once, with a stream current that waits for the operation: what a callback of
-        torch's future enqueues comes behind it.
+        For data on a GPU it is called at once, under a current stream that waits for the operation: what a callback of
+        torch's future enqueues follows the operation.
         """
         if self._blocks:
             self._begun.add_done_callback(lambda begun: self._tell(tell, begun))
@@ -248,7 +249,7 @@ class TorchWork:
             error = begun.exception()
             if error is None and self._lock is not None:
                 self._finish()
-        except Exception as failure:  # of a copy; whoever waits for the future is not to wait for ever
+        except Exception as failure:  # of a copy; a thread that waits for the future must not wait for ever
             error = failure
         if error is not None:
             tell(None, str(error))
@@ -257,9 +258,9 @@ class TorchWork:
 
 
 class Together:
-    """Operations of one thread that are one launch: a block of the process group, and what torch is to know of it.
+    """Operations of one thread that are one launch: a block of the process group, and what torch has to know of it.
 
-    The block is opened by the first tensor, which tells on which GPU the group is.
+    The first tensor opens the block, as it tells on which GPU the group is.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -269,8 +270,8 @@ class Together:
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
         self.work: TorchWork | None = None  # of all of them, once the block is over
-        self.thread = threading.get_ident()  # whose block it is
-        self.told: list[Callable[[TorchWork], object]] = []  # what is asked for before there is that one
+        self.thread = threading.get_ident()  # the thread of the block
+        self.told: list[Callable[[TorchWork], object]] = []  # callbacks set before there is that one
         self._kinds: set[bool] = set()
 
     def open(self, group: ProcessGroup) -> Block:
@@ -282,22 +283,22 @@ class Together:
         return self.block
 
     def leave(self, error: BaseException) -> None:
-        """Launch nothing of it: its works fail."""
+        """Launch nothing: its works fail."""
         if self.block is not None:
             self.block.__exit__(type(error), error, None)
 
     def note(self, blocks: bool) -> None:
-        """Note of an operation whether waiting for it is waiting in the CPU."""
+        """Note whether a wait for an operation blocks the CPU."""
         self._kinds.add(blocks)
 
     @property
     def blocks(self) -> bool:
-        """Whether waiting for all of them is."""
+        """Whether a wait for all of them blocks the CPU."""
         return self._kinds != {False}
 
 
 class PartWork(TorchWork):
-    """An operation of a block: it is launched, and done, with all that are."""
+    """An operation of a block: it is launched, and ends, with all others of the block."""
 
     __slots__ = ("_together",)
 
@@ -318,7 +319,7 @@ class PartWork(TorchWork):
         return self._together.work
 
     def wait(self, seconds: float = 0.0) -> None:
-        """Wait for all of them; within the block for nothing, as torch's calls that are not asynchronous do there."""
+        """Wait for all of them; within the block return at once, as torch's synchronous calls do there."""
         end = time.monotonic() + seconds if seconds > 0 else math.inf
         while self._whole() is None and not self._begun.is_completed():
             if threading.get_ident() == self._together.thread:
@@ -329,11 +330,11 @@ class PartWork(TorchWork):
         whole = self._whole()
         if whole is not None:
             whole.wait(seconds)
-        else:  # it was left, or fails as it ends
+        else:  # the block was left, or fails as it ends
             super().wait(seconds)
 
     def synchronize(self) -> None:
-        """Do so with the current stream."""
+        """Have the current stream wait for all of them."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -352,7 +353,7 @@ class PartWork(TorchWork):
         return super().failure() if whole is None else whole.failure()
 
     def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
-        """Do so once all of them have ended; within the block this is noted."""
+        """Call `tell` once all of them have ended; within the block, note that."""
 
         def told(whole: TorchWork) -> None:
             whole.when_done(lambda _, error: tell(None if error else list(self._outputs), error))
@@ -360,7 +361,7 @@ class PartWork(TorchWork):
         whole = self._whole()
         if whole is not None:
             told(whole)
-        elif self._begun.is_completed():  # it was left
+        elif self._begun.is_completed():  # the block was left
             super().when_done(tell)
         else:
             self._together.told.append(told)

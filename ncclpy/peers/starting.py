@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Start"]
 
 _NAME = "Communicator.from_env"
-#: How long a wait in a store that cannot be watched goes on before it looks whether it is still wanted.
+#: Seconds of a wait, in a store that cannot be watched, before it looks whether it is still wanted.
 _SLICE = 0.2
 
 

@@ -366,7 +366,7 @@ cdef class Connection(CommunicatorSet):
     cdef Launch take(self, Request request):
         """Launch a request, or keep it until the communicator is made; called with the owner's lock held.
 
-        Return the launch if the caller is to make its calls without the lock, see `Launch.start`.
+        Return the launch if the caller has to make its calls without the lock, see `Launch.start`.
         """
         if self.state == MADE:
             return self.launch(request, True)

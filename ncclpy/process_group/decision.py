@@ -112,7 +112,7 @@ def decide(
     is_lost
         Called with a rank; returns whether it can no longer take part.
     min_size
-        The least number of survivors; with fewer the decision is to fail.
+        The least number of survivors; with fewer the ranks decide to fail.
     timeout
         Seconds for the others to take part; ranks that have not by then count as lost.
     wanted

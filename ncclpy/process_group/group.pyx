@@ -47,7 +47,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
     Parameters
     ----------
     store : ncclpy.bootstrap.Store
-        Where the ranks meet. The group does not close it.
+        The store of the ranks' rendezvous. The group does not close it.
     rank, size : int
         This rank, and the number of ranks.
     device : int, optional

@@ -480,7 +480,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int end_without(self, long long number, int rank, why) except -1:
-        """End the group, or log that it goes on, because a rank that something waits for is gone."""
+        """End the group, or log that it goes on, because a rank is gone that something waits for."""
         told = None
         with contextlib.suppress(NcclError, ValueError):  # if the group has ended before, that is why the rank is gone
             told = self.notices.told()

@@ -46,7 +46,7 @@ _CLOSED = "closed"
 #: How the first rank that made the group compares collectives.
 _CHECK = "options/check"
 
-#: Seconds that a write to the store is waited for, which goes on if the store is stuck.
+#: Seconds to wait for a write to the store, which may be stuck; after them the caller goes on without it.
 _TELLS = 1.0
 
 #: So many ranks, the lowest, watch for ended leases and tell the others: if all did, each would tell each.

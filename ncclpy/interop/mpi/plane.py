@@ -280,7 +280,7 @@ class MpiPlane:
         """Do nothing: no copy is under way when a launch has failed."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what has ended this plane, if an error comes from that; else the error."""
+        """Return what has ended this plane, if an error is due to that; else the error."""
         return self._error if self._error is not None and isinstance(error, NcclAborted) else error
 
     def fail(self, error: BaseException) -> None:

@@ -131,7 +131,7 @@ def _alone(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        path.unlink(missing_ok=True)  # processes that wait for it, or come now, find the library
+        path.unlink(missing_ok=True)  # processes that wait for it, or start now, find the library
         os.close(lock)
 
 

@@ -19,7 +19,7 @@ __all__ = ["Began", "RankState"]
 
 @dataclass(frozen=True)
 class Began:
-    """An operation that a rank has begun.
+    """Describe an operation that a rank has begun.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Began:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank of a process group, or of a communicator, does, as far as the others know.
+    """Describe what a rank of a process group, or of a communicator, does, as far as the others know.
 
     Attributes
     ----------

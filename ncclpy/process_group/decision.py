@@ -37,7 +37,7 @@ _SLICE_OF_A_RANK = 0.5e-3
 
 @dataclass(frozen=True)
 class Recovery:
-    """The outcome of `ProcessGroup.recover`.
+    """Describe the outcome of `ProcessGroup.recover`.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ def check_options(config: object, on_error: object, check: object) -> None:
 
 @dataclass(frozen=True)
 class Completion:
-    """An operation of a process group that has ended.
+    """Describe an operation of a process group that has ended.
 
     Attributes
     ----------

@@ -1,6 +1,7 @@
-"""How ranks find each other: stores of keys and bytes.
+"""Rendezvous of ranks: key-value stores.
 
-Pure bytes: nothing here knows of NCCL or of arrays. What is named here is imported when it is first asked for.
+Keys and values are plain bytes: this package depends neither on NCCL nor on arrays. The module of an exported name is
+imported when the name is first used.
 """
 
 from __future__ import annotations

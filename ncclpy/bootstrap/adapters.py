@@ -1,4 +1,4 @@
-"""Stores of others as stores of ours."""
+"""Adapters that make a `Store` of another package's store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ncclpy.types import Need
 
 __all__ = ["as_store"]
 
-#: By the package that an object's class comes from: what makes a `Store` of the object, or None if it is no store.
+#: By the package of an object's class: returns a `Store` made of the object, or None if it is no store.
 _ADAPTERS: dict[str, Need[[object], Store | None]] = {
     "torch": Need("adapt_torch"),
     "redis": Need("adapt_redis"),
@@ -18,21 +18,21 @@ _ADAPTERS: dict[str, Need[[object], Store | None]] = {
 def as_store(obj: object) -> Store:
     """Return an object as a `Store`.
 
-    What is made of something else is closed like any store; the object itself stays open.
+    A store made of another object is closed like any store; the object itself stays open.
 
     Parameters
     ----------
     obj
         A `Store`, which is returned as it is; a ``torch.distributed.Store``; a ``redis.Redis`` client; or an mpi4py
-        communicator. Of the last all ranks call this together: its rank 0 serves a `TCPStore`, whose address and token
-        are broadcast.
+        communicator. All ranks of a communicator call this together: its rank 0 serves a `TCPStore`, and the address
+        and token are broadcast.
 
     Raises
     ------
     TypeError
-        If it is none of these.
+        If the object is none of these.
     RuntimeError
-        On the other ranks of an mpi4py communicator, if its rank 0 cannot serve; there the cause is raised.
+        On the other ranks of an mpi4py communicator, if its rank 0 cannot serve; rank 0 raises the cause.
     """
     if isinstance(obj, Store):
         return obj

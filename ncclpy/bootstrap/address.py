@@ -1,4 +1,4 @@
-"""Addresses: names to numbers under a deadline, and sockets that listen on what is asked for and nothing else."""
+"""Host names resolved under a deadline, and sockets that listen on exactly the addresses asked for."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["Address", "as_host", "listen", "look_up", "loopback", "resolve", "sh
 
 log = logging.getLogger("ncclpy")
 
-#: A family and the address as `socket` has it.
+#: An address family, and the address as the module `socket` has it.
 Address = tuple[socket.AddressFamily, tuple]
 
 
 def shown(host: str, port: int) -> str:
-    """Return an address as people write it."""
+    """Return an address as text, such as "host:1234"."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def as_host(host: str, what: str = "host") -> str:
-    """Return a name or a number of a host that may be one.
+    """Return a host's name or address, once it is checked that it can be one.
 
     Raises
     ------
     ValueError
-        If no resolver can know it: a URL, an address with its port, one with a blank. `what` is the argument or the
-        variable that has it; the message says what to write instead.
+        If no resolver can know it: a URL, an address with a port, a text with a blank. `what` names the argument or
+        the variable that has it; the message says what to write instead.
     """
     if not host or "\0" in host:
         raise ValueError(f"{what}: expected a name or an address, got {host!r}")
@@ -89,10 +89,11 @@ def _unbracketed(host: str) -> str:
 
 
 def resolve(host: str, port: int, deadline: float) -> list[Address]:
-    """Return the addresses of a host, v4 and v6, without looking back from a number to a name.
+    """Return the addresses of a host, IPv4 and IPv6, without a reverse look-up.
 
-    The system's resolver can take minutes and hears no signal, so a name is looked up in a thread that is left behind
-    where it must be. A name that is not known yet is asked for again: in a cluster it may come up with its host.
+    The system's resolver can take minutes and is not interrupted by signals, so a name is looked up in a thread, which
+    is left behind if it has not finished by the deadline. A name that is not known yet is asked for again: in a
+    cluster it may become known only when its host is up.
     """
     host = _unbracketed(as_host(host))
     try:
@@ -119,7 +120,7 @@ def _addresses(host: str, port: int, flags: int) -> list[Address]:
 
 
 def look_up(host: str, port: int, deadline: float) -> list[Address] | OSError | None:
-    """Return the addresses of a name, or what the resolver says instead; None if it says nothing by the deadline."""
+    """Return the addresses of a name, or the resolver's error; None if it has not answered by the deadline."""
     done = threading.Lock()
     done.acquire()
     result: list[list[Address] | OSError] = []
@@ -148,7 +149,7 @@ def loopback(address: Address) -> bool:
 def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
     """Return sockets that listen on each of these addresses, all on one port.
 
-    Of a name's addresses some may not be this machine's or not be of a family that it has; those are left out.
+    Addresses that are not this machine's, or of a family that it does not have, are left out: a name may have such.
     """
     for last in (*[False] * 20, True):
         sockets: list[socket.socket] = []
@@ -190,8 +191,8 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
 def _listen(family: int, address: tuple) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was served just before
-        if family == socket.AF_INET6 and not address[0].startswith("::ffff:"):  # which is one of v4, for v6 sockets
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port may have been in use just before
+        if family == socket.AF_INET6 and not address[0].startswith("::ffff:"):  # not an IPv4-mapped address
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # this address and no other
         made.bind(address)
         made.setblocking(False)

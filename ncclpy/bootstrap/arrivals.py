@@ -1,10 +1,11 @@
-"""How some ranks of a clique meet in its store: all come, or all hear who has not.
+"""Rendezvous of some ranks of a clique in its store: all of them arrive, or all learn which ranks have not.
 
-Each rank puts what it brings under a key of its own, one that goes away with its process where the store can do that.
-The first of them waits for all, and puts what comes of it under one more key, for which the others wait. So each rank
-makes a few operations however many there are, and waits in slices: it may leave once nobody wants it there any more.
-Whoever leaves early puts the reason under that last key, which can be set once: either all have met, or none has.
-Nobody waits for a rank that has told that it will not come, or whose process has ended, where that can be asked.
+Each rank puts its contribution under a key of its own, an ephemeral one where the store has these. The first of the
+ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
+number of a rank's operations does not depend on the number of ranks, and a rank waits in slices: it may leave once the
+rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can be set only once:
+either all have met, or none has. No rank waits for one that has announced that it will not come, or that has lost its
+process, where the store or the caller can tell.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 
 __all__ = ["Arrivals", "listed", "refuse", "set_while_alive"]
 
-#: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
+#: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted, and what each rank
+#: adds to them: the more ranks, the more requests the store has.
 _SLICE = 0.3
 _SLICE_OF_A_RANK = 0.5e-3
-#: So many of those that are missing are looked for after each of these waits, in turn: it takes some questions each.
+#: How many missing ranks are checked for being lost after each slice, in turn: each check takes several requests.
 _LOOKS = 8
 
 _MET, _FAILED = b"+", b"-"
-#: Why a meeting has failed, where it is not for a rank that was late or has left.
+#: Why a rendezvous has failed, if it is not because a rank was late or has left.
 _GONE, _DAMAGED = "lost", "damaged"
 
 _T = TypeVar("_T")
@@ -36,7 +38,7 @@ IsLost = Callable[[int], "tuple[str, int] | None"]
 
 
 def set_while_alive(store: Store, key: str, value: bytes) -> bool:
-    """Set a key that goes away with this process, and return True; one that stays where the store cannot do that."""
+    """Set an ephemeral key and return True; if the store has none, set an ordinary key and return False."""
     try:
         store.set(key, value, ephemeral=True)
         return True
@@ -46,12 +48,12 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
 
 
 def listed(brought: list[bytes]) -> bytes:
-    """Return what ranks have brought as JSON as one list of it; for `Arrivals.meet`."""
+    """Return one JSON list of the ranks' contributions, which are JSON; a `combine` of `Arrivals.meet`."""
     return b"[" + b",".join(brought) + b"]"
 
 
 def refuse(store: Store, place: str, why: str) -> None:
-    """Tell those who meet in a store that they will not, and why, unless they have: who is no rank there may do so."""
+    """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks."""
     store.compare_set(_outcome_at(place), None, _failed(why, None))
 
 
@@ -64,7 +66,7 @@ def _failed(text: str, missing: list[int] | None, kind: str = "") -> bytes:
 
 
 def _error_of(outcome: bytes) -> NcclError:
-    """Return the error that `_failed` tells of."""
+    """Return the error that `_failed` has encoded."""
     told = json.loads(outcome.removeprefix(_FAILED))
     text, missing, kind = told["text"], told["missing"], told["kind"]
     if not outcome.startswith(_FAILED) or not isinstance(text, str):
@@ -81,7 +83,7 @@ def _error_of(outcome: bytes) -> NcclError:
 
 
 class _Lost(Exception):
-    """Ranks that are waited for will not come; why, by rank."""
+    """Ranks that are waited for will not come; `why` has the reason for each rank."""
 
     def __init__(self, why: dict[int, str]) -> None:
         super().__init__(why)
@@ -89,7 +91,7 @@ class _Lost(Exception):
 
 
 class _Lookout:
-    """Who looks for ranks that are missing at a meeting."""
+    """Check whether ranks that are missing at a rendezvous are lost."""
 
     def __init__(self, is_lost: IsLost) -> None:
         self._is_lost = is_lost
@@ -97,13 +99,13 @@ class _Lookout:
         self._turn = 0
 
     def look(self, missing: Sequence[int]) -> None:
-        """Raise `_Lost` for ranks that were found lost as often as that takes to be sure."""
+        """Check some of the missing ranks; raise `_Lost` for those found lost often enough in a row."""
         begin = self._turn % len(missing)
         some = {*missing[begin : begin + _LOOKS], *(rank for rank in missing if rank in self._suspects)}
         self._turn = begin + _LOOKS
         try:
             found = {rank: told for rank in sorted(some) if (told := self._is_lost(rank)) is not None}
-        except NcclTimeout:  # of the store's, not of the meeting
+        except NcclTimeout:  # the store was late, not the rendezvous
             return
         self._suspects = {rank: self._suspects.get(rank, 0) + 1 for rank in found}
         lost = {rank: why for rank, (why, looks) in found.items() if self._suspects[rank] >= looks}
@@ -112,28 +114,28 @@ class _Lookout:
 
 
 class Arrivals:
-    """The ranks of one clique, a process group's or a Manager's, as they come to its meetings.
+    """Hold the rendezvous of one clique's ranks: those of a process group, a Manager or a job.
 
     Parameters
     ----------
     store
         The part of a store that belongs to the clique.
     name
-        What has ended when nobody wants a meeting any more, for messages: "process group 'default'".
+        What the clique is, for the message that it has ended: "process group 'default'".
     rank, size
-        Which of how many this is.
+        This rank's number, and the number of ranks.
     has_made
-        Asked with a rank: whether it has been here. By default the store is told so and asked.
+        Called with a rank; returns whether the rank has been here. By default each rank records that in the store.
     also
-        More ranks of this process, which come when this one does.
+        More ranks of this process, which arrive together with `rank`.
     is_lost
-        Asked with a rank that is missing: why it will not come any more ("closed the group"), and how often in
-        a row it has to be found so; None while it may come. By default all are waited for.
+        Called with a missing rank; returns why it will not come any more ("closed the group"), and how many times in a
+        row it has to be found so; None while it may come. By default all ranks are waited for.
 
     Attributes
     ----------
     called
-        Who some of them are, for messages, while their ranks here mean little to people; None once they do.
+        Names ranks in messages, as long as their numbers in the clique tell a user little; None once they do.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Arrivals:
         self._is_lost = is_lost
         self.called: Callable[[Sequence[int]], str] | None = None
         self.has_made = has_made or self._has_been
-        self._leases = True  # the store knows whose process has ended
+        self._leases = True  # the store has ephemeral keys
         for each in self._own:
             if has_made is None:
                 self.store.set(self.been(each), b"")
@@ -163,7 +165,7 @@ class Arrivals:
 
     @staticmethod
     def been(rank: int) -> str:
-        """Return the key that tells that a rank has been here, unless another one tells it, see `has_made`."""
+        """Return the key that records that a rank has been here; unused if there is another record, see `has_made`."""
         return f"been/{rank}"
 
     def meet(
@@ -176,35 +178,35 @@ class Arrivals:
         timeout: float,
         wanted: Callable[[], bool],
     ) -> bytes:
-        """Meet other ranks once under a key; return what the first of them makes of all that they have brought.
+        """Meet other ranks once under a key; return what the first of them makes of the contributions of all.
 
         Parameters
         ----------
         place
-            The key, the same on all of them, and never used before.
+            The key, the same on all of these ranks, and never used before.
         members
-            Who they are.
+            The ranks that meet, this one included.
         what
-            What they come for, for messages: "to make communicator 'all'".
+            The purpose, for messages: "to make communicator 'all'".
         brought
-            What this rank brings.
+            This rank's contribution.
         combine
-            Called by the first of them, with what all have brought; of what is damaged it raises `StoreDamaged`.
+            Called by the first of `members`, with the contributions of all; raises `StoreDamaged` for a damaged one.
         timeout
-            Seconds; the error names who has not come.
+            Seconds; the error names the ranks that have not arrived.
         wanted
-            Asked every now and then; the meeting is left once it returns False.
+            Called between the slices of the wait; the rank leaves the rendezvous once it returns False.
 
         Raises
         ------
         NcclTimeout
-            If not all have come in time.
+            If not all have arrived in time.
         NcclRemoteError
-            If one will not come any more.
+            If a rank will not come any more.
         NcclAborted
-            If nobody wants it any more, here or on another rank that has come.
+            If the rendezvous is no longer wanted, on this rank or on another one that has arrived.
         StoreDamaged
-            If what one of them has brought, or what has come of it, cannot be read.
+            If a contribution, or the outcome, cannot be decoded.
         """
         deadline = time.monotonic() + timeout
         keys = [self._here(place, member) for member in members]
@@ -221,7 +223,7 @@ class Arrivals:
         except StoreDamaged as error:
             outcome = self._leave(place, str(error), None, kind=_DAMAGED)
         except StoreError:
-            raise  # closed or lost: there is nobody to tell
+            raise  # closed or lost: the others cannot be told
         except NcclTimeout:
             outcome = self._leave(place, *self._absent(place, members, what, timeout))
         except _Lost as lost:
@@ -229,7 +231,7 @@ class Arrivals:
         except NcclAborted:
             self._leave(place, left, None)
             raise
-        except BaseException as error:  # of a signal handler
+        except BaseException as error:  # raised by a signal handler
             self._leave(place, f"{left}: {type(error).__name__}", None)
             raise
         if outcome.startswith(_MET):
@@ -237,7 +239,7 @@ class Arrivals:
         raise decode(_error_of, outcome, self.store, self._outcome(place))
 
     def combined(self, place: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
-        """Return what makes one JSON list of what all ranks bring to a meeting, once it has read each."""
+        """Return a `combine` that decodes each rank's contribution with `read` and makes one JSON list of them."""
 
         def combine(come: list[bytes]) -> bytes:
             for rank, each in enumerate(come):
@@ -247,7 +249,7 @@ class Arrivals:
         return combine
 
     def parts(self, place: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
-        """Return what all ranks have brought, by rank, from what came of a meeting with `combined`."""
+        """Return the contributions of all ranks, by rank, from the outcome of a rendezvous with `combined`."""
 
         def parts(packed: bytes) -> list[_T]:
             found = [read(json.dumps(each).encode()) for each in json.loads(packed)]
@@ -258,36 +260,36 @@ class Arrivals:
         return decode(parts, met, self.store, self._outcome(place), 0)
 
     def there(self, place: str) -> set[int]:
-        """Return who has come to a meeting."""
+        """Return the ranks that have arrived at a rendezvous."""
         return ranks_of(self.store.keys(f"{place}/here/"))
 
     def has_come(self, place: str, rank: int) -> bool:
-        """Return whether one has."""
+        """Return whether a rank has arrived at a rendezvous."""
         return self.store.check([self._here(place, rank)])
 
     def has_met(self, place: str) -> bool:
-        """Return whether a meeting was one: all have come."""
+        """Return whether a rendezvous has succeeded: all have arrived."""
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
 
     def has_failed(self, place: str) -> bool:
-        """Return whether a meeting will come to nothing, as a rank has left it."""
+        """Return whether a rendezvous has failed, because a rank has left it."""
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_FAILED)
 
     def give_up(self, place: str, why: str, failed: bool = False) -> bool:
-        """Leave a meeting, also one that this rank has not come to yet; return whether all had met before that.
+        """Leave a rendezvous, also one at which this rank has not arrived yet; return whether all had met before that.
 
         The others raise `NcclAborted`; `NcclRemoteError` if this rank has `failed`.
         """
         return self._leave(place, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
 
     def forget(self, place: str, members: Sequence[int]) -> None:
-        """Clear away a meeting that all have come back from."""
-        with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there
+        """Delete the keys of a rendezvous from which all ranks have returned."""
+        with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, so are its keys
             for key in [self._outcome(place), *(self._here(place, member) for member in members)]:
                 self.store.delete(key)
 
     def clear(self, place: str, members: Sequence[int]) -> None:
-        """Clear away a meeting, and that its members have been here: all have left."""
+        """Delete the keys of a rendezvous and the records that its members have been here; all have left."""
         self.forget(place, members)
         with contextlib.suppress(StoreError, NcclTimeout):
             for member in members:
@@ -304,11 +306,11 @@ class Arrivals:
 
     @staticmethod
     def alive(rank: int | str) -> str:
-        """Return the key that goes away with a rank's process, where the store can do that."""
+        """Return the key that is deleted when a rank's process ends, where the store has ephemeral keys."""
         return f"alive/{rank}"
 
     def _put(self, key: str, value: bytes) -> None:
-        """Set a key that goes away with this process, if the store can do that."""
+        """Set a key, an ephemeral one if the store has these."""
         if self._leases:
             self._leases = set_while_alive(self.store, key, value)
         else:
@@ -323,9 +325,9 @@ class Arrivals:
         instead: str | None = None,
         first: int | None = None,
     ) -> list[bytes]:
-        """Return the values of keys, once all are there; none if there is another key `instead`.
+        """Return the values of keys, once all are set; an empty list if the key `instead` is set before.
 
-        The keys are those of ranks, or what the `first` of them tells.
+        The keys are those of ranks, or the outcome, which the rank `first` sets.
         """
         length = _SLICE + number * _SLICE_OF_A_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)
@@ -346,9 +348,9 @@ class Arrivals:
         raise NcclAborted(f"{self.name} has ended")
 
     def _leave(self, place: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
-        """Tell the others that they will not meet, and why, unless they have met; return what came of it.
+        """Have the rendezvous fail for the reason `text`, unless all have met; return the outcome.
 
-        `missing` are those that are not there, None if it is for another reason, and `kind` says which reason.
+        `missing` are the ranks that were late, or lost (`kind` is `_GONE`); None if it fails for another reason.
         """
         told = _failed(text, missing, kind)
         try:
@@ -357,7 +359,7 @@ class Arrivals:
             return told
 
     def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
-        """Return as text who has not come, and who that is."""
+        """Return a text about the ranks that have not arrived, and these ranks."""
         there = self.there(place) | set(self._own)
         missing = [member for member in members if member not in there]
         if not missing:
@@ -374,13 +376,13 @@ class Arrivals:
         return self.called(members) if self.called else f"{ranks(spans(members))} of {self.size}"
 
     def _forsaken(self, why: dict[int, str], what: str) -> str:
-        """Return as text who will not come, and why."""
+        """Return a text about the ranks that will not come, and why."""
         reasons = {reason: [rank for rank in why if why[rank] == reason] for reason in why.values()}
         return "; ".join(f"{self._who(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
 
     @property
     def has_leases(self) -> bool:
-        """Whether the store knows whose process has ended."""
+        """Whether the store has ephemeral keys, by which it tells which processes have ended."""
         return self._leases
 
     def is_gone(self, rank: int) -> bool:

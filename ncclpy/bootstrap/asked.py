@@ -1,4 +1,4 @@
-"""What may be asked of any store, and the errors that answer: keys, values, timeouts, who is absent."""
+"""Checks of a store's arguments (keys, values, timeouts), and the errors of its operations."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
 Bytes = bytes | bytearray | memoryview
 _T = TypeVar("_T")
 
-#: Seconds that a store's operations may take where they are not told otherwise.
+#: Default seconds that a store's operation may take.
 TIMEOUT = 300.0
-#: A key in UTF-8, and a value, may have so many bytes, in every store: what works with one works with all.
+#: Most bytes of a key in UTF-8, and of a value: the same for every store, so that a program may change its store.
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
-#: What the keys of meetings begin with, in stores that know only keys.
+#: Prefix of the keys of a rendezvous, in stores that only keep keys.
 MEETINGS = "\0meeting/"
 
 
 class StoreError(NcclError):
-    """Report what a store refuses, or that it is closed."""
+    """Report that a store refuses an operation, or that it is closed."""
 
 
 class StoreLost(StoreError, ConnectionError):
@@ -52,27 +52,28 @@ class StoreLost(StoreError, ConnectionError):
 
 
 class StoreEnded(StoreLost):
-    """Report that a store's server has ended, or is about to, as it has announced."""
+    """Report that a store's server has announced its end: it has ended or is about to."""
 
 
 class LeaseEnded(StoreLost):
-    """Report that this process was silent for longer than its lease, as when it was stopped: the server gave it up.
+    """Report that this process was silent for longer than its lease, for example while it was stopped.
 
-    The others take it for lost, and its ephemeral keys are gone. A new store reaches the server again.
+    The server has given up the process: the other processes take it for lost, and its ephemeral keys are deleted. A
+    new store reaches the server again.
     """
 
 
 class StoreDamaged(StoreError):
-    """Report a value that is not what a rank puts under its key: it was damaged, or something else has written it."""
+    """Report a value that cannot be decoded: it was damaged, or something else than a rank has written it."""
 
 
 def decode(read: Callable[[bytes], _T], value: bytes, store: object, key: str, rank: int | None = None) -> _T:
-    """Return what `read` makes of a value that a rank has put into a store.
+    """Return a value that a rank has put into a store, decoded by `read`.
 
     Raises
     ------
     StoreDamaged
-        If it makes nothing of it, whatever it raises.
+        If `read` raises, whatever it raises.
     """
     try:
         return read(value)
@@ -85,19 +86,19 @@ def decode(read: Callable[[bytes], _T], value: bytes, store: object, key: str, r
 
 
 def ranks_of(keys: Iterable[str]) -> set[int]:
-    """Return the ranks that keys end in, behind their last slash; of others nothing."""
+    """Return the ranks after the last slash of keys; keys that do not end in a rank are skipped."""
     ends = (key.rpartition("/")[2] for key in keys)
     return {int(end) for end in ends if end.isdecimal() and len(end) < 10}
 
 
 def names(keys: Sequence[str], limit: int = 6) -> str:
-    """Return keys as text for people."""
+    """Return keys as text for messages."""
     shown = ", ".join(repr(key if len(key) <= 120 else key[:119] + "…") for key in keys[:limit])
     return shown if len(keys) <= limit else f"{shown} and {len(keys) - limit} more"
 
 
 def absent_keys(what: object, missing: Sequence[str], asked: int, timeout: float) -> NcclTimeout:
-    """Return the error of a wait for keys that have not come; its `missing` lists them."""
+    """Return the error of a wait for keys that were not set; its `missing` lists them."""
     of = f" (of {asked} keys)" if asked > len(missing) else ""
     error = NcclTimeout(f"{what}: nobody has set {names(missing)}{of} within {as_text(timeout)}")
     error.missing = list(missing)
@@ -114,9 +115,10 @@ def absent_ranks(
     left: Sequence[int] = (),
     count: int | None = None,
 ) -> NcclTimeout:
-    """Return the error of a meeting to which not all have come; its `missing` lists them.
+    """Return the error of a rendezvous at which ranks have not arrived; its `missing` lists these ranks.
 
-    `left`: who had come, and has met its own deadline before. `count`: how many are missing, if not all are listed.
+    `left`: ranks that had arrived, and left at their own deadline. `count`: how many ranks are missing, if not all are
+    listed.
     """
     within = f"{name!r} within {as_text(timeout)}"
     if missing:

@@ -37,27 +37,27 @@ _open: weakref.WeakSet[FileStore] = weakref.WeakSet()
 class FileStore(Store):
     """Keep keys in files of a folder, for processes that share a file system and need no address.
 
-    A value is written beside its place and moved there, so that readers see a whole one; writers take turns by a lock
-    of the file system, which goes with its process. The store lives as long as somebody has it open: whoever is last
-    to close it takes it away, and what processes that were killed have left is taken away by who opens it next.
+    A value is written to a file beside its place and renamed, so that readers see it whole. Writers take turns by a
+    lock of the file system, which is released when its process ends. The store exists as long as a process has it
+    open: the last one to close it deletes it, and the next one to open it deletes what killed processes have left.
 
-    Where the file system is this machine's, inotify wakes who waits; elsewhere the folder is looked at 50 times a
-    second. A network file system has to pass locks on to its server, as NFS does unless it is mounted with ``nolock``.
+    On a file system of this machine, inotify wakes waiting threads; elsewhere they poll the folder 50 times a second.
+    A network file system has to pass locks on to its server, as NFS does unless it is mounted with ``nolock``.
 
     Parameters
     ----------
     path
-        The folder. It is made if it is not there, for this user alone. Refused are one that has something else in it,
-        that belongs to another user, or that others can write to, and a link.
+        The folder. If it is absent it is made, for this user alone. A folder is refused if it has something else in
+        it, belongs to another user or can be written to by others; so is a symbolic link.
     timeout
-        Seconds that an operation may take where it is not told otherwise.
+        Default seconds that an operation may take.
 
     Raises
     ------
     StoreError
-        If the folder holds something else than a store, is not this user's alone, or a file is in its place.
+        If the folder holds something else than a store, is not this user's alone, or is a file.
     NcclTimeout
-        If another process, which may be stopped, holds the store's lock all the time.
+        If another process, which may be stopped, holds the store's lock until the deadline.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeout: float = TIMEOUT) -> None:
@@ -65,11 +65,11 @@ class FileStore(Store):
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
         self._turn = threading.RLock()
-        # What the names of unfinished files have: of this process, and of no other that had its number.
+        # Part of the names of unfinished files; it differs from that of an earlier process with the same pid.
         self._mine = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
-        _open.add(self)  # before it has what a fork's child is to let go of
+        _open.add(self)  # before it opens descriptors that a forked child has to close
         self._enter(self._deadline(None))
         self._local = is_local(self.path)
 
@@ -80,10 +80,10 @@ class FileStore(Store):
         super()._look()
         not_within(self, self._turn)
 
-    # Its life.
+    # Opening and closing.
 
     def _enter(self, deadline: float) -> None:
-        """Take part; as the first one, clear away what a run that is over has left."""
+        """Join the store; the first process deletes what an earlier run has left."""
         mark = os.path.join(self.path, MARK)
         while True:
             try:
@@ -100,16 +100,16 @@ class FileStore(Store):
             except (FileExistsError, NotADirectoryError) as error:
                 there = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
                 if isinstance(error, FileExistsError) and not there:
-                    continue  # makedirs has met a folder that whoever was last has taken away since
+                    continue  # makedirs has met a folder that the last process to close it has deleted since
                 raise StoreError(f"{self}: {error.filename!r} is a file, and a store is a folder") from None
             except FileNotFoundError:
-                continue  # whoever was last has just taken it away
+                continue  # the last process to close it has just deleted it
             try:
                 with self._locked(deadline):
                     if _same_file(self._lock_fd, mark):
                         self._take_part()
                         return
-                # Closed only once it is unlocked: its number may at once be that of another thread's lock.
+                # Closed only once it is unlocked: another thread's lock may get the descriptor's number at once.
                 self._let_go()
             except BaseException:
                 self._let_go()
@@ -128,12 +128,12 @@ class FileStore(Store):
             self._alive_fd = open_own(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT)
         except ForeignFile as error:
             raise StoreError(f"{self}: {error}") from None
-        if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # nobody else has it open
+        if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
             left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
             if left:
                 log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
             self._clear()
-            with contextlib.suppress(FileExistsError):  # what could not be cleared away
+            with contextlib.suppress(FileExistsError):  # it could not be deleted
                 os.mkdir(self._keys_folder, 0o700)
         self._check_folder(self._keys_folder)
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
@@ -142,7 +142,7 @@ class FileStore(Store):
         _open.discard(self)
         try:
             with self._locked(time.monotonic() + 5.0, closing=True):
-                if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # the last one
+                if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
                     self._clear()
                     for name in (ALIVE, MARK):
                         with contextlib.suppress(OSError):
@@ -150,14 +150,14 @@ class FileStore(Store):
                     with contextlib.suppress(OSError):
                         os.rmdir(self.path)
         except NcclTimeout:
-            pass  # somebody else will be last
+            pass  # another process that closes it later deletes it
         finally:
             self._let_go()
 
     def _clear(self) -> None:
-        """Take all keys away, and what a process that was killed has not written to its end."""
+        """Delete all keys, and the unfinished files of killed processes."""
         shutil.rmtree(self._keys_folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # somebody has taken the folder away
+        with contextlib.suppress(OSError):  # the folder is gone
             for name in os.listdir(self.path):
                 if name.startswith(UNFINISHED):
                     os.unlink(os.path.join(self.path, name))
@@ -177,7 +177,7 @@ class FileStore(Store):
 
     @contextlib.contextmanager
     def _locked(self, deadline: float, closing: bool = False) -> Iterator[None]:
-        """Be the one who writes."""
+        """Hold the lock that lets one thread of one process write."""
         while not self._turn.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
             if self._closed and not closing:
                 raise StoreError(f"{self} was closed")
@@ -190,7 +190,8 @@ class FileStore(Store):
                     raise StoreError(f"{self} was closed")
                 if _try_lock(self._lock_fd, fcntl.LOCK_EX):
                     break
-                # Without end it could not be left: the system starts the call again after a signal.
+                # Polled: the kernel restarts a blocking flock() after a signal, so it could be neither timed out nor
+                # interrupted.
                 if time.monotonic() >= deadline:
                     raise self._stuck()
                 time.sleep(pause)
@@ -236,7 +237,7 @@ class FileStore(Store):
             raise StoreError(f"{self}: {error}, and is not of this store") from None
 
     def _key_in(self, file: BinaryIO, path: str) -> bytes:
-        """Read what stands before a value: its key."""
+        """Read the key, which precedes the value in a file."""
         length = file.read(4)
         key = file.read(min(struct.unpack("<I", length)[0], MAX_KEY)) if len(length) == 4 else None
         if key is None or len(key) < struct.unpack("<I", length)[0]:
@@ -375,7 +376,7 @@ def _try_lock(fd: int, how: int) -> bool:
 
 
 def _forked() -> None:
-    """Let go in a child of what its parent holds: a copy would keep the parent's store alive after its death."""
+    """Close the parent's descriptors in a forked child: a copy would keep the parent's store alive after its death."""
     for store in list(_open):
         store._let_go()
 

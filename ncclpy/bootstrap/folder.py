@@ -1,4 +1,4 @@
-"""News of a folder: told by inotify where it works, looked for where it does not."""
+"""Waiting for changes of a folder: by inotify where it works, by polling elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["News", "is_local"]
 IN_CLOEXEC, IN_NONBLOCK = 0o2000000, 0o4000
 IN_MOVED_TO = 0x80
 
-#: File systems of this machine alone: each change is made through this kernel, and inotify tells of it.
+#: File systems of this machine alone: each change is made through this kernel, so inotify reports it.
 LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
-#: Seconds between looks at a folder that others may change unseen; and at one whose changes are told, to be sure.
+#: Seconds between polls of a folder that other machines may change, and, as a safeguard, of one that inotify watches.
 POLL, SURE = 0.02, 1.0
 
 
@@ -36,7 +36,7 @@ def is_local(path: str) -> bool:
 class News:
     """Wait for files that are moved into a folder.
 
-    What comes after this was made is told; so who waits makes it, looks, and then waits.
+    It reports files moved after it was made: a caller makes it, looks at the folder, and then waits.
     """
 
     def __init__(self, folder: str, local: bool) -> None:
@@ -46,7 +46,7 @@ class News:
         self._pause = SURE if local and self._fd >= 0 else POLL
 
     def wait(self, deadline: float, at_most: float) -> None:
-        """Return when there may be news, at the deadline, or after so many seconds."""
+        """Return when there may be news, at the deadline, or after `at_most` seconds."""
         pause = max(0.0, min(self._pause, at_most, deadline - time.monotonic()))
         if self._fd < 0:
             time.sleep(pause)
@@ -59,7 +59,7 @@ class News:
                 except BlockingIOError:
                     pass
         if not self._local:
-            # A network file system may keep for a while that a name was absent; opening its folder ends that.
+            # A network file system may cache for a while that a name is absent; opening its folder ends that.
             os.close(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class News:
 
 
 def _watch(folder: str) -> int:
-    """Return a descriptor of inotify's; -1 where there is none to be had: a user may have 128 of them."""
+    """Return an inotify descriptor; -1 if none is available: the default limit is 128 of them for each user."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

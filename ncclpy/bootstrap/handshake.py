@@ -1,7 +1,7 @@
-"""A client's way to its server: all addresses tried together, until one answers and both have proved the token.
+"""The client's part of the handshake: it tries all addresses together, until one answers and the token is proved.
 
-What is said is in native/handshake.hpp. A server that is not there yet is waited for; one that is no store, or asks
-for another token, is an error at once.
+The messages are in native/handshake.hpp. A server that does not answer yet is waited for; one that is no store, or
+asks for another token, is an error at once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAGIC = b"NCCLPYST"
 VERSION = 1
 GREETING = struct.Struct("<8sHHI32s")
 VERDICT = struct.Struct("<I32sQ")
-#: Seconds in which a server that has taken a connection has to answer, before it is tried again.
+#: Seconds of one try to connect and get an answer, before the address is tried again.
 PATIENCE = 10.0
 
 
 class Met(NamedTuple):
-    """A connection on which both have met."""
+    """A connection with a completed handshake."""
 
     socket: socket.socket
     heartbeat: float
@@ -73,7 +73,7 @@ class _Attempt:
     def __init__(self, address: Address, token: bytes, heartbeat: float) -> None:
         self.address = address
         self.socket: socket.socket | None = None
-        self.due = 0.0  # when to try again, or to give this try up
+        self.due = 0.0  # when to try again, or to give up this try
         self.why = "not tried"
         self.refusal = ""
         self._token = token
@@ -91,7 +91,7 @@ class _Attempt:
         except OSError as error:
             if error.errno != errno.EAFNOSUPPORT:
                 raise
-            self._fail(selector, os.strerror(error.errno))  # a name may have addresses of v6 where there is none
+            self._fail(selector, os.strerror(error.errno))  # an IPv6 address, on a machine without IPv6
             return
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,7 +105,7 @@ class _Attempt:
             self._fail(selector, os.strerror(code))
 
     def step(self, selector: selectors.BaseSelector) -> Met | None:
-        """Go on as far as this can without waiting."""
+        """Continue the handshake as far as possible without waiting."""
         it = self.socket
         assert it is not None
         try:
@@ -115,7 +115,7 @@ class _Attempt:
                     self._fail(selector, os.strerror(error))
                     return None
                 if it.getsockname() == it.getpeername():
-                    # Nobody serves there, and the system has given this socket the very port that it calls.
+                    # No server listens there, and the system has given this socket the very port that it connects to.
                     self._fail(selector, "connection refused")
                     return None
                 self._greeting = GREETING.pack(MAGIC, VERSION, 0, int(self._heartbeat * 1e3), os.urandom(32))
@@ -174,10 +174,10 @@ class _Attempt:
         self.leave(selector)
 
     def _fail(self, selector: selectors.BaseSelector, why: str) -> None:
-        """Try again a little later."""
+        """End this try; the next one begins a little later."""
         self.leave(selector)
         self.why = why
-        # Not all clients that came too early come back at one time.
+        # Randomised: not all clients that came too early try again at the same time.
         self._pause = min(self._pause * 2, 0.4)
         self.due = time.monotonic() + self._pause * (0.75 + os.urandom(1)[0] / 512)
 

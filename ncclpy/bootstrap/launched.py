@@ -1,4 +1,4 @@
-"""The store at which the processes that a launcher has started meet."""
+"""The store in which the processes that a launcher has started meet."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ncclpy.types import Need
 
 __all__ = ["arrivals_of_job", "process_before", "rendezvous"]
 
-#: Connects to the store that torchrun serves at an address and a port, within so many seconds.
+#: Connects to the store that torchrun serves; called with the address, the port and a timeout in seconds.
 _connect_to_torchrun: Need[[str | None, int | None, float], Store] = Need("connect_to_torchrun")
 _LOOPBACK = "127.0.0.1"
-#: The process of a launcher that is the parent, or further up, of all ranks on one machine.
+#: Names of each launcher's processes that are an ancestor of all ranks of a machine.
 _PARENTS = {
     "openmpi": {"prterun", "prted", "mpirun", "mpiexec", "orterun", "orted"},
     "mpich": {"hydra_pmi_proxy"},
@@ -37,30 +37,29 @@ _PARENTS = {
 _lock = threading.Lock()
 _store: Store | None = None
 _arrivals: Arrivals | None = None
-#: This rank's number among those of its machine, and how many they are, where its launcher does not say.
+#: Local rank and local size of this process, if its launcher does not set them.
 _here: tuple[int, int] | None = None
 _process = 0
-#: Whether it is the first process of its rank.
+#: Whether this is the first process of its rank.
 _is_first = False
 
 
 def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
-    """Return which process this is, and the store at which all that were started with it meet.
+    """Return this process's place in its job, and the store in which all processes of the job meet.
 
-    There is one store a process, made by the first call, which all ranks make, and closed when the process ends; what
-    is returned may be closed before. It is served by the launcher, if that is ``ncclpy run``; by torchrun's agent, if
-    TORCHELASTIC_USE_AGENT_STORE says so (it is used through torch then, with keys of their own after each restart);
-    else by rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet all the same: by a file
-    that is named after the process of the launcher, and is gone when they have met.
+    The first call, which all ranks make, makes the one store of the process, which is closed when the process ends;
+    the returned store is a view of it and may be closed before. The server is the launcher, if that is ``ncclpy run``;
+    torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (it is then used through torch, with keys of its own
+    after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet
+    through a file that is named after the launcher's process and deleted when they have met.
 
-    Where the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and tell on which machine
-    they are: the local numbers of the place come from that, in the order of the ranks.
+    If the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and exchange their machines'
+    names: the place's local numbers are counted from these, in the order of the ranks.
 
     Parameters
     ----------
     timeout
-        Seconds until the store must be reached, and that its operations may take where they are not told otherwise; by
-        default 300.
+        Seconds within which the store must be reached, and default seconds of its operations; None: 300.
 
     Raises
     ------
@@ -79,10 +78,10 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             f"{place.launcher}, and has not within {as_text(seconds)}"
         )
     try:
-        if _store is None or _process != os.getpid():  # a fork has to make its own
+        if _store is None or _process != os.getpid():  # a forked process makes its own
             store = _connect(place, seconds, deadline)
             try:
-                # From now on the others can be told that this process has ended, whatever it has come to until then.
+                # From now on the others can learn that this process has ended, however far it has come until then.
                 ranks = PrefixStore("ncclpy/ranks", _end_of(store))
                 _is_first = not ranks.check([Arrivals.been(place.rank)])
                 arrivals = Arrivals(ranks, "this job", place.rank, place.size)
@@ -94,7 +93,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
-        # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
+        # Each caller gets a view of its own, which may be closed. The store itself is closed when the process ends.
         end = _end_of(_store)
         end.timeout, end.one_attempt = seconds, _is_first
         return place, end
@@ -107,7 +106,7 @@ def _is_located(place: Place) -> bool:
 
 
 def _locate(place: Place, arrivals: Arrivals, deadline: float) -> tuple[int, int]:
-    """Return this rank's number among those of its machine, and how many they are: all ranks tell where they are."""
+    """Return local rank and local size, for which all ranks exchange their machines' names."""
     what = "to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
     told = json.dumps(machine()).encode()
     left = max(0.0, deadline - time.monotonic())
@@ -117,16 +116,16 @@ def _locate(place: Place, arrivals: Arrivals, deadline: float) -> tuple[int, int
 
 
 def arrivals_of_job() -> Arrivals:
-    """Return those of all that were started with this process; `rendezvous` has been called."""
+    """Return the `Arrivals` of all ranks of this job; `rendezvous` has been called."""
     assert _arrivals is not None
     return _arrivals
 
 
 def process_before(rank: int) -> str:
-    """Return what became of the process of a rank that may have made nothing yet, as far as it is known.
+    """Return what is known of a rank's process, which may not have made a group yet.
 
-    ``"ended"``, ``"absent"`` if it has not come to the launcher's store, else "". That it has ended is no reason not
-    to wait for it: the program may be followed by another of that rank.
+    ``"ended"``, ``"absent"`` if it has not reached the launcher's store, else "". An ended process is no reason to
+    stop waiting for the rank: another program of that rank may follow.
     """
     arrivals = _arrivals
     if arrivals is None:
@@ -139,7 +138,7 @@ def _end_of(store: Store) -> PrefixStore:
 
 
 def _forked() -> None:
-    """Make a lock for a child: a thread that only its parent has may hold the one that it was given."""
+    """Make a new lock in a forked child: a thread that exists only in the parent may hold the inherited one."""
     global _lock
     _lock = threading.Lock()
 
@@ -151,7 +150,7 @@ def _connect(place: Place, seconds: float, deadline: float) -> Store:
     timeout = max(0.0, deadline - time.monotonic())
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _connect_to_torchrun(place.address, place.port, timeout)
-    # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.
+    # On one machine Slurm's reserved ports are not needed, and no resolver may know its names of nodes.
     alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
     if place.address is not None and place.port is not None and not alone:
         serve = place.rank == 0 and place.launcher != "ncclpy"
@@ -160,7 +159,7 @@ def _connect(place: Place, seconds: float, deadline: float) -> Store:
 
 
 def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
-    """Return a store of rank 0's, whose address and token the others read from a file."""
+    """Return a store that rank 0 serves; the other ranks read its address and token from a file."""
     if place.local_size != place.size:
         here = f", {place.local_size} of them on this machine," if _is_located(place) else ""
         raise ValueError(
@@ -176,7 +175,7 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
         unfinished = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
         with open(open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             file.write(json.dumps([store.port, token]))
-        unfinished.rename(path)  # appears with all that is in it
+        unfinished.rename(path)  # readers see the whole file or none
     else:
         while (told := _read(path)) is None:
             if time.monotonic() > deadline:
@@ -193,7 +192,7 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
             if place.rank == 0:
                 with contextlib.suppress(OSError):
                     path.unlink()
-        # Nobody goes on while the file is there: a program that the rank runs next would take it for its own.
+        # No rank continues while the file exists: a program that the rank runs next would take it for its own.
         _meet(store, place, deadline)
     except BaseException:
         store.close()
@@ -213,7 +212,7 @@ def _read(path: Path) -> str | None:
 
 
 def _folder() -> Path:
-    """Return a folder that nobody else can write to or read."""
+    """Return a folder that no other user can write to or read."""
     folder = Path(tempfile.gettempdir()) / f"ncclpy-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -227,15 +226,15 @@ def _folder() -> Path:
 
 
 def _launcher_process(launcher: str) -> str:
-    """Return a name for the process above this one that has started all ranks of this machine."""
+    """Return a name for the ancestor process that has started all ranks of this machine."""
     pid = os.getpid()
     try:
         while pid > 1:
-            # Behind the name, which may have any bytes in it, come state and parent, and the start as the 22nd.
+            # After the name, which may have any bytes in it: state and parent, and the start time as field 22 of all.
             head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
             fields = tail.split()
             if head.partition("(")[2] in _PARENTS.get(launcher, ()):
-                # Prted starts more than one job, if it is told to.
+                # One prted may start more than one job.
                 job = os.environ.get("PMIX_NAMESPACE", "") if launcher == "openmpi" else ""
                 return f"{pid}-{fields[19]}" + "".join(each if each.isalnum() else "-" for each in job)
             pid = int(fields[1])

@@ -18,8 +18,8 @@ _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
-    """Return the sum of a number that is kept as text and another."""
-    if value is not None and not _NUMBER.fullmatch(value):  # int() takes more, spaces for one, and other stores do not
+    """Return the sum of a number that is kept as text and `number`."""
+    if value is not None and not _NUMBER.fullmatch(value):  # int() also takes spaces, for example; other stores do not
         raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
     total = int(value or b"0") + number
     if not -(1 << 63) <= total < 1 << 63:
@@ -28,7 +28,7 @@ def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
 
 
 def not_within(store: Store, lock: Any) -> None:
-    """Raise if this thread holds an RLock of a store: then it would wait for itself, or see what is half done."""
+    """Raise if this thread holds a store's RLock: it would then wait for itself, or see a half-made change."""
     if lock._is_owned():
         raise StoreError(
             f"{store} is in use by this very thread: a signal handler, or a finaliser, that comes in between cannot "
@@ -37,19 +37,19 @@ def not_within(store: Store, lock: Any) -> None:
 
 
 def changed(found: bytes | None, expected: bytes | None, desired: bytes | None) -> tuple[bool, bytes | None]:
-    """Return what `compare_set` does."""
+    """Return the result of `compare_set` for the value `found`: whether to replace it, and the value afterwards."""
     return (True, desired) if found == expected else (False, found)
 
 
 class LocalStore(Store):
     """Keep keys in memory, for threads of one process that share this object.
 
-    Ephemeral keys end when it is closed, as all others do.
+    Ephemeral keys end when it is closed, as all other keys do.
 
     Parameters
     ----------
     timeout
-        Seconds that an operation may take where it is not told otherwise.
+        Default seconds that an operation may take.
     """
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -64,7 +64,7 @@ class LocalStore(Store):
         not_within(self, self._lock)
 
     def _put(self, key: str, value: bytes | None) -> None:
-        """Give a key a value or, by None, none; under the lock."""
+        """Set a key, or delete it if the value is None; under the lock."""
         if value is None:
             if self._values.pop(key, None) is None:
                 return
@@ -178,9 +178,9 @@ class _Sleeper:
         self._awake.acquire()
 
     def sleep(self, deadline: float, values: Mapping[str, bytes], key: str) -> None:
-        # In slices: while Python waits for a lock a signal wakes it at once, but one that came just before does not.
+        # In slices: a signal ends Python's wait for a lock at once, but not if the signal came just before the wait.
         while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
-            # Whoever was to wake it may have been torn from that by a signal handler that raises.
+            # A signal handler that raises may have kept the setting thread from waking this one.
             if key in values or time.monotonic() >= deadline:
                 return
 

@@ -1,11 +1,12 @@
-"""How ranks meet in a store that only keeps keys: each adds itself to a count, and the last one tells the others.
+"""A rendezvous in a store that only keeps keys: each rank increments a count, and the last one wakes the others.
 
-A meeting can be held again under its name; so it has rounds. A round's keys begin with the name and its number. A rank
-puts its value there and adds 1 to the count; whoever brings the count to `size` begins the next round, packs the
-values into one, and sets it, which wakes the others. A rank that leaves early takes 1 away, but only while the count
-is below `size`: so either the meeting has taken place, for all, or that rank was not there. If its deadline has passed
-it leaves word of that: those whose deadline passes a moment later do not take it for the one that all have waited for.
-Each rank makes as many operations however many ranks there are, but for the last one, which reads them all.
+A name may be used for one rendezvous after another, so it has rounds. The keys of a round begin with the name and the
+round's number. A rank puts its value under such a key and adds 1 to the count; the rank that brings the count to
+`size` begins the next round, packs the values into one and sets it, which wakes the others. A rank that leaves early
+subtracts 1, but only while the count is below `size`: so either the rendezvous has taken place, for all ranks, or that
+rank was not part of it. If it leaves at its deadline it also records that, so that ranks with a deadline a moment
+later do not report it as the one that all have waited for. The number of a rank's operations does not depend on
+`size`, except for the last rank to arrive, which reads all values.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ncclpy.bootstrap.asked import MEETINGS, StoreError, absent_ranks, decode, r
 
 __all__ = ["gather"]
 
-Store = Any  # a `Store`, which is built on this
+Store = Any  # a `Store`; the module store imports this one
 
 
 def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
-    """Meet the other ranks in a store and return the values of all, by rank."""
+    """Hold a rendezvous of all ranks in a store; return the values of all, by rank."""
     deadline = time.monotonic() + timeout
-    around = max(deadline, time.monotonic() + 5.0)  # for what only takes a round trip
+    around = max(deadline, time.monotonic() + 5.0)  # for operations of a single round trip
     base = f"{MEETINGS}{name}\0"
     number = store._compare_set(base + "round", None, b"0", around)[1]
     round_ = f"{base}{decode(_number, number or b'0', store, base + 'round')}/"
@@ -39,7 +40,7 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     if come == size:
         packed = _end(store, base, round_, size, around)
     else:
-        if come == 1:  # those who were late before have all left
+        if come == 1:  # the ranks that were late before have all left
             store._delete(round_ + "late", around)
         packed = _await(store, name, round_, rank, size, timeout, deadline, around)
     if store._add(round_ + "left", 1, around) == size:
@@ -49,13 +50,13 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
 
 
 def _end(store: Store, base: str, round_: str, size: int, deadline: float) -> bytes:
-    """Tell the others that all are there, and what they have brought."""
+    """End the round: publish the values of all ranks, which wakes the others, and return them packed."""
     keys = [f"{round_}value/{rank}" for rank in range(size)]
     values = [value or b"" for value in store._multi_get(keys, deadline)]
     packed = struct.pack(f"<Q{size}Q", size, *map(len, values)) + b"".join(values)
     for key in keys:
         store._delete(key, deadline)
-    store._add(base + "round", 1, deadline)  # before the others go on, and perhaps come again
+    store._add(base + "round", 1, deadline)  # before the others return, and perhaps arrive again
     store._set(round_ + "done", packed, deadline)
     return packed
 
@@ -63,26 +64,26 @@ def _end(store: Store, base: str, round_: str, size: int, deadline: float) -> by
 def _await(
     store: Store, name: str, round_: str, rank: int, size: int, timeout: float, deadline: float, around: float
 ) -> bytes:
-    """Return what the last rank to come has packed."""
+    """Return the values that the last rank to arrive has packed."""
     mine = f"{round_}value/{rank}"
     try:
         found: bytes | None = store._get(round_ + "done", deadline)
     except StoreError:
         raise  # closed or lost: there is nothing to leave
-    except BaseException:  # of a signal handler
+    except BaseException:  # raised by a signal handler
         _leave(store, round_, mine, size, time.monotonic() + 1.0)
         raise
     if found is None:
-        store._append(round_ + "late", b"%d " % rank, around)  # before it is not there any more
+        store._append(round_ + "late", b"%d " % rank, around)  # before it is no longer listed as arrived
         if not _leave(store, round_, mine, size, around):
-            found = store._get(round_ + "done", around)  # all came at the last moment
+            found = store._get(round_ + "done", around)  # the others arrived at the last moment
     if found is None:
         raise _who_is_absent(store, name, round_, rank, size, timeout, around)
     return found
 
 
 def _leave(store: Store, round_: str, mine: str, size: int, deadline: float) -> bool:
-    """Take this rank away again; return False if all have come meanwhile."""
+    """Take this rank out of the count; return False if all have arrived meanwhile."""
     count = b"1"
     while True:
         come = decode(_number, count, store, round_ + "count")
@@ -111,7 +112,7 @@ def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
 
 
 def _unpacked(size: int, packed: bytes) -> list[bytes]:
-    """Return the values of so many ranks, see `_end`."""
+    """Return the values of `size` ranks, as `_end` packs them."""
     come, *lengths = struct.unpack_from(f"<Q{size}Q", packed)
     at = 8 + 8 * size
     if come != size or at + sum(lengths) != len(packed):

@@ -1,4 +1,4 @@
-"""Which process this is, and of how many: what the program that started it has put into its environment."""
+"""This process's rank and the number of ranks, from the environment that its launcher has set."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ncclpy.bootstrap.address import as_host
 
 __all__ = ["BOOT_ID", "Place", "environment", "machine"]
 
-#: What tells this machine, since it was started, from others; empty where the system does not say.
+#: Identifies this machine until it is booted again; empty if the system does not say.
 BOOT_ID = ""
 with contextlib.suppress(OSError):
     BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine() -> str:
-    """Return what tells this machine from others.
+    """Return a name that no other machine has.
 
-    As for NCCL, a container with a host name of its own is one too, and NCCL_HOSTID stands for the host's name.
+    As in NCCL, a container with a host name of its own counts as a machine, and NCCL_HOSTID replaces the host's name.
     """
     return f"{BOOT_ID} {os.environ.get('NCCL_HOSTID') or socket.gethostname()}".strip()
 
 
 class Place(NamedTuple):
-    """One process among those that were started together.
+    """Describe one of the processes that were started together.
 
     Attributes
     ----------
     rank, size : int
-        Its number, and how many there are.
+        The process's rank, and the number of ranks.
     local_rank, local_size : int or None
-        The same among those on this machine; None where only rank and number of ranks are set, until
+        The same among the processes of this machine; None if only rank and number of ranks are set, until
         `ncclpy.bootstrap.rendezvous` has counted the ranks of each machine.
     launcher : str
-        Who started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
+        What started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
     address : str or None
         The host on which the processes can meet, if the launcher says so.
     port : int or None
@@ -78,38 +78,38 @@ _OPENMPI = _Names(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-# Not SLURM_NTASKS: a batch script has that too, and is no step of so many tasks.
+# Not SLURM_NTASKS: a batch script has that too, and is not a step of that many tasks.
 _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 #: Innermost first: under srun there may be an mpirun, and under both a torchrun on each machine.
 _LAUNCHERS = (_TORCHRUN, _OPENMPI, _MPICH, _SLURM)
 
 
 def environment() -> Place:
-    """Return which process this is, from the variables of the launcher that started it.
+    """Return this process's place in its job, from the variables of the launcher that started it.
 
     Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
-    so Intel MPI's too) and Slurm's srun. Where one has started another, the inner one counts. Of torchrun's variables
+    so Intel MPI's too) and Slurm's srun. If one has started another, the inner one counts. Of torchrun's variables
     RANK and WORLD_SIZE are enough, as Kubeflow and scripts for torch's ``env://`` set them. White space around values
-    is left out.
+    is ignored.
 
     Returns
     -------
     Place
-        Rank, number of ranks, both on this machine, the launcher, and an address to meet at if there is one:
-        that of the store of ``ncclpy run``, MASTER_ADDR and MASTER_PORT, or the first node of a step of Slurm with
-        reserved ports.
+        Rank, size, local rank, local size, the launcher, and the address to meet at if there is one: that of the store
+        of ``ncclpy run``, MASTER_ADDR and MASTER_PORT, or the first node of a Slurm step with reserved ports.
 
     Raises
     ------
     RuntimeError
         If no launcher has started this process.
     ValueError
-        If variables are missing, are no numbers, or contradict each other; the message has them and their values.
+        If variables are missing, are no numbers, or contradict each other; the message has the variables and their
+        values.
     """
     environ = {name: stripped for name, value in os.environ.items() if (stripped := value.strip())}
     names = _launcher(environ, environ.get("NCCLPY_LAUNCHER"))
     rank, size, local_rank, local_size = _numbers(names, environ)
-    # `ncclpy run` says in which run this is, within which other ones; torchrun inside it has set an id of its own.
+    # NCCLPY_RUN_ID is the path of nested runs; a torchrun inside `ncclpy run` has set another TORCHELASTIC_RUN_ID.
     run = environ.get("NCCLPY_RUN_ID", "").rpartition("/")[2]
     if names is _TORCHRUN and run and run == environ.get("TORCHELASTIC_RUN_ID"):
         host, _, port = environ.get("NCCLPY_STORE", "").rpartition(":")
@@ -121,7 +121,7 @@ def environment() -> Place:
 
 
 def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
-    """Return whose variables count."""
+    """Return the launcher that counts."""
     if choice:
         chosen = [names for names in _LAUNCHERS if names.launcher == choice]
         if not chosen:
@@ -133,10 +133,10 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
         raise RuntimeError(_nobody(env))
     names, others = present[0], present[1:]
     if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
-        # Set by hand, or left over in a shell: then each process of mpirun would be told the same number.
+        # Set by hand, or left over in a shell: each process of mpirun would then have the same rank.
         return _agreed(others[0], env)
     if names is _MPICH and _SLURM in others and not _set(names.numbers[2:], env):
-        return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 speaks PMI, and leaves what is local to its own
+        return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 sets PMI's variables, but not the local ones
     if names is _OPENMPI and _MPICH in others:
         return _agreed(names, env, _MPICH)
     return names
@@ -144,7 +144,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
 
 def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
     if names is _SLURM:
-        # In the shell of an allocation too, but for the step: there nothing has started as many processes.
+        # An allocation's shell has the other variables too, but nothing has started that many processes there.
         return "SLURM_STEP_ID" in env and bool(_set(names.numbers, env))
     return bool(_set(names.numbers, env))
 
@@ -164,7 +164,7 @@ def _nobody(env: Mapping[str, str]) -> str:
 
 
 def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) -> _Names:
-    """Return `names` if what is set of the `other` launcher's says the same."""
+    """Return `names` if those of the `other` launcher's variables that are set say the same."""
     numbers = dict(zip(names.numbers, _numbers(names, env), strict=True))
     theirs = {name: _number(name, env) for name in _set(other.numbers, env)}
     apart = [
@@ -183,9 +183,9 @@ def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) ->
 
 
 def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | None, int | None]:
-    """Return rank, size, local rank and local size; raise if one is missing or they do not fit.
+    """Return rank, size, local rank and local size; raise if one is missing or they contradict each other.
 
-    The local ones are None where torchrun's variables are set by something else, which may leave these out.
+    The local numbers are None if something else than torchrun has set torchrun's variables and left these out.
     """
     there = _set(names.numbers, env)
     needed = names.numbers[:2] if names is _TORCHRUN else names.numbers
@@ -218,7 +218,7 @@ def _shown(names: list[str], env: Mapping[str, str]) -> str:
 
 
 def _visible(value: str) -> str:
-    """Return a value as it is, or, where some of it could not be seen, as Python writes it."""
+    """Return a value as it is, or as an ASCII literal if it is empty or has characters that could not be seen."""
     return value if re.fullmatch(r"[!-~]+", value) else ascii(value)
 
 
@@ -244,7 +244,7 @@ def _tasks_here(env: Mapping[str, str]) -> int:
 
 
 def _address(names: _Names, env: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """Return where the processes can meet."""
+    """Return the host and the port at which the processes can meet."""
     there = _set(("MASTER_ADDR", "MASTER_PORT"), env)
     if len(there) == 1:
         missing = "MASTER_PORT" if there == ["MASTER_ADDR"] else "MASTER_ADDR"

@@ -11,14 +11,14 @@ __all__ = ["PrefixStore"]
 
 
 class PrefixStore(Store):
-    """See the part of a store whose keys begin with a prefix, as a store of its own.
+    """Show the keys of a store that begin with a prefix as a store of its own.
 
-    Closing it leaves the store below as it is; what waits there goes on. Closing that one ends both.
+    Closing it leaves the store below open, and waits in that store continue. Closing the store below ends both.
 
     Parameters
     ----------
     prefix
-        What is put before each key, with a slash between.
+        The prefix of each key; a slash follows it.
     store
         The store below.
     """
@@ -97,7 +97,7 @@ class PrefixStore(Store):
 
 
 class _Stripped(Watch):
-    """A watch of the store below, which tells keys without the prefix."""
+    """A watch of the store below, which reports keys without the prefix."""
 
     def __init__(self, below: Watch, prefix: str, length: int) -> None:
         self.prefix = prefix

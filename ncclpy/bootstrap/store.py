@@ -1,7 +1,7 @@
-"""What every store is: keys and bytes that all ranks see, waits that end, and errors that say who is absent.
+"""Base of every store: keys and values that all ranks share, waits with deadlines, errors that name what is absent.
 
-A store says how it keeps keys (the methods whose names begin with an underscore); what is asked of its users,
-deadlines and errors are the same for all of them and stand here.
+A subclass defines how keys are kept (the methods with a leading underscore). Checks of arguments, deadlines and errors
+are the same for all stores and are defined here.
 """
 
 from __future__ import annotations
@@ -56,33 +56,35 @@ __all__ = [
 
 
 class Telling(Protocol):
-    """What a store tells by itself, until it is closed."""
+    """A value that a store publishes from a thread of its own, until this object is closed."""
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop publishing."""
 
 
 class Store:
-    """Keep keys and bytes that all ranks see: the base of every store.
+    """Keep keys and values that all ranks see: the base of every store.
 
     Keys are any text of up to 64 KiB in UTF-8, values any bytes of up to 256 MiB. An operation is atomic and
-    acknowledged: when it returns, everybody sees it. Any number of threads may use one store, and one that waits holds
-    up no other. Every operation ends within its `timeout`, in seconds, or within the store's where it is None, and
-    raises `NcclTimeout` then, which names what is absent and has it as a list in ``missing``. Ctrl-C and other signal
-    handlers run meanwhile. A store that is closed, also while it is waited in, raises `StoreError`, and one whose
-    server is gone `StoreLost`; `LeaseEnded`, which is a `StoreLost`, says that the server has given this process up.
+    acknowledged: when it returns, all ranks see its effect. Any number of threads may use one store, and a thread that
+    waits does not block the others. Every operation ends within its `timeout`, in seconds, or within the store's
+    `timeout` if it is None, and then raises `NcclTimeout`, which names what is absent and lists it in ``missing``.
+    Ctrl-C and other signal handlers run during a wait. An operation on a closed store raises `StoreError`, also if the
+    store is closed while the operation waits. If the server is gone it raises `StoreLost`; its subclass `LeaseEnded`
+    says that the server has given up this process.
 
-    A store of one's own defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`,
-    `_keys` and `_close`. They get arguments that have been looked at, and a deadline on the clock of `time.monotonic`,
-    which may be infinite. All else is built on these, and may be defined as well where there is a better way.
+    A subclass defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`, `_keys` and
+    `_close`. They receive arguments that have been checked, and a deadline on the clock of `time.monotonic`, which may
+    be infinite. All other methods are built on these; a subclass may override those that it can do better.
 
     Parameters
     ----------
     timeout
-        Seconds that an operation may take where it is not told otherwise.
+        Default seconds that an operation may take.
     """
 
-    #: Whether, as its owner knows, no process of an earlier attempt has used it: a failure in it is this attempt's.
+    #: Whether the owner knows that no process of an earlier attempt has used the store, so that a failure recorded in
+    #: it is a failure of this attempt.
     one_attempt = False
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -90,10 +92,10 @@ class Store:
         self._closed = False
         self._process = os.getpid()
 
-    # What a store has to define.
+    # Methods that a subclass must define.
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
-        """Give a key a value."""
+        """Set a key's value."""
         raise NotImplementedError
 
     def _get(self, key: str, deadline: float) -> bytes | None:
@@ -107,11 +109,11 @@ class Store:
     def _compare_set(
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
     ) -> tuple[bool, bytes | None]:
-        """Change a value if it is `expected`; None is an absent key. Return whether, and the value thereafter."""
+        """Replace a value if it is `expected` (None: absent); return whether it was, and the value afterwards."""
         raise NotImplementedError
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
-        """Put bytes behind those that a key has, none where it is absent."""
+        """Append bytes to a key's value; an absent key has an empty value."""
         raise NotImplementedError
 
     def _wait(self, keys: list[str], deadline: float) -> list[str]:
@@ -123,7 +125,7 @@ class Store:
         raise NotImplementedError
 
     def _delete(self, key: str, deadline: float) -> bool:
-        """Take a key away; return whether it was there."""
+        """Delete a key; return whether it existed."""
         raise NotImplementedError
 
     def _keys(self, prefix: str, deadline: float) -> list[str]:
@@ -131,13 +133,13 @@ class Store:
         raise NotImplementedError
 
     def _close(self) -> None:
-        """Let go of what the store holds, and have those that wait in it raise `StoreError`. Called once."""
+        """Release what the store holds; threads that wait in it raise `StoreError`. Called once."""
         raise NotImplementedError
 
-    # What may be defined as well.
+    # Methods that a subclass may override.
 
     def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
-        """Give a key a value that ends with this store's connection, or its process."""
+        """Set a key that is deleted when this store's connection, or its process, ends."""
         raise StoreError(f"{self}: cannot keep an ephemeral key, since it does not know who is alive; TCPStore does")
 
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
@@ -151,29 +153,29 @@ class Store:
             self._set(key, value, deadline)
 
     def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
-        """Meet the other ranks and return the values of all."""
+        """Hold a rendezvous of all ranks; return the values of all, by rank."""
         from ncclpy.bootstrap.meeting import gather
 
         return gather(self, name, rank, size, value, timeout)
 
     def _watch(self, prefix: str) -> Watch:
-        """Return a watch that tells all changes from now on."""
+        """Return a watch that reports all changes from now on."""
         raise StoreError(f"{self}: cannot tell of changes; LocalStore and TCPStore can")
 
-    # What users call.
+    # Public methods.
 
     def set(self, key: str, value: Bytes, *, ephemeral: bool = False) -> None:
-        """Give a key a value; those who wait for it see it.
+        """Set a key's value, which ends the waits for that key.
 
         Parameters
         ----------
         key
             Any text.
         value
-            Any bytes, also none.
+            Any bytes, also an empty value.
         ephemeral
-            Whether the key goes away when this store is closed, or its process or host has ended. Only stores that
-            know of that can do so (`TCPStore`); others raise `StoreError`.
+            Whether the key is deleted when this store is closed, or its process or host has ended. Stores that cannot
+            detect that end raise `StoreError`; `TCPStore` can.
         """
         self._look()
         key, value = as_key(key), as_value(value)
@@ -188,9 +190,9 @@ class Store:
         Parameters
         ----------
         key
-            The key; if it is absent, this waits until somebody sets it.
+            The key; if it is absent, this waits until it is set.
         timeout
-            Seconds to wait; None is the store's.
+            Seconds to wait; None: the store's `timeout`.
         """
         self._look()
         seconds = as_seconds(timeout, self.timeout)
@@ -207,7 +209,7 @@ class Store:
         key
             The number's key. Its value is decimal text: ``b"3"``, which `set` may also have written.
         number
-            What is added. The sum has 64 bits: one that is larger raises `StoreError` and changes nothing.
+            What is added. The sum has 64 bits: a larger sum raises `StoreError` and changes nothing.
         """
         self._look()
         number = as_count(number, "number")
@@ -216,16 +218,16 @@ class Store:
         return self._add(as_key(key), number, self._deadline(None))
 
     def compare_set(self, key: str, expected: Bytes | None, desired: Bytes | None) -> tuple[bool, bytes | None]:
-        """Give a key a value if it has the one expected; return whether it did, and the value that the key has now.
+        """Replace a key's value if it is the expected one; return whether it was replaced, and the value afterwards.
 
         Parameters
         ----------
         key
             The key.
         expected
-            The value that the key must have; None: it must be absent.
+            The value that the key must have; None: the key must be absent.
         desired
-            The value to give it; None takes the key away.
+            The new value; None deletes the key.
         """
         self._look()
         return self._compare_set(
@@ -236,14 +238,14 @@ class Store:
         )
 
     def append(self, key: str, value: Bytes) -> None:
-        """Put bytes behind those that a key has; an absent key has none.
+        """Append bytes to a key's value; an absent key has an empty value.
 
         Parameters
         ----------
         key
             The key.
         value
-            The bytes to add. Those of one call stay together.
+            The bytes to append. The bytes of one call stay together.
         """
         self._look()
         self._append(as_key(key), as_value(value), self._deadline(None))
@@ -254,9 +256,9 @@ class Store:
         Parameters
         ----------
         keys
-            The keys, each of which may be set by anybody.
+            The keys, each of which any rank may set.
         timeout
-            Seconds to wait; None is the store's.
+            Seconds to wait; None: the store's `timeout`.
         """
         self._look()
         wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
@@ -270,7 +272,7 @@ class Store:
         Parameters
         ----------
         keys
-            The keys; of none this is True.
+            The keys; for no keys the result is True.
         """
         self._look()
         return self._check(as_keys(keys), self._deadline(None))
@@ -292,7 +294,7 @@ class Store:
         Parameters
         ----------
         prefix
-            What they begin with; all keys do with "".
+            What the keys begin with; "" matches all keys.
         """
         self._look()
         found = self._keys(as_key(prefix), self._deadline(None))
@@ -304,9 +306,9 @@ class Store:
         Parameters
         ----------
         keys
-            The keys. Each value is read atomically, not all together.
+            The keys. Each value is read atomically, but not all values together.
         timeout
-            Seconds to wait for all of them; None is the store's.
+            Seconds to wait for all keys; None: the store's `timeout`.
         """
         self._look()
         wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
@@ -322,39 +324,40 @@ class Store:
         Parameters
         ----------
         items
-            A dict, or pairs of key and value. Others may see some of them before the rest.
+            A dict, or pairs of key and value. Other ranks may see some of the keys before the rest.
         """
         self._look()
         pairs = items.items() if isinstance(items, Mapping) else items
         self._multi_set([(as_key(key), as_value(value)) for key, value in pairs], self._deadline(None))
 
     def barrier(self, name: str, rank: int, size: int, timeout: float | None = None) -> None:
-        """Wait until all ranks have come; the error names those that have not.
+        """Wait until all ranks have arrived; the error names those that have not.
 
         Parameters
         ----------
         name
-            The meeting. When all have come it is over, and the name may be used again.
+            The name of the rendezvous. It may be used again when all ranks have arrived.
         rank, size
-            Which of how many this is.
+            This rank's number, and the number of ranks.
         timeout
-            Seconds to wait; None is the store's. A rank that leaves early has not come, and may come again.
+            Seconds to wait; None: the store's `timeout`. A rank that leaves early does not count as arrived, and may
+            arrive again.
         """
         self.gather(name, rank, size, b"", timeout)
 
     def gather(self, name: str, rank: int, size: int, value: Bytes, timeout: float | None = None) -> list[bytes]:
-        """Wait until all ranks have come, each with a value; return the values of all, by rank.
+        """Wait until all ranks have arrived, each with a value; return the values of all, by rank.
 
         Parameters
         ----------
         name
-            The meeting, as in `barrier`, with which it shares its names.
+            The name of the rendezvous. `barrier` and `gather` share one set of names.
         rank, size
-            Which of how many this is.
+            This rank's number, and the number of ranks.
         value
-            What the others get from this rank.
+            The value that the other ranks get from this rank.
         timeout
-            Seconds to wait; None is the store's.
+            Seconds to wait; None: the store's `timeout`.
         """
         self._look()
         name, value = as_key(name), as_value(value)
@@ -364,45 +367,46 @@ class Store:
         return self._gather(name, rank, size, value, as_seconds(timeout, self.timeout))
 
     def watch(self, prefix: str, callback: Callable[[Change], object] | None = None) -> Watch:
-        """Tell each change of the keys that begin with a prefix, from now on.
+        """Return a watch that reports each change of the keys that begin with a prefix, from now on.
 
         Parameters
         ----------
         prefix
             What the keys begin with.
         callback
-            Called with each `Change` in a thread of the watch's own; None: they are taken with `Watch.next`, until
-            the watch is closed or nobody refers to it.
+            Called with each `Change` in a thread of the watch's own. None: changes are taken with `Watch.next`, until
+            the watch is closed or is no longer referenced.
         """
         self._look()
         watch = self._watch(as_key(prefix))
         if callback is not None:
             try:
                 watch._call_back(callback)
-            except BaseException:  # no thread can be had
+            except BaseException:  # no thread can be started
                 watch.close()
                 raise
         return watch
 
     def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
-        """Have the store itself put what a native source tells under a key, by a thread that needs no GIL.
+        """Publish a native source's value under a key, from a thread of the store that needs no GIL.
 
-        It does so at once, once a second if that has changed, and when others change the key `asked`; `rest` is put
-        behind each value. `source` returns a capsule with a native source, see bootstrap/native/teller.hpp. None: this
-        store has no such thread.
+        The value is put at once, then once a second if it has changed, and whenever other ranks change the key
+        `asked`; `rest` is appended to each value. `source.source()` returns a capsule with a native source, see
+        bootstrap/native/teller.hpp. Return None if this store has no such thread.
         """
         return None
 
     def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
-        """Have the store itself count up under a key from now on, by a thread that needs no GIL.
+        """Count up under a key from now on, from a thread of the store that needs no GIL.
 
-        The value is `before`, a space, and the count; `period` is the seconds between two of them. None: this store
-        has no such thread. `StoreError`: a call of this store may have to wait for a call that waits for a key.
+        The value is `before`, a space, and the count; `period` is the seconds between two counts. Return None if this
+        store has no such thread. `StoreError`: a call of this store may have to wait for another call, which waits for
+        a key.
         """
         return None
 
     def close(self) -> None:
-        """Let go of the store; threads that wait in it raise `StoreError`. May be called again."""
+        """Close the store; threads that wait in it raise `StoreError`. May be called again."""
         if not self._closed:
             self._closed = True
             if os.getpid() == self._process:
@@ -426,7 +430,7 @@ class Store:
         raise not_copied(self, "make one in each process, which meet by their address or path")
 
     def _look(self) -> None:
-        """Raise unless the store can be used here and now."""
+        """Raise unless this thread of this process can use the store now."""
         if self._closed:
             raise StoreError(f"{self} is closed")
         if os.getpid() != self._process:

@@ -1,4 +1,4 @@
-"""A store that one process serves and all reach by its address."""
+"""A store that one process serves and all ranks reach by its address."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["TCPStore"]
 
 log = logging.getLogger("ncclpy")
 
-# The numbers of native/frame.hpp.
+# Op and Status of native/frame.hpp.
 SET, GET, ADD, COMPARE_SET, APPEND, WAIT, CHECK, DELETE, KEYS, GATHER, WATCH = range(1, 12)
 MULTI_GET, MULTI_SET = 16, 17
-LONG = 1  # in the place of a value of a MULTI_GET
+LONG = 1  # in the answer to a MULTI_GET, in place of a value that does not fit
 OK, LATE, REFUSED = range(3)
 
 MAX_ANSWER = 1 << 30
-#: What one frame of many keys has at most: bytes, unless a single value has more, and keys. So no client of many holds
-#: up the others for long.
+#: Most bytes of a frame of many keys, unless a single value has more, and most keys of it. So no client with many keys
+#: holds up the others for long.
 TOGETHER, MAX_TOGETHER = 1 << 20, 1 << 16
-#: Seconds beyond a wait's deadline, which the server keeps, in which its answer has to come.
+#: Seconds after a wait's deadline, which the server watches, by which the server's answer must have arrived.
 GRACE = 1.0
 
 _open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
@@ -52,35 +52,34 @@ _open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 class TCPStore(Store):
     """Keep keys in a server that all ranks reach by its address.
 
-    The server is one thread of the process that serves. Neither it nor the signs of life of its clients need the GIL,
-    so that a process that is busy in Python is never taken for dead. The connection carries a lease: when a process
-    ends, however it does, the keys that it has set as ephemeral go away at once; when its host is lost, after
-    `heartbeat` seconds.
+    The server is one thread of the serving process. Neither the server nor the clients' heartbeats need the GIL, so a
+    process that is busy in Python is never taken for dead. The connection carries a lease: when a process ends, in
+    whatever way, its ephemeral keys are deleted at once; when its host is lost, after `heartbeat` seconds.
 
     Parameters
     ----------
     host
-        Where the server is: a number or a name, v4 or v6. A name's addresses are tried together. The one who serves
+        The server's address or name, IPv4 or IPv6. All addresses of a name are tried together. The serving process
         binds what is given here and no other address.
     port
-        Its port; 0, when serving, takes one that is free, which `port` tells.
+        The server's port; 0, when serving, takes a free one, which the attribute `port` then has.
     serve
-        Whether this process serves. The others may come before it; they wait.
+        Whether this process serves. The other processes may start before it; they wait for it.
     token
-        A secret that all who take part share; None takes that of ``NCCLPY_STORE_TOKEN``. Each end proves to the other
-        that it knows it; it is not sent. What is sent then is not encrypted.
+        A secret that all processes share; None takes ``NCCLPY_STORE_TOKEN``. Each end proves to the other that it
+        knows the token, which is not sent itself. The data that follow are not encrypted.
     timeout
-        Seconds that an operation may take where it is not told otherwise, and in which the server has to be there.
+        Default seconds that an operation may take, and seconds within which the server must answer at first.
     heartbeat
-        Seconds of silence after which the other end is taken for lost. The lesser of both ends' counts.
+        Seconds of silence after which the other end is taken for lost. The smaller of both ends' values counts.
     allow_unauthenticated
-        Whether to serve without a token where other machines can reach it.
+        Whether to serve without a token at an address that other machines can reach.
     capacity
-        Bytes that all keys and values may take in the server, with 200 for each key beside, and what ranks have
-        brought to meetings that not all have come to. Who would exceed that gets a `StoreError`, and all that is there
-        stays.
+        Bytes that the server may keep: all keys and values, 200 more for each key, and what ranks have brought to
+        rendezvous at which not all have arrived. An operation that would exceed them raises `StoreError`, and all that
+        is there stays.
     linger
-        Seconds that the one who serves waits in `close`, and at exit, for others that have not left yet.
+        Seconds that the serving process waits, in `close` and at exit, for clients that have not left yet.
 
     Raises
     ------
@@ -107,7 +106,7 @@ class TCPStore(Store):
         capacity: int = 4 << 30,
         linger: float = 5.0,
     ) -> None:
-        self._closed = True  # until it is made
+        self._closed = True  # until the constructor has succeeded
         if not isinstance(host, str):
             raise TypeError(f"host: expected a str, got {host!r}")
         if isinstance(port, bool) or not isinstance(port, int):
@@ -210,10 +209,10 @@ class TCPStore(Store):
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
         wanted = [_utf8(key) for key in keys]
         values, long = self._get_together(wanted, deadline)
-        while long:  # not all had room in the answer
+        while long:  # some values did not fit into the answer
             again = [wanted[index] for index in long]
             found, still = self._get_together(again, deadline)
-            if len(still) == len(found):  # none has, with the others or without
+            if len(still) == len(found):  # none fits, together or alone
                 found, still = self._get_each(again, deadline), []
             for index, value in zip(long, found, strict=True):
                 values[index] = value
@@ -221,7 +220,7 @@ class TCPStore(Store):
         return values
 
     def _get_together(self, keys: list[bytes], deadline: float) -> tuple[list[bytes | None], list[int]]:
-        """Return values, and which of them did not fit in an answer with the others."""
+        """Return values, and the indices of those that did not fit into an answer with the others."""
         asked = [(_microseconds(deadline), len(part), *part) for part in wire.parts(keys, 1, TOGETHER, MAX_TOGETHER)]
         answers = [found for _, found in self._calls("get", MULTI_GET, asked, deadline, GRACE)]
         values = [value for found in answers for value in found[1:]]
@@ -250,7 +249,7 @@ class TCPStore(Store):
         return found[1:] or [b""] * size
 
     def _watch(self, prefix: str) -> Watch:
-        watch = _Watch(self, prefix)  # which ends if this raises, as nobody refers to it
+        watch = _Watch(self, prefix)  # it ends if this raises, as it is then unreferenced
         if watch._take(self._deadline(None)) is None:
             raise self._deaf("watch", time.monotonic())
         return watch
@@ -261,10 +260,10 @@ class TCPStore(Store):
         except ConnectionError as error:
             raise self._gone(error) from None
 
-    # The way there.
+    # Requests.
 
     def _ask(self, what: str, op: int, fields: tuple, deadline: float) -> list[Any]:
-        """Return the fields of an answer that comes at once."""
+        """Return the fields of an answer that the server sends at once."""
         return self._answer(what, op, fields, deadline, deadline)[1]
 
     def _wait_for(self, what: str, op: int, fields: tuple, deadline: float) -> tuple[int, list[Any]]:
@@ -281,7 +280,7 @@ class TCPStore(Store):
     def _calls(
         self, what: str, op: int, asked: list[tuple], deadline: float, grace: float = 0.0
     ) -> list[tuple[int, list[Any]]]:
-        """Ask for several at once; return all answers."""
+        """Send several requests at once; return all answers."""
         try:
             answers = self._client.calls(op, asked, deadline + grace)
         except ConnectionError as error:
@@ -304,7 +303,7 @@ class TCPStore(Store):
     def _deaf(self, what: str, deadline: float) -> NcclTimeout:
         return NcclTimeout(f"{self}: {what}: the server has not answered in time; it may be stopped or overloaded")
 
-    # The end.
+    # Closing.
 
     def _close(self) -> None:
         _open.discard(self)
@@ -327,7 +326,7 @@ class TCPStore(Store):
 
 
 class _Watch(Watch):
-    """Changes that the server tells."""
+    """Report the changes that the server sends."""
 
     def __init__(self, store: TCPStore, prefix: str) -> None:
         self.prefix = prefix
@@ -404,6 +403,6 @@ def _write_log(server: wire.Server, name: str) -> None:
 
 @atexit.register
 def _say_goodbye() -> None:
-    """Clients first, so that nobody's end is another's broken connection; whoever serves waits for the others."""
+    """Close clients first, so that none finds its connection broken; a serving process waits for the others."""
     for store in sorted(_open, key=lambda store: store._server is not None):
         store.close()

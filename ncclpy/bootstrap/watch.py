@@ -1,4 +1,4 @@
-"""Watching the keys of a store: changes that wake, or that call back in a thread of their own."""
+"""Watches of a store's keys: changes are taken one by one, or passed to a callback in a thread."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: How long a wait goes on before Python may look at signals; and where it looks at none, in other threads than the
-#: main one: who closes a watch wakes them.
+#: Seconds after which the main thread interrupts a wait so that Python runs signal handlers; and those of other
+#: threads, which run none and are woken when the watch is closed.
 SLICE, LONG_SLICE = 0.1, 10.0
 
 
 class Change(NamedTuple):
-    """Tell what became of a key: its new value, or None where the key is gone."""
+    """Describe a change of a key: its new value, or None if it was deleted."""
 
     key: str
     value: bytes | None
 
 
 class Watch:
-    """Tell each change of the keys that begin with a prefix, in the order in which they came.
+    """Report each change of the keys that begin with a prefix, in order.
 
     Made by `Store.watch`. Changes are taken with `next`, or by iterating, which ends when the watch is closed; with a
     callback a thread takes them.
@@ -46,7 +46,7 @@ class Watch:
         Parameters
         ----------
         timeout
-            Seconds after which this raises `NcclTimeout`; None waits as long as it takes.
+            Seconds after which this raises `NcclTimeout`; None waits without limit.
 
         Raises
         ------
@@ -67,9 +67,9 @@ class Watch:
             yield change
 
     def close(self) -> None:
-        """End the watch: `next` returns None, and nothing is called back any more.
+        """End the watch: `next` returns None, and the callback is not called any more.
 
-        A watch without a callback that nobody refers to any more ends by itself.
+        A watch without a callback also ends when it is no longer referenced.
         """
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Watch:
         self.close()
 
     def _next(self, deadline: float) -> Change | tuple[()] | None:
-        """Return a change; () once closed; None where none has come by the deadline (on `time.monotonic`)."""
+        """Return a change; () once closed; None if there is none by the deadline (on `time.monotonic`)."""
         raise NotImplementedError
 
     def _call_back(self, callback: Callable[[Change], object]) -> None:
@@ -92,21 +92,21 @@ class Watch:
             for change in self:
                 try:
                     callback(change)
-                except SystemExit:  # ends a thread without a word, as everywhere
+                except SystemExit:  # ends the thread silently, as in any thread
                     return
                 except Exception:
                     log.exception("the callback of a watch of %r failed at %r", self.prefix, change.key)
-        except Exception as error:  # of the store: it was lost, say
+        except Exception as error:  # raised by the store: it was lost, for example
             self.error = error
             log.warning("a watch of %r has ended: %s", self.prefix, error)
         finally:
-            self.close()  # nobody takes changes any more
+            self.close()  # no thread takes changes any more
 
 
 class Queue(Watch):
-    """A watch of a store in this process, which puts changes in.
+    """A watch of a store in this process; the store puts the changes in.
 
-    It takes no lock: a signal handler, or a finaliser, may change the store while its own thread is in here.
+    It takes no lock: a signal handler or finaliser may change the store while the same thread is in here.
     """
 
     def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:
@@ -137,6 +137,6 @@ class Queue(Watch):
         except queue.Empty:
             return None
         if self._closed or change is None:
-            self._changes.put(None)  # for others that wait
+            self._changes.put(None)  # for other threads that wait
             return ()
         return change

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The two ends of a `TCPStore`'s connections: a server, and a client. What they do is in native/, and needs no GIL."""
+"""The server and the client of a `TCPStore`. Their C++ is in native/ and needs no GIL."""
 
 import threading
 
@@ -96,8 +96,8 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         string lost() except +
         cbool lease_ended()
 
-# How long a wait goes on before Python may look at signals; only the main thread runs handlers, and many others that
-# wake for nothing would take the GIL from each other.
+# Seconds of one slice of a wait, after which Python may run signal handlers: only the main thread runs them, and many
+# other threads that wake for nothing would take the GIL from each other.
 cdef double SLICE = 0.1, LONG_SLICE = 60.0
 
 
@@ -107,7 +107,7 @@ def hmac(bytes key not None, bytes message not None):
 
 
 def parts(list fields not None, size_t step, size_t limit, size_t most):
-    """Divide fields into requests: `step` stay together, and one has `most` fields and `limit` bytes, or `step` fields."""
+    """Divide fields into requests of at most `most` fields and `limit` bytes, or of one group of `step` fields."""
     cdef size_t size = 0, start = 0, at, more
     cdef Py_ssize_t total = len(fields)
     found = []
@@ -124,14 +124,14 @@ def parts(list fields not None, size_t step, size_t limit, size_t most):
 
 
 cdef class Server:
-    """A server of keys, in a thread of its own."""
+    """A store's server, in a thread of its own."""
 
     cdef NativeServer* server
     cdef int made_in
 
     def __cinit__(self, list sockets not None, *, bytes token not None, double heartbeat, size_t max_value,
                   size_t max_answer, size_t capacity, size_t max_backlog):
-        """Take listening sockets over, and serve."""
+        """Take over listening sockets, and serve."""
         cdef ServerOptions options
         options.token = token
         options.heartbeat = heartbeat
@@ -150,16 +150,16 @@ cdef class Server:
         if self.server != NULL and self.made_in == generation():
             with nogil:
                 self.server.stop()
-            del self.server  # a forked child leaves its copy alone
+            del self.server  # but not in a forked child, which has no such thread
 
     def refuse_new(self):
-        """Take no client any more; those that are there stay."""
+        """Accept no new clients; connected ones stay."""
         if self.made_in == generation():
             with nogil:
                 self.server.refuse_new()
 
     def stop(self):
-        """Say farewell to all clients and end."""
+        """Tell all clients that the server ends, and end."""
         if self.made_in == generation():
             with nogil:
                 self.server.stop()
@@ -184,7 +184,7 @@ cdef class Server:
 
 
 cdef class Client:
-    """A connection to a server, on which the handshake was made."""
+    """A client's connection to a server, with a completed handshake."""
 
     cdef shared_ptr[NativeClient] client
     cdef int made_in
@@ -201,7 +201,7 @@ cdef class Client:
         if self.client.get() == NULL:
             return
         if self.made_in != generation():
-            new shared_ptr[NativeClient](self.client)  # kept for ever: a fork's child may not touch it
+            new shared_ptr[NativeClient](self.client)  # never freed: a forked child must not touch it
             return
         with nogil:
             self.client.get().close("the store was closed", 0.0)
@@ -218,7 +218,7 @@ cdef class Client:
         return (ConnectionAbortedError if over else ConnectionError)(self.lost())
 
     def submit(self, int op, tuple fields not None):
-        """Ask, and return the request's number; 0 if the connection is lost."""
+        """Send a request and return its number; 0 if the connection is lost."""
         if self.made_in != generation():
             return 0
         cdef Writer out
@@ -229,7 +229,7 @@ cdef class Client:
         return number
 
     def wait(self, uint64_t number, double deadline):
-        """Return (status, fields) of an answer; None if it has not come by then. Signal handlers run meanwhile."""
+        """Return (status, fields) of an answer; None at the deadline. Signal handlers run meanwhile."""
         if self.made_in != generation():
             raise self.loss()
         cdef double until = min(deadline, now() + self.slice())
@@ -239,7 +239,7 @@ cdef class Client:
         return self.answer(number, turn, deadline)
 
     def call(self, int op, tuple fields not None, double deadline):
-        """Ask and wait; a request whose answer is not waited for any longer is given up."""
+        """Send a request and wait for its answer; None at the deadline, when the request is cancelled."""
         if self.made_in != generation():
             raise self.loss()
         cdef Writer out
@@ -247,7 +247,7 @@ cdef class Client:
         cdef Turn turn = Turn.lost
         cdef double until = min(deadline, now() + self.slice())
         encode(out, fields)
-        with nogil:  # once: of many threads each would wait for the GIL twice
+        with nogil:  # once for both: with many threads each would wait for the GIL twice
             number = self.client.get().submit(<Op>op, string_view(out.body.data(), out.body.size()))
             if number:
                 turn = self.client.get().wait(number, until)
@@ -266,7 +266,7 @@ cdef class Client:
         return SLICE if PyThread_get_thread_ident() == self.main_thread else LONG_SLICE
 
     cdef answer(self, uint64_t number, Turn turn, double deadline):
-        """Take an answer for which a slice was waited; wait on where it has not come."""
+        """Take an answer after the first slice of waiting; wait further slices for it until the deadline."""
         cdef Answer answer
         cdef double until
         while True:
@@ -282,7 +282,7 @@ cdef class Client:
                 turn = self.client.get().wait(number, until)
 
     def calls(self, int op, list requests not None, double deadline):
-        """Ask several at once and wait for all; None in the place of an answer that has not come."""
+        """Send several requests at once and wait for all; None in place of an answer that has not arrived."""
         numbers = [self.submit(op, fields) for fields in requests]
         answers = []
         try:
@@ -299,14 +299,14 @@ cdef class Client:
         return answers
 
     def forget(self, uint64_t number, bint tell=True):
-        """Give a request or a watch up."""
+        """Give up a request or a watch; `tell` has the server give it up too."""
         if self.made_in != generation():
             return
         with nogil:
             self.client.get().forget(number, tell)
 
     def close(self, str why not None, double patience):
-        """Say goodbye, wait for so many seconds for the server to hear it, and let go."""
+        """Say goodbye, wait at most `patience` seconds for the server's answer, and close the connection."""
         cdef bytes words = why.encode()
         cdef const char* text = words
         if self.made_in == generation():
@@ -314,20 +314,20 @@ cdef class Client:
                 self.client.get().close(text, patience)
 
 
-@cython.no_gc_clear  # its end needs both: until then the client uses the source
+@cython.no_gc_clear  # __dealloc__ needs both: until then the client uses the source
 cdef class Telling:
-    """What a client tells by itself, also while a thread of the process keeps the GIL, until this is closed.
+    """A value that a client publishes until this is closed, also while a thread of the process keeps the GIL.
 
     Parameters
     ----------
     client : Client
-        By which connection.
+        The connection.
     key, rest : bytes
-        What it is put under, and what is put behind each value.
+        The key of the value, and what is appended to each value.
     asked : bytes
-        A key that others change who want it at once.
+        The key that other ranks change to have the value published at once.
     source : object
-        Its `source` returns a capsule with a native `Source`, which is to live as long as this object.
+        Its method `source` returns a capsule with a native `Source`, which must live as long as this object.
     """
 
     cdef Client client
@@ -355,13 +355,13 @@ cdef class Telling:
         self.end()
 
     def close(self):
-        """Tell nothing any more: what is put under the key from now on stays there."""
+        """Stop publishing: another value that is put under the key from now on stays."""
         self.end()
 
     cdef int end(self) except -1:
         cdef uint64_t number = self.number
         self.number = 0
-        if number and self.client.made_in == generation():  # else it goes on in the process that this one is a fork of
+        if number and self.client.made_in == generation():  # else the parent of this fork goes on publishing
             with nogil:
                 self.client.client.get().hush(number)
         return 0

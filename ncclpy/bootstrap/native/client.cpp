@@ -54,7 +54,7 @@ uint64_t Client::ask(Op op, std::string_view body) {
   header.put(start);
   const bool empty = out_.empty();
   if (empty && body.size() <= kPiece) {
-    // The usual way: all of it at once.
+    // The usual case: the whole frame at once.
     char frame[512];
     std::string longer;
     std::string_view whole;
@@ -71,11 +71,11 @@ uint64_t Client::ask(Op op, std::string_view body) {
     out_.append(start, kHeader).append(body);
     push();
   }
-  if (!out_.empty() && lost_.empty()) {  // whoever reads is to send the rest
+  if (!out_.empty() && lost_.empty()) {  // the reading thread sends the rest
     if (reading_) {
       const uint64_t one = 1;
       if (write(nudge_.get(), &one, sizeof one) < 0) {
-        // It is full: the reader is awake.
+        // The eventfd is full: the reader is awake.
       }
     } else {
       watch_socket(false);
@@ -84,18 +84,18 @@ uint64_t Client::ask(Op op, std::string_view body) {
   return id;
 }
 
-// Sends bytes at once as far as there is room; under the mutex, and nothing else waits to be sent.
+// Sends bytes at once as far as there is room and keeps the rest; under the mutex, with an empty out_.
 void Client::put_out(std::string_view bytes) {
   sent_ = now();
   const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0 && errno != EAGAIN && errno != EINTR) {
-    // What the server said last may be there still, and say why: the reader finds the end behind it.
+    // The server's last frames may still be unread and say why: the reader finds the end after them.
     return;
   }
   out_.append(bytes.substr(done < 0 ? 0 : static_cast<size_t>(done)));
 }
 
-// Sends what waits, as far as there is room. Returns whether all has gone.
+// Sends what out_ has, as far as there is room. Returns whether all of it was sent.
 bool Client::push() {
   while (out_sent_ < out_.size()) {
     const ssize_t done =
@@ -139,12 +139,12 @@ Client::Turn Client::wait(uint64_t id, double until) {
     while (turn() == Turn::waiting && !signalled && now() < until) signalled = read_once(lock, until);
     reading_ = false;
   }
-  // Also who has only slept: it may have been woken to read on, and have been answered meanwhile.
+  // Also after this thread has only slept: it may have been woken to read next, while its answer arrived.
   if (!reading_ && !watched_) pass_on();
   return turn();
 }
 
-// The one who reads leaves: another who waits reads on, or the keeper.
+// The reading thread leaves: another waiting thread reads next, or the keeper.
 void Client::pass_on() {
   if (!sleepers_.empty()) {
     (*sleepers_.begin())->notify_one();
@@ -153,14 +153,14 @@ void Client::pass_on() {
   }
 }
 
-// Has the keeper woken by the socket, unless somebody reads it.
+// Has the socket wake the keeper, unless a thread reads it.
 void Client::watch_socket(bool reader_waits) {
   watched_ = !reader_waits;
   keeper::watch(this, !reader_waits, !reader_waits && !out_.empty());
 }
 
-// Waits for bytes, and gives the answers among them to those who wait. Only by the one who reads. Returns whether a
-// signal came.
+// Waits for bytes, and gives the answers among them to the threads that wait for them. Called only by the reading
+// thread. Returns whether a signal arrived.
 bool Client::read_once(Lock& lock, double until) {
   const bool more = !out_.empty() && !push();
   lock.unlock();
@@ -173,7 +173,7 @@ bool Client::read_once(Lock& lock, double until) {
     uint64_t drained;
     if (both[1].revents && read(nudge_.get(), &drained, sizeof drained) < 0) drained = 0;
     if (both[0].revents & (POLLIN | POLLHUP | POLLERR)) {
-      // Not filled with zeros: of a thousand threads each would touch all of it for an answer of a few bytes.
+      // Not zeroed: each of a thousand threads would touch all of it for an answer of a few bytes.
       static thread_local const std::unique_ptr<char[]> piece(new char[kPiece]);
       const ssize_t got = recv(fd_.get(), piece.get(), kPiece, MSG_DONTWAIT);
       if (got > 0) {
@@ -204,13 +204,14 @@ bool Client::read_once(Lock& lock, double until) {
   return signalled;
 }
 
-// How long this process did not run just now: the keeper, which waits for neither the GIL nor a socket, looks more often.
+// How long this process did not run just now: as the keeper waits for neither the GIL nor a socket, it would have
+// ticked.
 double Client::stopped() const {
   const double time = now();
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
 }
 
-// The connection has ended. A process that comes back from a stop cannot tell the end of its lease from the server's.
+// The connection has ended. After a stop, a process cannot tell the end of its lease from the end of the server.
 void Client::lose_connection(const std::string& why) {
   const double away = stopped();
   if (away <= heartbeat_) return lose("the server is gone: " + why);
@@ -221,7 +222,7 @@ void Client::lose_connection(const std::string& why) {
        " at the store, which has ended with the connection (" + why + ")");
 }
 
-// The server, which serves others, has heard nothing of this process for too long.
+// The server, which still serves others, has heard nothing from this process for too long.
 void Client::lose_lease(std::string_view why) {
   const double away = stopped();
   char words[80];
@@ -250,7 +251,7 @@ void Client::dispatch(const Header& header, std::string body) {
     return lose("the server is gone: " + std::string(words));
   }
   const auto at = slots_.find(header.id);
-  if (at == slots_.end()) return;  // a sign of life, or what nobody wants any more
+  if (at == slots_.end()) return;  // of a heartbeat, or of a request that was given up
   const auto teller = tellers_.find(header.id);
   if (teller != tellers_.end()) {
     if (header.op == Op::change) say(teller->second, now(), true);
@@ -266,7 +267,7 @@ void Client::lose(std::string why) {
   for (auto& [id, slot] : slots_) {
     if (slot.sleeper != nullptr) slot.sleeper->notify_one();
   }
-  // The descriptor stays open until close(): others may be about to use its number.
+  // The descriptor stays open until close(): other threads may be about to use its number.
   shutdown(fd_.get(), SHUT_RDWR);
   keeper::watch(this, false, false);
 }
@@ -290,7 +291,7 @@ uint64_t Client::tell(const std::string& asked, Teller teller) {
   say(tellers_.emplace(id, std::move(teller)).first->second, now(), false);
   tells_ = true;
   lock.unlock();
-  keeper::look_again();  // it is to tick more often
+  keeper::look_again();  // it has to tick more often
   return id;
 }
 
@@ -302,13 +303,13 @@ void Client::hush(uint64_t id) {
   forget(id, true);
 }
 
-// Puts what a teller has to tell under its key; under the mutex.
+// Publishes a teller's value, if it is due; under the mutex.
 void Client::say(Teller& teller, double time, bool asked) {
   const std::string value = teller.next(time, asked);
   if (value.empty()) return;
   Writer body;
   body.bytes(teller.key()).bytes(value).integer(0);
-  slots_.erase(ask(Op::set, body.body));  // nobody waits for the answer
+  slots_.erase(ask(Op::set, body.body));  // no thread waits for the answer
 }
 
 void Client::forget(uint64_t id, bool tell) {
@@ -342,7 +343,7 @@ void Client::close(const char* why, double patience) {
   lock.unlock();
   keeper::remove(this);
   lock.lock();
-  // Nobody begins to read or send on what is lost; who reads yet is on the way out.
+  // No thread begins to read or send on a lost connection; one that still reads is about to return.
   while (reading_) {
     lock.unlock();
     usleep(100);
@@ -366,7 +367,8 @@ void Client::attend() {
   pass_on();
 }
 
-// `away`: so long the keeper did not run, stopped with its process or its machine: that is no silence of the server's.
+// `away`: seconds that the keeper did not run because its process or machine was stopped. They do not count as the
+// server's silence.
 void Client::tick(double time, double away) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
@@ -375,7 +377,7 @@ void Client::tick(double time, double away) {
     stopped_until_ = time;
   }
   ticked_at_ = time;
-  if (!std::exchange(ticked_, true)) away = time;  // before its first look it cannot know how long it did not run
+  if (!std::exchange(ticked_, true)) away = time;  // the first tick does not tell how long the keeper did not run
   double heard = heard_;
   while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {

@@ -1,4 +1,4 @@
-// The clock, and threads of our own.
+// The clock, and the start of native threads.
 #pragma once
 
 #include <pthread.h>
@@ -16,14 +16,14 @@ inline double now() {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-// The milliseconds that poll() is to sleep until then: never less, so that it need not be called again.
+// Milliseconds for poll() to sleep until then, rounded up so that it need not be called again.
 inline int milliseconds_until(double then) {
   const double left = (then - now()) * 1e3;
   return left <= 0 ? 0 : left > 60e3 ? 60000 : static_cast<int>(std::ceil(left));
 }
 
-// Starts a thread that gets no signals: Python's handlers want the main one, a crash whoever has a handler. Returns
-// false when no thread can be started.
+// Starts a thread that blocks all signals but faults: Python's handlers belong to the main thread, while a fault must
+// reach its handler in any thread. Returns false if no thread can be started.
 inline bool start_thread(pthread_t& thread, const char* name, void* (*main)(void*), void* argument) {
   sigset_t all, before;
   sigfillset(&all);

@@ -6,7 +6,7 @@
 
 namespace ncclpy::store {
 
-// Counts the forks that lead to this process: what was made in another generation is not this process's to touch.
+// The number of forks that lead to this process. A process must not touch what was made in another generation.
 int generation();
 
 // Owns a descriptor.

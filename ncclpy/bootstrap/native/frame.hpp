@@ -1,14 +1,14 @@
-// Frames: what a store's server and its clients say to each other once they have met; why it is so: docs/design.md.
+// Frames: the messages of a store's server and its clients after the handshake; the reasons are in docs/design.md.
 //
 // A frame is a header of 24 bytes and a body. Numbers are little-endian:
 //
 //   length u64   of the body
-//   id     u64   of the request that this is or answers
-//   op     u8    what is asked or told
+//   id     u64   of the request, or of the request that this answers
+//   op     u8    the operation
 //   status u8    of an answer
 //   0      6     reserved: a frame that has anything else here is refused
 //
-// A body is a list of fields, each with its kind: 'i' and 8 bytes, or 'b', a length u32 and so many bytes.
+// A body is a list of fields, each with its kind: 'i' and 8 bytes, or 'b', a length u32 and that many bytes.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace ncclpy::store {
 
 constexpr size_t kHeader = 24;
-// Keys that one request may name to get them: what says that they are absent, or too long, is an answer too.
+// Most keys of one multi_get: its answer has a field for each key, also for one that is absent or too long.
 constexpr int64_t kMaxTogether = 1 << 16;
 
 enum class Op : uint8_t {
@@ -41,15 +41,15 @@ enum class Op : uint8_t {
   multi_get = 16,   // microseconds, count, keys        -> number of 0 and 1, and for each key its value,
                     //                                     or 0: it has none, or 1: it is long, ask for it alone
   multi_set = 17,   // count, keys each with its value  ->
-  // What only a server says.
+  // Sent only by the server.
   change = 18,  // key, there?, value
   farewell = 19,  // why: the server ends; with the status `late`, the lease of this client alone has ended
 };
 
 enum class Status : uint8_t {
   ok = 0,
-  late = 1,     // the deadline has passed: count, keys; or of a meeting: count, count here, ranks, ranks that have left
-  refused = 2,  // words
+  late = 1,     // the deadline has passed: count, keys; of gather: count, count listed, ranks, ranks that have left
+  refused = 2,  // why, as text
 };
 
 inline void put_u32(char* at, uint32_t value) {
@@ -109,7 +109,7 @@ class Writer {
     return *this;
   }
 
-  // The kind and length of bytes that follow by another way.
+  // The kind and length of bytes that the caller sends itself.
   Writer& announce(size_t length) {
     char field[5] = {'b'};
     put_u32(field + 1, static_cast<uint32_t>(length));
@@ -126,7 +126,7 @@ class Writer {
   std::string body;
 };
 
-// Reads the fields of a body. Each call returns false where the next field is another or is torn.
+// Reads the fields of a body. Each call returns false if the next field is of another kind or incomplete.
 class Reader {
  public:
   explicit Reader(std::string_view body = {}) : rest_(body) {}
@@ -147,7 +147,7 @@ class Reader {
     return true;
   }
 
-  // A count of fields that follow, each of at least 5 bytes: no more than can be there.
+  // A count of fields that follow, each of at least 5 bytes; false if the rest of the body has no room for so many.
   bool count(int64_t& value) { return integer(value) && value >= 0 && value <= static_cast<int64_t>(rest_.size() / 5); }
 
   // The kind of the next field; 0 at the end.

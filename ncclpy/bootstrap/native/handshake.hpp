@@ -1,5 +1,5 @@
-// How a client and a server meet, before the first frame. Each proves to the other that it knows the token without
-// saying it; a nonce of each makes every proof another, so one that was overheard is worth nothing.
+// The handshake of a client and a server, before the first frame. Each proves to the other that it knows the token
+// without sending it. A nonce of each makes every proof different, so an intercepted proof is worth nothing.
 //
 //   client: "NCCLPYST" version:u16 0:u16 heartbeat:u32 (ms) nonce:32
 //   server: "NCCLPYST" version:u16 token?:u16 heartbeat:u32 nonce:32
@@ -25,7 +25,7 @@ constexpr size_t kGreeting = 8 + 2 + 2 + 4 + kNonce;
 
 enum class Verdict : uint32_t { welcome = 0, wrong_token = 1 };
 
-// What a server says of bytes that may be the beginning of a greeting: "" if they may.
+// Why bytes cannot be the beginning of a greeting; "" if they can.
 inline std::string wrong_greeting(std::string_view bytes) {
   const size_t known = bytes.size() < kMagic.size() ? bytes.size() : kMagic.size();
   if (bytes.substr(0, known) != kMagic.substr(0, known)) return "it does not speak the protocol of ncclpy's stores";

@@ -22,12 +22,12 @@ struct Keeper {
   Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
-  Descriptor news;  // a client has come, or the last has gone
+  Descriptor news;  // a client was added, the last one was removed, or one has another pace
   bool running = false;
 };
 
-// Never destroyed: its thread may outlive the statics. A fork's child makes one of its own: the mutex of this one may be
-// held by a thread that the child does not have.
+// Never destroyed: its thread may outlive the statics. A forked child makes one of its own: the mutex of this one may
+// be held by a thread that the child does not have.
 std::atomic<Keeper*> current{nullptr};
 [[maybe_unused]] const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
 
@@ -46,12 +46,12 @@ void* run(void* argument) {
   std::vector<epoll_event> events(256);
   std::vector<std::shared_ptr<Client>> all, ready;
   double next_tick = 0;
-  double due = now();  // when it is to have looked at all of them
+  double due = now();  // when the clients should be ticked next
   while (true) {
     const int count =
         epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
     const double time = now();
-    double away = 0;  // so long it did not run when it was to
+    double away = 0;  // by how much this is late
     all.clear();
     ready.clear();
     {
@@ -122,7 +122,7 @@ bool add(const std::shared_ptr<Client>& client) {
 
 void remove(Client* client) {
   Keeper& it = keeper();
-  std::shared_ptr<Client> last;  // goes outside of the lock
+  std::shared_ptr<Client> last;  // destroyed after the lock is released
   std::lock_guard lock(it.mutex);
   const auto at = it.clients.find(client);
   if (at == it.clients.end()) return;
@@ -145,7 +145,7 @@ void look_again() {
 void watch(Client* client, bool readable, bool writable) {
   Keeper& it = keeper();
   epoll_event event{};
-  // Without either, only an end is told, and once.
+  // Without either, epoll reports only the connection's end, and once.
   event.events = (readable ? EPOLLIN : EPOLLONESHOT) | (writable ? EPOLLOUT : 0u);
   event.data.ptr = client;
   epoll_ctl(it.epoll.get(), EPOLL_CTL_MOD, client->fd(), &event);

@@ -1,4 +1,4 @@
-// The thread that looks after the connections of a process on which nobody waits.
+// The keeper: the thread that serves the connections of a process on which no thread waits.
 #pragma once
 
 #include <memory>
@@ -13,10 +13,10 @@ namespace keeper {
 bool add(const std::shared_ptr<Client>& client);
 void remove(Client* client);
 
-// Has the thread look how often clients want to tick, as one has come to want it more often.
+// Has the keeper ask the clients for their pace again, as one of them now needs ticks more often.
 void look_again();
 
-// Has the thread woken by what comes on the connection, or not; `writable`: by room for what is to be sent too.
+// Sets whether incoming bytes (`readable`) and room to send (`writable`) on a connection wake the keeper.
 void watch(Client* client, bool readable, bool writable);
 
 }  // namespace keeper

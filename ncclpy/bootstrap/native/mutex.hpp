@@ -1,5 +1,5 @@
-// A store's mutexes, each of which has a place in the order of all locks; see ordered_mutex.h. A normal build has those
-// of the standard library.
+// A store's mutexes, each of which has a place in the order of all locks; see ordered_mutex.h. A normal build uses the
+// standard library's.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ class Mutex : public std::mutex {
     std::mutex::lock();
     ncclpy_lock_taken(place, this);
   }
-  bool try_lock() {  // waits for nobody, so in any order
+  bool try_lock() {  // does not wait, so it may be taken in any order
     if (!std::mutex::try_lock()) return false;
     ncclpy_lock_taken(place, this);
     return true;

@@ -24,10 +24,10 @@ namespace {
 
 constexpr size_t kScratch = 256 << 10;
 constexpr double kPatience = 3;     // seconds in which a connection has to prove that it knows the token
-constexpr double kHaste = 0.25;     // seconds in which it has to send anything, while others wait for its place
+constexpr double kHaste = 0.25;     // seconds in which it has to send anything, while others wait to be accepted
 constexpr size_t kMaxUnproved = 64;  // connections that have not proved it, at most
 constexpr size_t kLines = 256;
-constexpr uint64_t kWake = 0;  // ids of epoll; listeners follow, connections lie above them
+constexpr uint64_t kWake = 0;  // epoll's id of wake_; those of the listeners follow
 constexpr uint64_t kFirstConnection = 1024;
 
 std::string text_of(const sockaddr_storage& address) {
@@ -42,7 +42,7 @@ std::string text_of(const sockaddr_storage& address) {
   return std::string(host) + ":" + std::to_string(ntohs(four.sin_port));
 }
 
-// The beginning of what was said, for a line that people read.
+// The beginning of what a connection has sent, for the log.
 std::string shown(std::string_view bytes) {
   std::string text;
   for (char each : bytes.substr(0, 24)) text += each >= 0x20 && each < 0x7f ? each : '.';
@@ -58,8 +58,9 @@ std::string random_bytes(size_t count) {
   return bytes;
 }
 
-// How many connections may be there that have proved nothing, if the latest one has this descriptor: a quarter of the
-// descriptors that are left, as the rest of the process needs some too. No descriptor below the latest one is free.
+// How many connections may be there that have not proved the token, if the latest one has this descriptor: a quarter
+// of the descriptors that are left, as the rest of the process needs some too. No descriptor below the latest one is
+// free.
 size_t places_beside(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
@@ -110,7 +111,7 @@ void Server::refuse_new() {
   shut_ = true;
   for (const Descriptor& each : listeners_) {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, each.get(), nullptr);
-    shutdown(each.get(), SHUT_RDWR);  // the number stays taken: the thread may be about to use it
+    shutdown(each.get(), SHUT_RDWR);  // but not closed: the thread may be about to use its number
   }
   wake();
 }
@@ -198,7 +199,8 @@ void Server::run() {
   connections_.clear();
 }
 
-// A listener with a connection that cannot be accepted yet would wake the thread all the time.
+// Has the listeners wake the thread or not: one with a connection that cannot be accepted yet would wake it all the
+// time.
 void Server::heed_listeners(bool heed) {
   paused_ = !heed;
   if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
@@ -262,7 +264,7 @@ void Server::read(Connection& connection) {
   if (connection.in.empty()) {
     connection.in.append(bytes.substr(parse(connection, bytes)));
   } else {
-    // A frame whose header was read, and that is not whole yet, is not looked at again for each piece of it.
+    // A frame with a known header is not parsed again for each of its pieces, only when it is whole.
     const bool known = connection.stage == Stage::open && connection.in.size() >= kHeader;
     connection.in.append(bytes);
     if (known && connection.in.size() - kHeader < get_u64(connection.in.data())) return;
@@ -299,12 +301,12 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
   return used;
 }
 
-// The handshake. Returns how many of the bytes were used; 0: it takes more.
+// The handshake. Returns how many of the bytes were used; 0: it needs more.
 size_t Server::meet(Connection& connection, std::string_view bytes) {
   if (connection.stage == Stage::greeting) {
     const std::string wrong = wrong_greeting(bytes);
     if (!wrong.empty()) {
-      if (bytes.substr(0, kMagic.size()) == kMagic) {  // one of ours, which is to know
+      if (bytes.substr(0, kMagic.size()) == kMagic) {  // a client of another version, which learns this server's
         queue(connection, {server_greeting(!options_.token.empty(), 0, std::string(kNonce, '\0')), nullptr});
         flush(connection);
       }
@@ -313,7 +315,7 @@ size_t Server::meet(Connection& connection, std::string_view bytes) {
     }
     if (bytes.size() < kGreeting) return 0;
     const uint32_t theirs = get_u32(bytes.data() + 12);
-    // Each may ask for less patience than the other has.
+    // The smaller of both ends' values counts.
     connection.heartbeat = theirs ? std::min(options_.heartbeat, theirs * 1e-3) : options_.heartbeat;
     const std::string mine = server_greeting(!options_.token.empty(),
                                              static_cast<uint32_t>(connection.heartbeat * 1e3), random_bytes(kNonce));
@@ -323,7 +325,7 @@ size_t Server::meet(Connection& connection, std::string_view bytes) {
     return kGreeting;
   }
   if (bytes.size() < kDigest) return 0;
-  if (shut_) return 0;  // send_unproved_away() comes
+  if (shut_) return 0;  // send_unproved_away() follows
   const bool right = same(bytes.substr(0, kDigest), proof("client", options_.token, connection.greetings));
   char numbers[12];
   put_u32(numbers, static_cast<uint32_t>(right ? Verdict::welcome : Verdict::wrong_token));
@@ -372,7 +374,7 @@ void Server::send(uint64_t id, uint64_t request, Op op, Status status, Body body
 
 void Server::queue(Connection& connection, Piece piece) {
   connection.backlog += piece.bytes().size();
-  // Small pieces go together.
+  // Small pieces are merged.
   if (!piece.shared && !connection.out.empty() && !connection.out.back().shared &&
       connection.out.back().own.size() + piece.own.size() < (16 << 10)) {
     connection.out.back().own += piece.own;
@@ -437,7 +439,7 @@ void Server::flush(Connection& connection) {
   }
 }
 
-// Sends what has come up, and closes who is doomed; the end of one may be news for others.
+// Sends what is queued, and closes doomed connections. The end of one may queue frames for others.
 void Server::settle() {
   while (!dirty_.empty()) {
     std::vector<uint64_t> now_dirty;
@@ -466,7 +468,7 @@ void Server::close(uint64_t id) {
     table_.gone(id, connection->goodbye);
   } else {
     unproved_--;
-    if (!shut_) {  // else it is no news: it may be a client of the store that is to be served here next
+    if (!shut_) {  // else it is not logged: it may be a client of the store that is served here next
       refused_++;
       last_refused_ = connection->peer + ": " + connection->doomed;
       tell_refused(now());
@@ -475,7 +477,7 @@ void Server::close(uint64_t id) {
   shutdown(connection->fd.get(), SHUT_WR);
 }
 
-// Says what was refused once a second at most: a client that floods the server does not flood the log.
+// Logs refused connections once a second at most: a client that floods the server does not flood the log.
 void Server::tell_refused(double time) {
   if (refused_ == 0 || time < refused_told_ + 1) return;
   line("refused " + last_refused_ +
@@ -484,15 +486,15 @@ void Server::tell_refused(double time) {
   refused_told_ = time;
 }
 
-// The server is closing: those that are not let in yet find the one that is served here next.
+// The server is closing: clients that are not let in yet find the one that is served here next.
 void Server::send_unproved_away() {
   for (auto& [id, connection] : connections_) {
     if (connection->stage != Stage::open) doom(*connection, "the server is closing");
   }
 }
 
-// `away`: how much later this comes than it was to. So long the server did not run, stopped with its process or its
-// machine, and could hear nobody: what was sent meanwhile may not be read yet, and who sends was perhaps stopped too.
+// `away`: by how many seconds this is late. For that time the server did not run, stopped with its process or its
+// machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped too.
 void Server::sweep(double time, double away) {
   for (auto& [id, connection] : connections_) {
     connection->heard = std::min(time, connection->heard + away);

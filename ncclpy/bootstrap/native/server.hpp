@@ -18,7 +18,7 @@
 namespace ncclpy::store {
 
 struct ServerOptions {
-  std::string token;       // empty: none is asked for
+  std::string token;       // empty: none is needed
   double heartbeat = 10;   // seconds of silence after which a client is lost
   size_t max_value = 0;    // bytes that a value may have
   size_t max_answer = 0;   // bytes that a list in an answer may have
@@ -31,22 +31,22 @@ class Server final : private Post {
   explicit Server(const ServerOptions& options);
   ~Server();
 
-  // Takes a listening socket over; before start().
+  // Takes over a listening socket; before start().
   void listen(int fd);
 
   // Returns false, with errno, where the thread or what it needs cannot be made.
   bool start();
 
-  // Accepts no new client; those that are there stay. A new one finds no listener, or that of the next server.
+  // Accepts no new clients; connected ones stay. A new client finds no listener, or that of the next server.
   void refuse_new();
 
   // Says farewell to all clients and ends the thread.
   void stop();
 
-  // How many clients have met it and not left.
+  // How many clients have completed the handshake and not left.
   int clients() const { return clients_.load(); }
 
-  // The next line for the log; false where none has come in `seconds`, or none will come.
+  // The next line for the log; false if there is none within `seconds`, or will be none.
   bool next_line(std::string& line, double seconds);
   bool stopped() const { return stopped_.load(); }
 
@@ -108,20 +108,20 @@ class Server final : private Post {
   bool running_ = false;
   std::atomic<bool> stop_{false};
   std::atomic<bool> stopped_{false};
-  std::atomic<bool> shut_{false};  // takes no client any more
+  std::atomic<bool> shut_{false};  // accepts no new clients
   std::atomic<int> clients_{0};
-  size_t unproved_ = 0;   // connections that have not proved what they are
-  size_t places_;         // how many of them there may be
+  size_t unproved_ = 0;   // connections that have not proved that they know the token
+  size_t places_;         // how many such connections there may be
   bool paused_ = false;   // the listeners do not wake the thread
   double next_sweep_ = 0;
-  size_t refused_ = 0;    // connections of which the log does not tell yet
+  size_t refused_ = 0;    // refused connections that are not logged yet
   std::string last_refused_;
   double refused_told_ = -1;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;  // connections that have something to send or are doomed
   std::vector<char> scratch_;
-  double full_until_ = 0;  // while no descriptor is free
+  double full_until_ = 0;  // until then no descriptor is free
 
   Mutex<NCCLPY_LOCK_STORE_LINES> lines_mutex_;
   Condition lines_news_;

@@ -8,13 +8,13 @@ namespace ncclpy::store {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-// More absent ranks are counted, not listed: all of 100,000 ranks may be told at once.
+// Absent ranks that an answer lists; more are only counted, as all of 100,000 ranks may be answered at once.
 constexpr int64_t kListed = 4096;
 constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
-// What a key takes beside its bytes and its value's.
+// Bytes that a key takes besides its own and its value's.
 constexpr size_t kEntry = 200;
-// Values in one answer: what is longer is asked for alone, and sent without a copy.
+// Bytes of values in one answer: a longer value is asked for alone, and sent without a copy.
 constexpr size_t kTogether = 4 << 20;
 
 double deadline_after(int64_t microseconds, double now) {
@@ -60,7 +60,7 @@ bool Table::request(uint64_t connection, const Header& header, std::string_view 
       if (!in.end()) return false;
       answer(connection, id, Op::ping);
       return true;
-    case Op::goodbye:  // the server's
+    case Op::goodbye:  // handled by the server
     case Op::change:
     case Op::farewell: return false;
   }
@@ -207,7 +207,7 @@ bool Table::do_wait(uint64_t connection, uint64_t id, Op op, Reader in, double n
   return true;
 }
 
-// All keys of a wait are there.
+// Answers a wait of which all keys are set.
 void Table::met(const Pending& pending) {
   answer(pending.connection, pending.id, pending.op,
          pending.op == Op::multi_get ? values_of(pending.keys) : Body{});
@@ -236,7 +236,7 @@ bool Table::do_multi_set(uint64_t connection, uint64_t id, Reader in) {
   int64_t count;
   std::string_view key, value;
   if (!in.count(count)) return false;
-  Reader whole = in;  // what is torn sets nothing
+  Reader whole = in;  // an incomplete request sets nothing
   for (int64_t i = 0; i < count; i++) {
     if (!whole.bytes(key) || !whole.bytes(value)) return false;
   }
@@ -344,7 +344,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   return true;
 }
 
-// All have come: each gets the values of all. Where there is none, as in a barrier, that is not said of each.
+// All have arrived: each gets the values of all. If all are empty, as in a barrier, they are left out.
 void Table::hold(Meeting& meeting) {
   size_t bytes = 0;
   for (auto& [rank, pending] : meeting.came) bytes += pending->value->size();
@@ -359,7 +359,7 @@ void Table::hold(Meeting& meeting) {
   for (auto& [rank, pending] : meeting.came) to.emplace_back(pending->connection, pending->id);
   const int64_t size = meeting.size;
   for (auto [connection, id] : to) {
-    remove(connection, id);  // and with the last one the meeting
+    remove(connection, id);  // and with the last one the rendezvous
     if (!fits) {
       refuse(connection, id, Op::gather, "the values have more than " + std::to_string(max_answer_) + " bytes");
       continue;
@@ -405,7 +405,7 @@ void Table::remove_watch(uint64_t connection, uint64_t id, const std::string& pr
 bool Table::do_cancel(uint64_t connection, Reader in) {
   int64_t which;
   if (!in.integer(which) || !in.end()) return false;
-  remove(connection, static_cast<uint64_t>(which));  // if it is still there
+  remove(connection, static_cast<uint64_t>(which));  // if it is still pending
   return true;
 }
 
@@ -455,7 +455,7 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
       Writer out;
       answer(pending->connection, pending->id, Op::get, body_with(out, value));
     } else {
-      await_absent(*pending);  // some may have gone since they came
+      await_absent(*pending);  // some may have been deleted since they were set
       if (!pending->absent.empty()) continue;
       met(*pending);
     }
@@ -477,7 +477,7 @@ void Table::disown(std::string_view key, uint64_t owner) {
   if (at != connections_.end()) at->second.owned.erase(std::string(key));
 }
 
-// Tells those who watch what became of a key.
+// Sends a key's change to its watches.
 void Table::tell(std::string_view key, const Value& value) {
   for (const auto& [length, number] : watched_lengths_) {
     if (length > key.size()) break;
@@ -532,7 +532,7 @@ void Table::gone(uint64_t connection, bool goodbye) {
   if (at == connections_.end()) return;
   while (!at->second.pending.empty()) {
     const Pending& pending = *at->second.pending.begin()->second;
-    std::vector<std::pair<uint64_t, uint64_t>> left;  // who waits for one that will not come back
+    std::vector<std::pair<uint64_t, uint64_t>> left;  // requests that wait for a rank that will not come back
     std::string name;
     if (pending.meeting && !goodbye) {
       for (auto& [rank, other] : pending.meeting->came) {
@@ -571,7 +571,7 @@ void Table::late(const Pending& pending) {
   }
   Writer out;
   if (const Meeting* meeting = pending.meeting) {
-    // Others came to their deadline a little before, and have left; they are not who everybody waits for.
+    // Ranks that left at their own deadlines a little before are not the ones that all waited for.
     const int64_t left = static_cast<int64_t>(meeting->left.size());
     const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size()) - left;
     Writer ranks;

@@ -1,6 +1,6 @@
-// What a server keeps: keys with their values, those who wait for them, meetings of ranks, watches, and what ends with
-// a connection. Knows nothing of sockets or clocks: it is told what a client asks and what time it is, and tells a Post
-// what to answer.
+// What a server keeps: keys with their values, requests that wait for keys, rendezvous of ranks, watches, and what
+// ends with a connection. It uses neither sockets nor a clock: the caller passes it requests and the time, and a Post
+// sends its answers.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace ncclpy::store {
 
 using Value = std::shared_ptr<const std::string>;
 
-// A body whose last part may be shared with others.
+// A body; its last part may be shared with other bodies.
 struct Body {
   std::string head;
   Value tail;  // or none
@@ -41,19 +41,19 @@ class Table {
   Table(Post& post, size_t max_value, size_t max_answer, size_t capacity)
       : post_(post), max_value_(max_value), max_answer_(max_answer), capacity_(capacity) {}
 
-  // Does what a client asks. False: the request is malformed, or one of its id is under way already.
+  // Executes a client's request. False: it is malformed, or a request with its id is pending already.
   bool request(uint64_t connection, const Header& header, std::string_view body, double now);
 
   // A connection has ended, after a goodbye or without one.
   void gone(uint64_t connection, bool goodbye);
 
-  // Tells those whose deadline has passed.
+  // Answers and removes the requests that have passed their deadlines.
   void expire(double now);
 
   // When the first deadline passes; infinite if none does.
   double next_deadline() const;
 
-  // Bytes that keys and values take, those included that ranks have brought to a meeting.
+  // Bytes that keys and values take, including the values that ranks have brought to a rendezvous.
   size_t kept() const { return kept_; }
 
  private:
@@ -66,7 +66,7 @@ class Table {
     Op op{};
     double deadline = 0;
     std::vector<std::string> keys;          // of get, multi_get and wait
-    std::unordered_set<std::string> absent;  // those of them that are waited for
+    std::unordered_set<std::string> absent;  // those of `keys` that are waited for
     Meeting* meeting = nullptr;             // of gather
     int64_t rank = 0;
     Value value;
@@ -76,7 +76,7 @@ class Table {
     std::string name;
     int64_t size = 0;
     std::map<int64_t, Pending*> came;
-    std::set<int64_t> left;  // who had come, until its deadline
+    std::set<int64_t> left;  // ranks that had arrived, and left at their deadlines
   };
 
   struct Entry {
@@ -110,7 +110,7 @@ class Table {
   }
   void refuse(uint64_t connection, uint64_t id, Op op, std::string_view words);
 
-  // Why so many bytes more cannot be kept, or a key with a value of so many; "" if they can.
+  // Why `more` bytes, or a key with a value of `value` bytes, cannot be kept; "" if they can.
   std::string no_room(size_t more) const;
   std::string no_room(std::string_view key, size_t value);
   Body values_of(const std::vector<std::string>& keys);
@@ -140,7 +140,7 @@ class Table {
   std::set<std::pair<double, Pending*>> deadlines_;
   std::map<std::string, std::unique_ptr<Meeting>, std::less<>> meetings_;
   std::unordered_map<std::string, std::set<std::pair<uint64_t, uint64_t>>> watches_;  // by prefix
-  std::map<size_t, size_t> watched_lengths_;                                          // how many prefixes of each
+  std::map<size_t, size_t> watched_lengths_;                                          // number of prefixes by length
 };
 
 }  // namespace ncclpy::store

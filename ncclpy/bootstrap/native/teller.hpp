@@ -1,5 +1,5 @@
-// What a client tells by itself, without the GIL: a value that is put under a key once a second, if it has changed, and at
-// once when a counter that others count up has changed.
+// A value that a client publishes without the GIL: it is put under a key once a second, if it has changed, and at once
+// when a counter that other ranks count up has changed.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace ncclpy::store {
 
-// Where the value comes from. `tell` writes it and returns its length, 0 where there is none now; the first `lasting`
-// bytes are what counts as a change. It is called under the client's mutex and waits for nobody.
+// The source of the value. `tell` writes it and returns its length, 0 if there is none now; a change is a change of
+// the first `lasting` bytes. It is called under the client's mutex and must not wait.
 struct Source {
   void* what;
   size_t (*tell)(void* what, char* at, size_t room, size_t* lasting);
@@ -17,11 +17,12 @@ struct Source {
 
 class Teller {
  public:
-  // `rest` is put behind what the source writes.
+  // `rest` is appended to what the source writes.
   Teller(std::string key, std::string rest, const Source& source)
       : key_(std::move(key)), rest_(std::move(rest)), source_(source) {}
 
-  // Returns the value to be put now, "" if there is none: it is no second since, or has not changed.
+  // Returns the value to publish now; "" if less than a second has passed, it has not changed, or the source has none.
+  // If `asked`, time and change do not matter.
   std::string next(double time, bool asked) {
     if (!asked && time < due_) return "";
     char text[2048];
@@ -35,7 +36,7 @@ class Teller {
 
   const std::string& key() const { return key_; }
 
-  // Seconds between two looks.
+  // Seconds between two looks at the source.
   static constexpr double kPace = 1.0;
 
  private:

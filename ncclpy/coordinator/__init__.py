@@ -1,4 +1,4 @@
-"""Named collectives: what all ranks have brought under one name runs, in whatever order they bring it."""
+"""Named collectives: an operation runs once all ranks have brought it, in whatever order they bring operations."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from ncclpy.engine.callbacks cimport Together
 from ncclpy.engine.work cimport Work
 
 
-# Whether CPU memory is not the device's, so that its data are copied there, and what is copied has streams of its own.
+# Whether the device does not share CPU memory: data are then copied to it, on streams of their own.
 cdef bint copies_apart() noexcept
 
 
-# What this rank brings to an operation.
+# One array's part in an operation.
 cdef class Brought:
     cdef readonly Work work
     cdef View view
@@ -20,13 +20,13 @@ cdef class Brought:
     cdef readonly str name
     cdef readonly tuple shape
 
-    # Whether its data have to be copied to the device first.
+    # Whether the data have to be copied to the device first.
     cdef bint is_staged(self) noexcept
 
     cdef int _look_at(self, int kind, int device, str name, object array, bint receives, tuple known) except -1
 
 
-# What an all-reduce was when it was brought last.
+# An all-reduce as it was last brought.
 cdef class Remembered:
     cdef tuple names
     cdef object op
@@ -35,19 +35,19 @@ cdef class Remembered:
     cdef int code
     cdef list types
 
-    # Whether arrays of these names are brought as the last ones were; then they have their operator.
+    # Whether arrays are brought as the last ones of these names were; they then get the same operator.
     cdef bint is_of(self, list parts, op) except -1
 
 
-# One of the arrays that were brought together, which is known, mostly, from when it was brought last.
+# One of the arrays that are brought together, which are mostly known from when they were last brought.
 cdef Brought new_brought(
     int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place
 )
 
 
-# What is copied between an array and a slot.
+# A copy between an array and a slot.
 cdef struct Copy:
-    uintptr_t at  # the array; 0 for zeros, which are copied in alone
+    uintptr_t at  # the array; 0 for zeros, which are only copied in
     size_t offset  # in the slot
     size_t nbytes
 
@@ -55,7 +55,7 @@ cdef struct Copy:
 # Makes copies on one device.
 cdef class Copier:
     cdef readonly int device
-    cdef CUfunction function  # NULL where there is none: then each copy is a call of the driver
+    cdef CUfunction function  # NULL for none: each copy is then a driver call
 
     cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil
     cdef CUresult _launch(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, CUstream stream) noexcept nogil
@@ -64,23 +64,23 @@ cdef class Copier:
 cdef Copier copier_of(int device)
 
 
-# Device memory that is used by one launch at a time.
+# A fusion buffer: device memory for one launch at a time.
 cdef class Slot:
     cdef readonly int device
     cdef uintptr_t pointer
     cdef size_t capacity
-    cdef list outgrown  # memory of before it grew
-    cdef CUevent free  # recorded behind its last use; NULL before the first
+    cdef list outgrown  # memory from before it grew
+    cdef CUevent free  # recorded after its last use; NULL before the first
     cdef bint used
 
     cdef int take(self, size_t nbytes, CUstream stream) except -1
 
 
-# An event behind what produces some of the input: the last one of each stream, as far as one thread has recorded it.
+# An event after what produces a part of the input: the last event of a stream that one thread has recorded.
 cdef struct Producer:
     CUstream stream
     unsigned long thread
-    long long number  # of the work that it is of: a thread makes them in their order
+    long long number  # of its work; a thread makes works in the order of their numbers
     CUevent event
 
 
@@ -90,7 +90,7 @@ cdef class Lender:
     cdef CUevent event
 
 
-# What has ended all that goes through the slots of a plane; None while nothing has.
+# The error that has ended all that uses the slots of a plane; None while there is none.
 cdef class Ending:
     cdef object error
 
@@ -100,14 +100,14 @@ cdef class Ending:
 cdef double MOMENT
 
 
-# A launch in a slot's memory: its data are copied in, and out again.
+# A launch in a slot's memory, into which its data are copied and out of which the results are.
 cdef class Carried(Together):
     cdef Slot slot
     cdef Ending ending
     cdef Handle comm
     cdef Work inner
     cdef CUstream before, behind
-    cdef bint waits  # CPU memory is copied out: who asks for that waits until the launch is over
+    cdef bint waits  # CPU memory is copied out: copy_out waits until the launch is over
     cdef size_t unsettled
     cdef Copier copier
     cdef Copy* copies
@@ -115,7 +115,7 @@ cdef class Carried(Together):
     cdef size_t capacity
     cdef Producer* producers
     cdef size_t nproducers
-    cdef bint together  # the device reaches all of the memory
+    cdef bint together  # the device can address all of the copied memory
     cdef readonly object kept
 
     cdef int add(self, void* at, size_t offset, size_t nbytes) except -1

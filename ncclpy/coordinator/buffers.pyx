@@ -1,7 +1,7 @@
-"""Buffers: what this rank brings to an operation, fusion buffers, and the copies into and out of them.
+"""Buffers: the arrays that a rank brings to operations, fusion buffers, and the copies into and out of them.
 
-Data are copied into a fusion buffer behind what produces them, and out behind the launch; each work has its own end.
-Where copies have streams of their own those of one slot go on beside the launch in the other one.
+Data are copied into a fusion buffer after what produces them, and out after the launch; each work ends by itself. If
+copies have streams of their own, the copies of one slot overlap the launch in the other slot.
 """
 
 import logging
@@ -38,7 +38,7 @@ from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted
 
 
-#: The kinds of operations, by name: for `Brought` in modules of Python.
+#: The kinds of operations, by name, for `Brought` in Python modules.
 KINDS = {
     "all_gather": ALL_GATHER,
     "all_reduce": ALL_REDUCE,
@@ -55,7 +55,7 @@ cdef bint copies_apart() noexcept:
 
 
 def work_as_on_gpus(bint wanted=True):
-    """Have the host engine copy CPU memory to its devices too, as one has to with GPUs: so that this can be tested."""
+    """Have the host engine copy CPU memory to its devices, as is necessary with GPUs, so that this can be tested."""
     global _as_on_gpus
     _as_on_gpus = wanted
 
@@ -67,7 +67,7 @@ def is_as_on_gpus():
 
 
 def memory_of(array):
-    """Return the bytes of an array in CPU memory, which keep nothing alive."""
+    """Return the bytes of an array in CPU memory, as a memoryview that does not keep the array alive."""
     cdef View view
     read_view(array, &view, "array")
     return _bytes_of(&view)
@@ -82,7 +82,7 @@ cdef object _bytes_of(const View* view):
 
 
 cdef Brought new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
-    """Return a `Brought` of an array that was known, mostly, when it was brought last."""
+    """Return a `Brought` of an array, which is mostly known from when it was last brought."""
     cdef Brought made = Brought.__new__(Brought)
     made._look_at(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
     return made
@@ -94,29 +94,29 @@ cdef class Brought:
     Parameters
     ----------
     kind : int
-        Which operation, by the numbers of `core.arguments.operation`.
+        The operation, by the numbers of `core.arguments.operation`.
     device : int
-        The device that it runs on.
+        The device that the operation runs on.
     name : str
         The operation's.
     array : buffer or None
-        What is brought; a barrier brings nothing.
+        The array; None for a barrier.
     receives : bool
-        Whether the result is written into it.
+        Whether the result is written into the array.
 
     Attributes
     ----------
     work : Work
         Pending from the start.
     shape : tuple of int
-        The array's; of a `Buffer` its count.
+        The array's shape; of a `Buffer` its count.
     """
 
     def __init__(self, int kind, int device, str name not None, array, bint receives=False):
         self._look_at(kind, device, name, array, receives, None)
 
     cdef int _look_at(self, int kind, int device, str name, object array, bint receives, tuple known) except -1:
-        """Be what is brought; `known` is the shape that it will have had, if it was brought before."""
+        """Fill this in from an array; `known` is its shape when it was last brought, or None."""
         cdef Operation noted
         cdef CUstream stream
         require_driver()
@@ -132,7 +132,7 @@ cdef class Brought:
                 writable(&self.view, "array")
             shape = getattr(array, "shape", None)
             if known is not None and isinstance(shape, tuple) and shape == known:
-                self.shape = known  # with numbers of Python's own
+                self.shape = known  # with plain Python numbers
             else:
                 self.shape = (elements(&self.view),) if shape is None else tuple(map(int, shape))
         ensure_running(device)
@@ -152,7 +152,7 @@ cdef class Brought:
                         f"brought it: {name!r} cannot be part of a CUDA graph. Nothing was captured"
                     )
                 record_behind(self.work, stream)
-            except BaseException as error:  # the recorder is not to show it as pending
+            except BaseException as error:  # the recorder must not show it as pending
                 self.work.withdraw(error)
                 raise
         return 0
@@ -162,37 +162,37 @@ cdef class Brought:
 
     @property
     def dtype(self):
-        """The array's type, as its owner calls it; "" where there is no array."""
+        """The array's type, as its package names it; "" if there is no array."""
         return "" if self.array is None else type_name(&self.view)
 
     @property
     def datatype(self):
-        """NCCL's number for what carries it."""
+        """NCCL's number of the type that carries the data."""
         return self.view.datatype
 
     @property
     def unit(self):
-        """So many of those are one element."""
+        """Elements of `datatype` for one element of the array."""
         return max(<size_t>1, self.view.unit)
 
     @property
     def count(self):
-        """How many elements it has."""
+        """How many elements the array has."""
         return elements(&self.view)
 
     @property
     def nbytes(self):
-        """Its size."""
+        """The array's size in bytes."""
         return self.view.nbytes
 
     @property
     def on_device(self):
-        """Whether it is in device memory."""
+        """Whether the array is in device memory."""
         return self.view.device != HOST_MEMORY
 
     @property
     def staged(self):
-        """Whether its data have to be copied to the device first."""
+        """Whether the data have to be copied to the device first."""
         return self.is_staged()
 
     def op_code(self, op, int size):
@@ -204,59 +204,59 @@ cdef class Brought:
         return code
 
     def result_in(self, output, maker=None):
-        """Have the work result in an array, or in what `maker()` returns when it is asked for."""
+        """Set the work's result: `output`, or what `maker()` returns when the result is asked for."""
         self.work.output, self.work.maker = output, maker
 
     def time_it(self):
-        """Have the work know how long it takes on the device."""
+        """Have the work measure its time on the device."""
         self.work.timed = True
 
     @property
     def moments(self):
-        """When it was brought, launched and done, by the monotonic clock; 0 for what has not come."""
+        """When it was brought, launched and done, by the monotonic clock; 0 for what has not happened yet."""
         return self.work.entry.created, self.work.entry.launched, self.work.entry.completed
 
     def memory(self):
-        """Return its bytes in CPU memory, which keep nothing alive."""
+        """Return the array's bytes in CPU memory, as a memoryview that does not keep the array alive."""
         return _bytes_of(&self.view)
 
     def begin(self):
-        """Note that it is on its way, by what is no stream of the device's."""
+        """Note that the operation is launched, by something else than a stream of the device."""
         self.work.gathering = None
         self.work.entry.launched = now()
         change(&self.work.entry.state, PENDING, LAUNCHED)
 
     def finish(self):
-        """Bring the work to its end, with its result; under no lock, as arrays of the user's may go."""
-        if self.work.timed:  # by the device, which knows nothing of it
+        """End the work with its result. Called without a lock, as the user's arrays may be freed."""
+        if self.work.timed:  # to be measured on the device, on which it does not run
             self.work.timed = False
             self.work.seconds = now() - self.work.entry.launched
         self.work.settle(None)
         self.work.tidy()
 
     def fail(self, error):
-        """Bring the work to its end; under no lock, as arrays of the user's may go."""
+        """End the work with an error. Called without a lock, as the user's arrays may be freed."""
         self.work.settle(error)
         self.work.tidy()
 
     def withdraw(self, error):
-        """Forget it, as it could not be begun: only the caller is told."""
+        """Forget the work, which could not be begun: only the caller gets the error."""
         self.work.withdraw(error)
 
 
 cdef class Remembered:
-    """What an all-reduce was when it was brought last under its names: mostly it is the same again.
+    """An all-reduce as it was last brought under its names: mostly it is the same again.
 
     Parameters
     ----------
     names : tuple of str
-        Of the arrays.
+        The arrays' names.
     parts : list of Brought
         The arrays.
     op : object
         The operator, as the caller names it.
     key, fixed : bytes
-        What stands for them, and for the signatures, in the control plane.
+        The names and the signatures, as bytes for the control plane.
     """
 
     def __init__(self, tuple names not None, list parts not None, op, bytes key not None, bytes fixed not None):
@@ -268,7 +268,7 @@ cdef class Remembered:
         ]
 
     cdef bint is_of(self, list parts, op) except -1:
-        """Return whether arrays, of these names, are brought as the last ones were; then they have their operator."""
+        """Return whether arrays are brought as the last ones of these names were; they then get the same operator."""
         cdef Brought part
         cdef tuple known
         cdef Py_ssize_t i
@@ -307,7 +307,8 @@ cdef dict _copiers = {}
 cdef Copier copier_of(int device):
     """Return a device's copier, with its kernel in the device's memory.
 
-    To load that may wait for all that runs on the device, so it is done before anything waits for other ranks there.
+    Loading the kernel may wait for all that runs on the device, so it is loaded before anything there waits for other
+    ranks.
     """
     cdef Copier copier = _copiers.get(device)
     if copier is not None:
@@ -334,7 +335,7 @@ cdef Copier copier_of(int device):
         copier.function = function
         memset(&nothing, 0, sizeof(nothing))
         saved = enter_device(device)
-        with nogil:  # drivers that load lazily do it now
+        with nogil:  # a driver that loads lazily loads the kernel now
             result = copier.run(&nothing, 1, 0, True, True, stream.raw)
         leave_device(saved)
         stream.synchronize()
@@ -346,12 +347,13 @@ cdef Copier copier_of(int device):
 
 
 cdef class Copier:
-    """Makes copies on one device, whose context has to be current."""
+    """Make copies on one device; its context must be current."""
 
     cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil:
-        """Enqueue copies into the slot or out of it.
+        """Enqueue copies into a slot (`inwards`) or out of it.
 
-        Those of memory that the device reaches go `together`; pageable memory is for the driver.
+        `together`: the device can address the memory, and one kernel makes many copies. Pageable memory needs driver
+        calls.
         """
         cdef size_t i, begin = 0
         cdef uintptr_t place
@@ -396,29 +398,29 @@ cdef class Copier:
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
-# How long who launches waits for copies of CPU memory himself: a driver's call for one comes back when all before it is
-# done, and where that is a launch, whoever waits needs the other ranks.
+# Seconds that a launching thread waits for a launch or a slot before it copies CPU memory: the driver's call for a
+# copy returns when all before it on the stream is done, and if that is a launch, the call waits for other ranks.
 cdef double MOMENT = 1e-3
 
-#: Memory is taken in pieces of at least this size.
+#: Least bytes of an allocation.
 _LEAST = 1 << 16
 
 
 cdef class Slot:
-    """Device memory for one launch at a time, which grows as it is needed."""
+    """A fusion buffer: device memory for one launch at a time, which grows as needed."""
 
     def __init__(self, int device):
         self.device, self.outgrown = device, []
 
     cdef int take(self, size_t nbytes, CUstream stream) except -1:
-        """Have so much memory, and let a stream wait until its last use is over."""
+        """Provide `nbytes` of memory, and let a stream wait until its last use is over."""
         cdef CUresult result
         cdef CUcontext saved
         cdef size_t wanted
         if nbytes > self.capacity:
-            # To wait until nothing uses the memory, as to free it does on GPUs, would be to wait for other ranks in the
-            # thread that hears of their ends. It grows by half at least, so what is left behind is at most twice of
-            # what is used.
+            # Freeing the memory would on GPUs wait until nothing uses it, and so wait for other ranks in the thread
+            # that learns of their ends. The slot grows by half at least, so the old memory is at most twice the memory
+            # in use.
             wanted = max(_LEAST, nbytes, self.capacity + self.capacity // 2)
             if self.pointer:
                 self.outgrown.append(self.pointer)
@@ -426,7 +428,7 @@ cdef class Slot:
             self.pointer = _device.allocate(wanted, self.device)
             self.capacity = wanted
             saved = enter_device(self.device)
-            with nogil:  # padding is reduced as well: it is to be numbers
+            with nogil:  # padding is reduced too and must be numbers
                 result = driver.cuMemsetD8Async(<CUdeviceptr>self.pointer, 0, wanted, stream)
             leave_device(saved)
             check_driver(result, b"cuMemsetD8Async")
@@ -437,7 +439,7 @@ cdef class Slot:
         return 0
 
     def close(self):
-        """Give the memory back once nothing uses it any more."""
+        """Free the memory once nothing uses it any more."""
         if self.used:
             wait_for_event(self.free, FOREVER)
             self.used = False
@@ -460,7 +462,7 @@ cdef Lender new_lender(int device):
 
 
 cdef class Lender:
-    """An event that several works share: it goes with the last of them."""
+    """An event that several works share; the last one returns it."""
 
     def __dealloc__(self):
         if self.event != NULL:
@@ -470,7 +472,7 @@ cdef class Lender:
 cdef class Ending:
 
     cdef object cause_of(self, object error):
-        """Return what is behind an error: who is in the middle of a launch then sees that the communicator is gone."""
+        """Return the cause of an error: a thread in a launch gets `NcclAborted` when the communicator is gone."""
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 
@@ -485,14 +487,14 @@ cdef Carried new_carried(
 
 
 cdef class Carried(Together):
-    """A launch in a slot, and what is copied there and back."""
+    """A launch in a slot, and the copies into and out of the slot."""
 
     def __dealloc__(self):
         free(self.copies)
         free(self.producers)
 
     cdef int add(self, void* at, size_t offset, size_t nbytes) except -1:
-        """Add what is to be copied next, in or out."""
+        """Add an array to the next copies, in or out."""
         cdef size_t capacity
         cdef Copy* grown
         if self.count == self.capacity:
@@ -508,9 +510,9 @@ cdef class Carried(Together):
         return 0
 
     cdef int follow(self, Work work) except -1:
-        """Have what is copied in wait for what produces the input of a work.
+        """Have the copies in wait for what produces the input of a work.
 
-        Of one stream and one thread the last event stands for those before it: each wait costs a call of the driver.
+        For one stream and one thread the last event stands for the events before it: each wait costs a driver call.
         """
         cdef size_t i
         cdef Producer* one
@@ -533,7 +535,7 @@ cdef class Carried(Together):
         return 0
 
     cdef int copy_in(self, CUstream stream) except -1:
-        """Copy what was added into the slot; then forget it, as what is copied out is added next."""
+        """Copy what was added into the slot, and clear the list, to which the copies out are added next."""
         cdef CUresult result = CUDA_SUCCESS
         cdef size_t i
         cdef CUcontext saved = enter_device(self.slot.device)
@@ -549,19 +551,19 @@ cdef class Carried(Together):
         return check_driver(result, b"cuMemcpyAsync")
 
     def is_launched(self):
-        """Return whether the launch was made, or has failed: then `copy_out` waits for nobody."""
+        """Return whether the launch was made or has failed, so that `copy_out` need not wait for it."""
         return load(&self.inner.phase) != PENDING
 
     def is_passed(self):
-        """Return whether `copy_out` waits for no other rank; this waits a moment for that."""
+        """Return whether `copy_out` would wait for no other rank; this waits a moment for that."""
         return self.is_launched() and (not self.waits or self.inner._wait_for(COMPLETED, deadline_after(MOMENT)))
 
     def is_over(self):
-        """Return whether all of its works have come to their end."""
+        """Return whether all its works have ended."""
         return not self.has_members()
 
     def copy_out(self):
-        """Copy the results out behind the launch, and leave the works to the monitor; it waits for the launch."""
+        """Copy the results out after the launch, and hand the works over to the monitor; this waits for the launch."""
         cdef CUresult result
         cdef size_t i, n
         cdef Work work
@@ -573,9 +575,9 @@ cdef class Carried(Together):
         cdef CUstream stream = self.behind
         self.inner._wait_for(LAUNCHED, FOREVER)
         failed = load(&self.inner.phase) == FAILED
-        if failed:  # what was to be sent is held until it was copied all the same
+        if failed:  # the inputs are held until they are copied nevertheless
             stream = self.before
-        works = list(self.works)  # who settles all of them empties the other one
+        works = list(self.works)  # the thread that settles the last one empties self.works
         n = len(works)
         watched = <Watched*>malloc((n + 1) * sizeof(Watched))
         if watched == NULL:
@@ -586,7 +588,7 @@ cdef class Carried(Together):
             self.unsettled = n
             for work in works:
                 if work.done == NULL:
-                    work.timed = False  # how long it takes is the launch's to know
+                    work.timed = False  # the launch measures its time
                     work.lender, work.borrows, work.done = lender, True, lender.event
                 work.stream, work.handle = stream, self.comm
                 work.gathering = None
@@ -602,7 +604,7 @@ cdef class Carried(Together):
             saved = enter_device(self.slot.device)
             with nogil:
                 result = CUDA_SUCCESS
-                if self.inner.done != NULL and stream != self.inner.stream and not failed:  # else of empty parts alone
+                if self.inner.done != NULL and stream != self.inner.stream and not failed:  # NULL: all parts are empty
                     result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
                 if result == CUDA_SUCCESS and not failed:
                     result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.together, stream)
@@ -611,7 +613,7 @@ cdef class Carried(Together):
                 for i in range(n):
                     watched[i].event = lender.event
                     watched[i].stream = stream
-                    watched[i].limit = FOREVER  # the launch has one
+                    watched[i].limit = FOREVER  # the launch has its own limit
                     watched[i].result = ncclSuccess
                     watched[i].driver = result
                     watched[i].text = NULL
@@ -636,14 +638,14 @@ cdef class Carried(Together):
             free(watched)
 
     def abandon(self, error):
-        """Fail a launch that was not made; the monitor holds the works until all that was to be copied in is copied."""
+        """Fail a launch that was not made; the monitor holds the works until all copies in are made."""
         self.inner.settle(error)
         self.inner.tidy()
         self.count = 0
         self.copy_out()
 
     def end(self, error):
-        """Fail all works that are not done, of which the monitor may know nothing."""
+        """Fail all works that are not done; the monitor may not have them yet."""
         self.fail(error)
 
     cdef int settled(self, object work) except -1:
@@ -652,18 +654,19 @@ cdef class Carried(Together):
         if self.unsettled == 0:
             works, self.works = self.works, []
             for one in works:
-                if Py_REFCNT(<PyObject*>one) <= 2:  # the list's and this loop's: it would go here, and with it what is the user's
+                # Only the list and this loop have it: it would be freed here, and with it arrays of the user.
+                if Py_REFCNT(<PyObject*>one) <= 2:
                     user_executor.submit(works.clear)
                     break
         return 0
 
     cdef object cause_of(self, object error):
-        if self.inner is not None and self.inner.error is not None:  # which says more than that a communicator is gone
+        if self.inner is not None and self.inner.error is not None:  # it says more than that a communicator is gone
             error = self.inner.error
         return self.ending.cause_of(error)
 
     cdef int fail(self, object error) except -1:
-        """Fail all works that are not done; what runs on the communicator is for its owner to end."""
+        """Fail all works that are not done; the owner of the communicator ends what runs there."""
         cdef Work work
         error = self.cause_of(error)
         for work in self.members():

@@ -1,4 +1,4 @@
-"""What a named operation is for this rank: what it brings, what the others have to bring alike, and its launch."""
+"""The calls of a rank: what each brings, what all ranks must bring alike, and how it is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["AllGather", "AllReduceSparse", "AllToAll", "Barrier", "Broadcast", "
 
 
 def _rows_of(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the first dimension and the others; an array without any is one row."""
+    """Return the first dimension and the other ones; an array without dimensions is one row."""
     return (shape[0], shape[1:]) if shape else (1, ())
 
 
@@ -39,10 +39,10 @@ def _maker_of(array: Any) -> Any:
 
 
 class _Rooms:
-    """Where a new array is made for a result: like what was brought, in the order of the stream on which that was.
+    """Make the new array of a result: like the brought array, and in the order of the stream that was current then.
 
-    A launch is made by another thread, whose current device and stream are others: memory that an allocator gives out
-    there, and takes back, is in the order of what the user's own stream never hears of.
+    Another thread launches, with another current device and stream: the framework's allocator would hand out and reuse
+    memory in the order of that stream, with which the user's stream is never synchronised.
     """
 
     def __init__(self, like: Any) -> None:
@@ -62,7 +62,7 @@ class _Rooms:
 
 
 class Broadcast(Call):
-    """An array of the root's, for all."""
+    """Broadcast an array of the root to all ranks."""
 
     def __init__(self, name: str, array: Any, root: int, device: int, rank: int, size: int) -> None:
         root = as_integer(root, "root")
@@ -76,7 +76,7 @@ class Broadcast(Call):
 
 
 class AllGather(Call):
-    """Arrays of all ranks, one behind the other."""
+    """Concatenate arrays of all ranks along the first dimension."""
 
     def __init__(self, name: str, array: Any, device: int) -> None:
         self._rooms = _Rooms(array)
@@ -95,7 +95,7 @@ class AllGather(Call):
 
 
 class ReduceScatter(Call):
-    """The sum of all ranks' arrays, of which each rank gets some rows."""
+    """Reduce arrays of all ranks; each rank gets some rows of the result."""
 
     def __init__(self, name: str, array: Any, op: Any, device: int, rank: int, size: int) -> None:
         rooms = _Rooms(array)
@@ -121,7 +121,7 @@ class ReduceScatter(Call):
 
 
 class AllToAll(Call):
-    """Rows of each rank's array, for each rank."""
+    """Exchange rows: each rank has rows for each rank."""
 
     def __init__(self, name: str, array: Any, send_counts: Sequence[int] | None, device: int, rank: int, size: int):
         self._rooms = _Rooms(array)
@@ -167,7 +167,7 @@ class AllToAll(Call):
 
 
 class Barrier(Call):
-    """Nothing, from all ranks."""
+    """Wait for all ranks; no data."""
 
     def __init__(self, name: str, device: int) -> None:
         self.begin(Brought(Kind.ALL_REDUCE, device, as_name(name), None), Signature(Kind.BARRIER))
@@ -178,7 +178,7 @@ class Barrier(Call):
 
 
 class AllReduceSparse(Call):
-    """Indices and values of all ranks: two gathers, and a sum where the result is asked for."""
+    """Gather indices and values of all ranks; the sum is made when the result is asked for."""
 
     def __init__(self, name: str, indices: Any, values: Any, device: int, size: int) -> None:
         self._sum, self._rooms = SparseSum(indices, values, size), _Rooms(values)

@@ -1,4 +1,4 @@
-"""Who carries the data of a coordinator's ranks: a process group, or something else that does as much."""
+"""Carriers: what moves the data of a coordinator's ranks, such as a process group."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ __all__ = ["Both", "Carrier", "OfGroup", "Plane"]
 
 
 class Plane(Protocol):
-    """One rank's part in what carries the data of a process set; one thread at a time launches.
+    """The data plane of one rank in a process set; one thread at a time launches.
 
-    A launch returns what is to be copied out behind it, or None if nothing is.
+    A launch returns the `Carried` to copy out after it, or None if there is nothing to copy out.
     """
 
     def stands(self) -> bool:
-        """Return whether its communicator is there, or will never be."""
+        """Return whether its communicator is made, or will never be."""
 
     def all_reduce(self, brought: Brought, op: int, factor: float | None) -> None:
-        """Launch an all-reduce in place, of what is multiplied by a factor first if there is one."""
+        """Launch an all-reduce in place; `factor`, unless None, multiplies the input first."""
 
     def fuse(
         self, members: list[tuple[Brought | None, int]], datatype: int, op: int, factor: float | None, on_device: bool
     ) -> Carried | None:
-        """Launch one all-reduce of several arrays; None is what changes nothing, of a rank that has joined.
+        """Launch one all-reduce of several arrays. None stands for the operator's identity: this rank has joined.
 
-        `on_device` is whether they are in device memory.
+        `on_device` is whether the arrays are in device memory.
         """
 
     def barrier(self, brought: Brought) -> None:
-        """Launch what is done when all have launched it."""
+        """Launch a barrier."""
 
     def broadcast(self, brought: Brought, root: int) -> Carried | None:
         """Launch a broadcast in place."""
 
     def gather(self, brought: Brought, counts: Sequence[int], result: Any) -> Carried | None:
-        """Launch a gather of parts of so many elements, by rank, into a new array."""
+        """Launch a gather into a new array; `counts` has the elements of each rank's part."""
 
     def scatter(
         self, brought: Brought, op: int, factor: float | None, counts: Sequence[int], result: Any
     ) -> Carried | None:
-        """Launch a reduction of which each rank gets the part of so many elements."""
+        """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
 
     def exchange(
         self, brought: Brought, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
     ) -> Carried | None:
-        """Launch an exchange of parts of so many elements."""
+        """Launch an all-to-all; the counts have the elements for and from each rank."""
 
     def is_free(self) -> bool:
-        """Return whether CPU memory that is copied in next waits for no other rank; it may wait a moment for that."""
+        """Return whether the next copy-in of CPU memory waits for no other rank; this may wait a moment for that."""
 
     def abandon(self, error: BaseException) -> None:
-        """Fail a launch that could not be made; what is being copied for it is held until that is over."""
+        """Fail a launch that could not be made; arrays that are being copied for it are held until the copies end."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what has ended this, if an error is of that; else the error."""
+        """Return the error that has ended this, if `error` follows from that; else `error`."""
 
     def fail(self, error: BaseException) -> None:
-        """End what runs there with an error."""
+        """End what runs here with an error."""
 
     def close(self, timeout: float | None) -> None:
-        """Let what was launched end, and give everything back."""
+        """Wait for what was launched, and release everything."""
 
 
 class Carrier(Protocol):
-    """What carries the data of some ranks."""
+    """Move the data of some ranks."""
 
     @property
     def name(self) -> str:
-        """Return what it is called."""
+        """Return its name."""
 
     @property
     def device(self) -> int:
@@ -82,42 +82,42 @@ class Carrier(Protocol):
 
     @property
     def for_devices(self) -> bool:
-        """Return whether it takes arrays in device memory."""
+        """Return whether it accepts arrays in device memory."""
 
     def plane(self) -> Plane:
-        """Return this rank's part, for arrays in device memory and, if there is no other, for all."""
+        """Return this rank's data plane: for arrays in device memory and, without a `host_plane`, for all arrays."""
 
     def host_plane(self) -> Plane | None:
-        """Return its part for arrays in CPU memory, where that is another one."""
+        """Return this rank's data plane for arrays in CPU memory, if that is another one."""
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
-        """Have a failure of what runs there be told."""
+        """Call `callback` with the error when something that runs here fails."""
 
     def failure(self) -> BaseException | None:
-        """Return what has ended it, also where only the store has it so far; None if nothing has."""
+        """Return the error that has ended it, also if only the store has the error so far; None if there is none."""
 
     def part(self, name: str, members: Sequence[int]) -> Carrier:
-        """Return what carries the data of some of these ranks, of which this is one; all ranks are told of it."""
+        """Return a carrier of some of these ranks, this one included; all other ranks call `pass_by`."""
 
     def pass_by(self, members: Sequence[int]) -> None:
-        """Know that some others make a part now."""
+        """Note that some other ranks make a part now."""
 
     def end(self, orderly: bool) -> None:
-        """Give back what is left, once all planes are closed and the control plane is.
+        """Release what is left, once all planes and the control plane are closed.
 
-        `orderly` is whether all ranks have ended it, as they were asked to.
+        `orderly` is whether all ranks have ended the coordinator by a shutdown.
         """
 
 
 class OfGroup:
-    """A process group of the coordinator's own as a `Carrier`.
+    """Use a process group, which belongs to the coordinator alone, as a `Carrier`.
 
     Parameters
     ----------
     group
         The group.
     behind
-        Called at the end, with whether that is orderly.
+        Called at the end, with whether it is orderly.
     """
 
     for_devices = True
@@ -149,12 +149,12 @@ class OfGroup:
 
 
 class Both:
-    """One carrier for arrays in device memory, another one for those in CPU memory.
+    """Combine a carrier for arrays in device memory and one for arrays in CPU memory.
 
     Parameters
     ----------
     devices, host
-        The two, of the same ranks.
+        The two carriers, of the same ranks.
     """
 
     for_devices = True

@@ -1,7 +1,7 @@
-"""How the ranks of a control plane find each other in a store and connect.
+"""The connections of a control plane: ranks find each other in a store and connect.
 
-Each rank listens for those below it: at a name that only its machine knows, and, where there are other machines, at an
-address that they can reach. Both ends prove that they have read the secret which the listening one has put into the
+Each rank listens for its children: at a name that only its machine knows, and, if there are other machines, at an
+address that they can reach. Both ends prove that they have read the secret which the listening rank has put into the
 store.
 """
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["open_control"]
 
-#: Seconds after which who has connected and says nothing is left; and between two looks whether anybody still waits.
+#: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
 _HANDSHAKE, _SLICE = 5.0, 0.1
 _NONCE, _PROOF = 16, 32
-#: Connections whose handshake has not ended, beside those that are expected: the oldest is closed for a newer one.
+#: Most connections with an unfinished handshake, besides the expected ones: the oldest is closed for a newer one.
 _STRANGERS = 32
-#: Errors of accept() for want of something that closing a connection gives back.
+#: Errors of accept() for lack of a resource that closing a connection releases.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -61,22 +61,22 @@ def open_control(
     store
         The part of a store that belongs to this control plane alone.
     rank, size
-        Which of how many ranks this is.
+        This rank's number, and the number of ranks.
     name
-        The coordinator's, for messages.
+        The coordinator's name, for messages.
     cache, timeout, stall_after, silence
-        As for `Control`; `timeout` None is never.
+        As for `Control`; `timeout` may be None for never.
     patience
-        Seconds in which all ranks have to be there and connected.
+        Seconds within which all ranks must have arrived and connected.
     wanted
-        Asked every now and then; False ends the wait.
+        Called at intervals; False ends the wait.
 
     Raises
     ------
     NcclTimeout
-        If ranks do not come in time; the message says which.
+        If ranks do not arrive in time; the message names them.
     NcclAborted
-        If nobody wants it any more, here or on another rank.
+        If the control plane is no longer wanted, on this rank or on another one.
     """
     deadline = time.monotonic() + patience
     with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ def open_control(
 
 
 def _read_place(packed: bytes) -> dict[str, Any]:
-    """Return where a rank listens, and on which machine it is."""
+    """Return the addresses at which a rank listens, and its machine."""
     told = json.loads(packed)
     bytes.fromhex(told["token"]), bytes.fromhex(told.get("local", ""))
     addresses = [(str(host), int(port)) for host, port in told.get("addresses", [])]
@@ -117,7 +117,7 @@ def _read_place(packed: bytes) -> dict[str, Any]:
 
 
 def _own_addresses(store: Store) -> list[str]:
-    """Return the addresses at which other machines reach this one: that on the way to the store, or its name's."""
+    """Return addresses at which other machines reach this one: that of the route to the store, or the host name's."""
     host = getattr(store, "host", None) or getattr(getattr(store, "store", None), "host", None)
     if isinstance(host, str):
         for family, address in resolve(host, 9, time.monotonic() + _HANDSHAKE):
@@ -134,7 +134,7 @@ def _proof(token: bytes, who: bytes, nonce: bytes) -> bytes:
 
 
 def _receive(line: socket.socket, length: int) -> bytes:
-    """Return so many bytes, each piece of which comes within the connection's timeout."""
+    """Return `length` bytes; each piece must arrive within the connection's timeout."""
     got = b""
     while len(got) < length:
         more = line.recv(length - len(got))
@@ -154,12 +154,12 @@ def _check_user(line: socket.socket) -> None:
 
 
 class _Caller:
-    """A connection that has not proved yet to come from a rank of this coordinator.
+    """A connection that has not yet proved that it is from a rank of this coordinator.
 
     Raises
     ------
     OSError
-        From all that is called here, if it does not: then it is to be closed.
+        From its methods, if the connection is not from such a rank; the caller then closes it.
     """
 
     def __init__(self, line: socket.socket) -> None:
@@ -173,7 +173,7 @@ class _Caller:
         self.line.send(self._nonce)
 
     def step(self, token: bytes, children: list[int]) -> int | None:
-        """Read what is there, and return which of these children it is, or None while more has to come."""
+        """Read what has arrived; return the child that has proved itself, or None while more must arrive."""
         length = 4 + _NONCE + _PROOF
         more = self.line.recv(length - len(self._said))
         if not more:
@@ -191,7 +191,7 @@ class _Caller:
 
 
 class _Ears:
-    """Where a rank listens for those below it."""
+    """The sockets at which a rank listens for its children."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._sockets: list[socket.socket] = []
@@ -215,9 +215,9 @@ class _Ears:
                 addresses.append([host, self._sockets[-1].getsockname()[1]])
 
     def hear(self, children: list[int], deadline: float, wanted: Callable[[], bool]) -> dict[int, socket.socket]:
-        """Return a connection to each child, once all have called.
+        """Return a connection to each child, once all have connected.
 
-        The handshakes are served side by side, so a connection that says nothing delays no other.
+        The handshakes are served side by side, so a connection that sends nothing delays no other.
         """
         heard: dict[int, socket.socket] = {}
         callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
@@ -247,7 +247,7 @@ class _Ears:
     def _serve(
         self, caller: _Caller, callers: dict[int, _Caller], heard: dict[int, socket.socket], children: list[int]
     ) -> None:
-        """Read from a connection; it becomes a child's, or is closed."""
+        """Read from a connection, which becomes a child's or is closed."""
         try:
             rank = caller.step(self._token, [child for child in children if child not in heard])
         except BlockingIOError:
@@ -259,7 +259,7 @@ class _Ears:
             heard[rank] = callers.pop(caller.line.fileno()).line
 
     def _accept(self, listener: socket.socket, callers: dict[int, _Caller], most: int) -> None:
-        """Take the connections that wait at a socket; keep so many of which the handshake has not ended."""
+        """Accept the connections that wait at a socket; keep at most `most` with an unfinished handshake."""
         for _ in range(most):
             try:
                 line, _ = listener.accept()
@@ -267,7 +267,7 @@ class _Ears:
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
-                    continue  # it has left before it was taken
+                    continue  # it has ended before it was accepted
                 if not callers:
                     self._why = f": connections cannot be accepted: {error.strerror}"
                     time.sleep(_SLICE)
@@ -294,7 +294,7 @@ def _hang_up(callers: dict[int, _Caller], caller: _Caller) -> None:
 
 
 def _sharpen(line: socket.socket) -> None:
-    """Send small frames at once, and hear of a machine that is gone."""
+    """Have small frames sent at once, and a lost machine noticed."""
     line.setblocking(False)
     if line.family != socket.AF_UNIX:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -313,7 +313,7 @@ def _look(deadline: float, wanted: Callable[[], bool], missing: list[int], why: 
 def _call(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
-    """Return a connection to the rank above, by the first way on which it proves to be that."""
+    """Return a connection to the parent, by the first address at which it proves to be that rank."""
     ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""One rank's end of the control plane, and its part in the tree by itself. What they do is in native/, without the GIL."""
+"""One rank's end of the control plane, and its node alone. Their C++ is in native/ and needs no GIL."""
 
 import os
 import threading
@@ -163,7 +163,7 @@ cdef dict _NAMES = {
     <int>Kind.closing: "closing", <int>Kind.ended: "ended",
 }
 
-# How long a wait goes on before Python may look at signals, which only the main thread runs handlers of.
+# Seconds of one slice of a wait, after which Python may run signal handlers: only the main thread runs them.
 cdef double _SLICE = 0.1, _LONG_SLICE = 60.0
 
 
@@ -172,7 +172,7 @@ cdef tuple _ranks(Bits& bits):
 
 
 cdef tuple _record(Record& record):
-    """Return a record as the coordinator reads it: its kind, and what belongs to that."""
+    """Return a record as a tuple: the name of its kind, and the fields of that kind."""
     name = _NAMES[<int>record.kind]
     if record.kind == Kind.run:
         owns = tuple([<bytes>own for own in record.owns])
@@ -217,7 +217,7 @@ cdef Place _place(uint32_t rank, uint32_t size, bint root, children) except *:
 
 
 cdef string _set_key(tuple ranks) except *:
-    """Return what a new set of ranks is agreed on by."""
+    """Return the key by which a new process set is agreed on."""
     cdef Bits members
     cdef Writer out
     for rank in ranks:
@@ -227,7 +227,7 @@ cdef string _set_key(tuple ranks) except *:
 
 
 class Asked(ValueError):
-    """What this rank has brought already, and is not agreed on."""
+    """Report that this rank has asked for something before, which is not agreed on yet."""
 
 
 cdef int _check(Brought brought, str what) except -1:
@@ -250,15 +250,15 @@ cdef dict _counted(Counters& counters):
 
 
 def be_punctual():
-    """Have this thread's sleeps end when they are to, and not up to 50 us later, as the kernel likes to have it."""
+    """Have this thread's sleeps end on time, not up to 50 us later, which is the kernel's default timer slack."""
     prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def await_readable(descriptors, double seconds):
-    """Sleep until one of these descriptors has something to read, or so long; return those that have.
+    """Sleep until a descriptor has something to read, or for `seconds`; return the descriptors that have.
 
-    To the microsecond, and with descriptors of any number: Python's own polls count milliseconds, its select no further
-    than 1023.
+    It is exact to the microsecond and takes any descriptors: Python's polls count milliseconds, and its select takes
+    none above 1023.
     """
     cdef vector[pollfd] polled
     cdef pollfd each
@@ -275,12 +275,12 @@ def await_readable(descriptors, double seconds):
 
 
 def ranks_of_set(bytes key not None, int size):
-    """Return the ranks that a new set of so many ranks is agreed on by, from its key."""
+    """Return the ranks of a new process set from its key; `size` is the number of all ranks."""
     cdef Bits members = read_bits(string_view(<const char*>key, len(key)), size)
     return _ranks(members)
 
 
-#: The number under which new sets are agreed on.
+#: The number under which new process sets are agreed on.
 SETS = int(kSets)
 
 
@@ -290,20 +290,20 @@ cdef class Control:
     Parameters
     ----------
     rank, size : int
-        Which of how many ranks this is.
+        This rank's number, and the number of ranks.
     parent : (int, int) or None
-        The rank above this one and the descriptor of a stream socket to it, which is taken over, also where this raises;
-        None at the root.
+        The parent's rank and the descriptor of a stream socket to it, which is taken over, also if this raises; None
+        at the root.
     children : list of (int, tuple of int, int)
-        Each rank below, all ranks below that one and itself, and a descriptor.
+        For each child its rank, the ranks of its subtree, and the descriptor of a socket to it.
     cache : int
-        How many operations are remembered, the same on all ranks.
+        How many operations the response cache has, the same on all ranks.
     timeout : float
-        Seconds after which what not all ranks have brought is an error for all; 0 is never.
+        Seconds after which an operation that not all ranks have brought fails on all ranks; 0 is never.
     stall_after : float
-        Seconds after which the root tells of it.
+        Seconds after which the root reports such an operation.
     silence : float
-        Seconds after which a rank that says nothing counts as lost.
+        Seconds after which a silent rank counts as lost.
     """
 
     cdef readonly int rank
@@ -330,7 +330,7 @@ cdef class Control:
             options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
             place = _place(rank, size, parent is None, [(each[0], each[1]) for each in children])
             self.control = make_shared[NativeControl](place, options, above, fds)
-        except BaseException:  # a cache that no memory is large enough for, say: nobody else has the connections
+        except BaseException:  # a cache too large for the memory, for example: nothing else owns the descriptors
             if above.fd >= 0:
                 os.close(above.fd)
             for fd in fds:
@@ -343,7 +343,7 @@ cdef class Control:
         if self.control.get() == NULL:
             return
         if self.made_in != generation():
-            new shared_ptr[NativeControl](self.control)  # kept for ever: a fork's child may not touch it
+            new shared_ptr[NativeControl](self.control)  # never freed: a forked child must not touch it
             return
         with nogil:
             self.control.get().close(False)
@@ -356,28 +356,29 @@ cdef class Control:
     def bring(
         self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable, list sent=None
     ):
-        """Bring an operation; what is agreed on of it `next` returns.
+        """Bring an operation; `next` returns the response.
 
         Parameters
         ----------
         group : int
-            The number of a set of ranks; 0 is all.
+            The number of a process set; 0 is all ranks.
         key : bytes
-            By which the ranks' parts are found.
+            The key of the operation, the same on all ranks.
         fixed : bytes
-            What has to be the same on all of them.
+            What must be the same on all ranks.
         own : bytes
-            What only this rank brings.
+            This rank's own data, which all ranks receive.
         joinable : bool
-            Whether it means something where ranks have joined.
+            Whether the operation is defined if ranks have joined.
         sent : list, optional
-            Gets an entry once the others have it. What a handler of signals raises comes later: it may look as if this
-            call had failed.
+            Gets an entry once the operation is brought. A signal handler that raises runs after that: this call may
+            then seem to have failed.
         """
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._look()
-        # With the GIL, if nobody is in the way: to give it up for microseconds is to wait for whoever takes it.
+        # With the GIL, if the mutex is free: to release it for microseconds means to wait for the thread that takes
+        # it.
         if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
             with nogil:
                 brought = self.control.get().bring(group, name, same, mine, joinable)
@@ -387,7 +388,7 @@ cdef class Control:
             sent.append(True)
 
     def define(self, tuple ranks not None):
-        """Bring a new set of ranks, of which this is one."""
+        """Bring a new process set, of which this rank is a member."""
         cdef Brought brought
         cdef string key = _set_key(ranks)
         self._look()
@@ -406,20 +407,20 @@ cdef class Control:
         _check(brought, "join")
 
     def shutdown(self, bint drain, str reason not None):
-        """End the control plane of all ranks: at once, or behind what all of them have brought until then."""
+        """End the control plane of all ranks: at once or, with `drain`, after what all have brought until then."""
         cdef string words = reason.encode(errors="replace")
         self._look()
         with nogil:
             self.control.get().shut_down(drain, words)
 
     def launched(self, uint32_t group):
-        """Tell that the operations of a set that a frame had are on their way: what came meanwhile may follow."""
+        """Report that a frame's operations of a process set were launched; those completed meanwhile may follow."""
         self._look()
         with nogil:
             self.control.get().launched(group)
 
     def have(self, uint32_t group, bytes key not None):
-        """Return which ranks are known here to have brought an operation that waits."""
+        """Return the ranks that are known here to have brought a waiting operation."""
         cdef string name = key
         cdef Bits found
         self._look()
@@ -428,7 +429,7 @@ cdef class Control:
         return _ranks(found)
 
     def counters(self):
-        """Return what was counted here, by names."""
+        """Return this rank's counters by name."""
         cdef Counters counted
         self._look()
         with nogil:
@@ -436,7 +437,7 @@ cdef class Control:
         return _counted(counted)
 
     def next(self, double timeout):
-        """Return the next frame's records, which are waited for; [] if none comes in time, None once all is over."""
+        """Wait for the next frame and return its records; [] if none arrives in time, None once all is over."""
         cdef vector[Record] records
         cdef double deadline = now() + timeout, until
         cdef double slice = _SLICE if PyThread_get_thread_ident() == self.main_thread else _LONG_SLICE
@@ -455,7 +456,7 @@ cdef class Control:
                 return []
 
     def close(self):
-        """Take leave of the other ranks, for which this one is lost unless all have ended."""
+        """Close the connections; the other ranks take this one for lost, unless all have ended."""
         if self.made_in != generation():
             return
         with nogil:
@@ -463,16 +464,16 @@ cdef class Control:
 
 
 cdef class Node:
-    """A rank's part in the tree without connections: what goes is taken by who plays the others.
+    """A rank's node in the tree, without connections: the caller carries its frames to other nodes.
 
     Parameters
     ----------
     rank, size : int
-        Which of how many ranks this is.
+        This rank's number, and the number of ranks.
     root : bool
-        Whether nobody is above it.
+        Whether the rank has no parent.
     children : list of (int, tuple of int)
-        Each rank below, and all ranks below that one and itself.
+        For each child its rank, and the ranks of its subtree.
     cache, timeout, stall_after
         As for `Control`.
     """
@@ -495,7 +496,7 @@ cdef class Node:
         _check(brought, repr(key))
 
     def define(self, tuple ranks not None, double time=0.0):
-        """Bring a new set of ranks."""
+        """Bring a new process set."""
         cdef Brought brought = self.node.bring(kSets, _set_key(ranks), string(), string(), False, time)
         self.node.settle()
         _check(brought, f"the set of ranks {ranks}")
@@ -507,22 +508,22 @@ cdef class Node:
         _check(brought, "join")
 
     def shutdown(self, bint drain, bytes reason not None):
-        """End it for all."""
+        """End the control plane of all ranks."""
         self.node.shut_down(drain, reason)
         self.node.settle()
 
     def launched(self, uint32_t group):
-        """Tell that a frame's operations are on their way."""
+        """Report that a frame's operations were launched."""
         self.node.launched(group)
         self.node.settle()
 
     def from_child(self, size_t child, bytes frame not None, double time=0.0):
-        """Take a frame from below; ValueError if it is none."""
+        """Take a frame from a child; ValueError if it is none."""
         self.node.from_child(child, string_view(<const char*>frame, len(frame)), time)
         self.node.settle()
 
     def from_parent(self, bytes frame not None, double time=0.0):
-        """Take a frame from above; ValueError if it is none."""
+        """Take a frame from the parent; ValueError if it is none."""
         self.node.from_parent(string_view(<const char*>frame, len(frame)), time)
         self.node.settle()
 
@@ -537,7 +538,7 @@ cdef class Node:
         self.node.settle()
 
     def look(self, double time):
-        """Have it tell of what waits for long; return when to look again."""
+        """Report operations that wait for long; return when to look again."""
         next = self.node.look(time)
         self.node.settle()
         return next
@@ -555,19 +556,19 @@ cdef class Node:
         return frames
 
     def told(self):
-        """Take what this rank is told, frame by frame."""
+        """Take the records for this rank, frame by frame."""
         frames = [_records(frame) for frame in self.node.told]
         self.node.told.clear()
         return frames
 
     def pending(self):
-        """Return whether anything waits here."""
+        """Return whether any operation waits here."""
         return self.node.pending()
 
     def condemned(self):
-        """Return of how many operations it knows that they have failed for want of this rank, which has not brought them."""
+        """Return how many operations have failed because this rank has not brought them, and are still remembered."""
         return self.node.condemned()
 
     def counters(self):
-        """Return what was counted here, by names."""
+        """Return this rank's counters by name."""
         return _counted(self.node.counters)

@@ -1,4 +1,4 @@
-"""A coordinator: named operations of several ranks, which bring them in any order."""
+"""A coordinator: named operations of several ranks, which may bring them in any order."""
 
 from __future__ import annotations
 
@@ -40,66 +40,71 @@ from ncclpy.types import DeviceLike, Need, as_integer
 
 __all__ = ["Coordinator"]
 
-#: Whether an object is an MPI communicator whose ranks can be a coordinator's.
+#: Returns whether an object is an MPI communicator that a coordinator can work over.
 _is_mpi_communicator: Need[[object], bool] = Need("is_mpi_communicator")
 #: Meets the other ranks of an MPI communicator.
 _meet_over_mpi: Need[[Any, str, str, int | None, bool, float], Any] = Need("meet_over_mpi")
-#: Seconds for the others to come, and for what is launched to end.
+#: Default seconds for the other ranks to arrive, and for a launched operation to end.
 _TIMEOUT = 600.0
-#: Seconds for an end that was asked for; and for what has ended to be in the timeline.
+#: Seconds for a shutdown; and for the timeline to receive what has ended.
 _ENDS, _TELLS = 60.0, 5.0
 
 
 class Coordinator(Operations):
-    """Work with other ranks by names: what all have brought under one name runs, in one order on all ranks.
+    """Run named operations: each runs once all ranks have brought it, in one order on all ranks.
 
-    Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that
-    operation on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names
+    Ranks may bring operations in different orders, and from any thread. If the ranks disagree on an operation, it
+    fails on every rank with the same text, and the coordinator continues. If a rank is lost, the coordinator ends with
+    an error that names
     it.
 
-    It is a context manager: the end of its block waits until all ranks are there, and an exception in it ends the
-    coordinator on all.
+    It is a context manager: the end of its block waits until all ranks have reached theirs, and an exception in the
+    block ends the coordinator on all ranks.
 
     Parameters
     ----------
     transport : ProcessGroup, or (Store, int, int), or mpi4py.MPI.Intracomm
-        Who the ranks are: a group, where they meet and which of how many this is, or an MPI communicator, whose ranks
-        all make it together. The coordinator makes a group, or communicators, of its own over it, so that its
-        operations are in no order with others there.
+        The ranks: a group; a store, this rank's number and the number of ranks; or an MPI communicator, of which all
+        ranks make the coordinator together. The coordinator makes a group, or communicators, of its own over it, so
+        its operations have no order relative to other operations there.
     engine : str
-        What works with the data: ``"nccl"`` or ``"host"`` is the library that is loaded and no other, ``"mpi"`` are
-        collectives of MPI, over such a communicator alone. ``"auto"`` is the library; over MPI it chooses for each
-        array: NCCL for device memory and MPI for CPU memory, or, where the host engine is loaded, that engine if all
-        ranks are on one machine and MPI if they are not; and MPI alone where ranks have to share devices.
+        What executes the operations. ``"nccl"`` or ``"host"`` is the loaded library, and an error if another one is
+        loaded; ``"mpi"`` is MPI's collectives, possible only over an MPI communicator. ``"auto"`` is the loaded
+        library; over MPI it chooses for each array: NCCL for device memory and MPI for CPU memory, or, if the host
+        engine is loaded, that engine if all ranks are on one machine and MPI if they are not; and MPI alone if ranks
+        have to share devices.
     fusion_bytes : int
-        The most that is copied together, of small arrays that are launched at once; 0 is none. The same on all ranks.
+        Most bytes of small arrays that are copied into one fusion buffer and launched at once; 0 for no fusion. The
+        same on all ranks.
     cache : int
-        How many operations the ranks know by a number instead of a name, and each rank by what was brought last. Where
-        a step has more names than that, each is as if it were new.
+        How many operations the response cache has, by which ranks send a number instead of a name, and how many
+        operations each rank remembers as it brought them last. If a step has more names, each of them is negotiated as
+        if it were new.
     timeout : float, optional
-        Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be
-        done then. None is without end for the former; a group's own, or ten minutes, for the latter.
+        Seconds within which all ranks have to bring an operation that one of them has brought, and then within which
+        the operation must be done. None: no limit for the former, and for the latter the group's own timeout, or ten
+        minutes.
     stall_after : float
-        Seconds after which rank 0 warns of an operation that some have not brought, by the logger
-        ``ncclpy.coordinator``.
+        Seconds after which rank 0 warns, by the logger ``ncclpy.coordinator``, of an operation that some ranks have
+        not brought.
     timeline : path, optional
-        A file for what becomes of each operation, as a Chrome trace: of rank 0, or, if there is a ``{rank}`` in it, a
-        file for each rank. Where it cannot be written the logger ``ncclpy.coordinator`` says so once, and nothing else
+        A file for the phases of each operation, as a Chrome trace: of rank 0, or, if the path has a ``{rank}`` in it,
+        a file for each rank. If it cannot be written the logger ``ncclpy.coordinator`` says so once, and nothing else
         changes.
     device : int, optional
-        Over a store or MPI, the ordinal of this rank's device; by default the current one, or over MPI, where ranks of
-        one machine would share that, as many as this one is among them.
+        Over a store or MPI, the ordinal of this rank's device. By default the current device; over MPI, if ranks of
+        one machine would share that, the device with this rank's number among the ranks of its machine.
     mpi_alone : bool
-        Over MPI, that nothing else in this process calls MPI as long as the coordinator is there, and that it is the
-        only one. A thread of its own makes all calls, so that then ``MPI_THREAD_SERIALIZED`` will do; by default
-        ``MPI_THREAD_MULTIPLE`` is needed, as anybody may call MPI at any time.
+        Over MPI, the caller's promise that nothing else in this process calls MPI while the coordinator exists, and
+        that it is the only coordinator. One thread of its own then makes all calls, so ``MPI_THREAD_SERIALIZED`` is
+        enough; by default ``MPI_THREAD_MULTIPLE`` is needed, as other threads may call MPI at any time.
 
     Attributes
     ----------
     rank, size : int
-        Which of how many ranks this is.
+        This rank's number, and the number of ranks.
     local_rank, local_size : int
-        The same among those on this machine.
+        The same among the ranks of this machine.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Coordinator(Operations):
         device: DeviceLike = None,
         mpi_alone: bool = False,
     ) -> None:
-        self._shut = True  # until there is something to shut down
+        self._shut = True  # until the constructor has made something to shut down
         self._site = _site()
         self._turn = threading.RLock()
         self._comm = transport if _is_of_mpi(transport) else None
@@ -138,21 +143,21 @@ class Coordinator(Operations):
             raise
         self._shut = False
 
-    # Its life.
+    # Beginning and end.
 
     def _begin(self) -> None:
-        """Meet the others, as the ranks that the transport has now."""
+        """Meet the other ranks that the transport has now, and begin a session."""
         epoch = None if self._group is None else number_of(self._group)
         if self._path is not None and self._timeline is None:
             rank = self._group.rank if self._group is not None else self._meeting[1]
             path = os.fspath(self._path)
             if "{rank}" in path or rank == 0:
                 self._timeline = Timeline(path.replace("{rank}", str(rank)), rank)
-        with contextlib.ExitStack() as undo:  # what is there already, if something raises
+        with contextlib.ExitStack() as undo:  # closes what is made already, if something raises
             carrier, control = self._meet(undo) if self._comm is None else self._meet_over_mpi(undo)
             self.rank, self.size, self.name = control.rank, control.size, carrier.name
             session = Session(carrier.name, control, carrier, self._options, self._counts, self._timeline)
-            undo.pop_all()  # the session's by now
+            undo.pop_all()  # the session owns it from now on
             try:
                 machines = session.begin()
                 here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
@@ -164,21 +169,21 @@ class Coordinator(Operations):
                 raise
 
     def _meet(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
-        """Return what carries the data, and this rank's end of the control plane; have `undo` close them."""
+        """Return the carrier, and this rank's end of the control plane; have `undo` close them."""
         options, timing = self._options, self._path is not None
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
         else:
             store, rank, size = self._meeting
             group = self._group_over(store, rank, size, self._device)
-        behind = undo.enter_context(contextlib.ExitStack())  # the others are told why before the connections end
+        behind = undo.enter_context(contextlib.ExitStack())  # so that the others learn why before the connections end
         undo.push(partial(_give_up, group))
         try:
             control = _session.open_control(
                 group.rank, group.size, store_of(group), "control", cache=options.cache, timeout=options.timeout,
                 stall_after=options.stall_after, wanted=lambda: group.error is None,
             )  # fmt: skip
-        except NcclAborted:  # one that has left the meeting as it was told why by another one
+        except NcclAborted:  # raised when another rank's error ended the rendezvous
             if (error := error_of(group)) is not None:
                 raise error from None
             raise
@@ -211,11 +216,11 @@ class Coordinator(Operations):
 
     @property
     def _limit(self) -> float:
-        """Seconds for the others to come, and for an operation."""
+        """Seconds for the other ranks to arrive, and for an operation."""
         return _TIMEOUT if self._options.timeout is None else self._options.timeout
 
     def _current(self) -> Session:
-        """Return the session that the ranks are in now: another one once the group goes on with others."""
+        """Return the current session; a new one if the group continues with other ranks."""
         if os.getpid() != self._process:
             raise RuntimeError("this Coordinator was made by the process that this one was forked from; make one here")
         if self._group is None or number_of(self._group) == self._epoch or self._shut:
@@ -228,7 +233,7 @@ class Coordinator(Operations):
         return self._session
 
     def _entrance_of(self, session: Session, member: Member, epoch: int | None) -> Entrance:
-        """Return where operations of one of its sets are brought, while its group has the ranks that it has now."""
+        """Return the entrance to a process set; it is valid while the group has the ranks that it has now."""
         entrance = session.entrance(member)
         if self._group is not None and epoch is not None:
             entrance.follow(self._group, epoch)
@@ -240,11 +245,11 @@ class Coordinator(Operations):
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended it, None while it works."""
+        """What has ended the coordinator, None while it works."""
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Join the ranks that bring nothing more, and wait for all; meanwhile others' all-reduces go on.
+        """Bring nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
 
         Parameters
         ----------
@@ -254,29 +259,29 @@ class Coordinator(Operations):
         Returns
         -------
         int
-            The rank that has joined last. Then all may bring operations again.
+            The rank that has joined last. All ranks may then bring operations again.
 
         Raises
         ------
         NcclTimeout
-            If not all have joined in time; this rank has, all the same.
+            If not all have joined in time; this rank has joined nevertheless.
         """
         return self._current().join(timeout)
 
     def process_set(self, ranks: Iterable[int], timeout: float | None = None) -> ProcessSet | None:
-        """Return some of these ranks, with operations of their own. Its members call this, with the same ranks.
+        """Make a process set of some of these ranks. Its members call this, with the same ranks.
 
         Parameters
         ----------
         ranks : iterable of int
-            Its members, in any order; in the set they are numbered in the order of the coordinator's ranks.
+            The members, in any order; the set numbers them in the order of the coordinator's ranks.
         timeout : float, optional
-            Seconds for the others; by default the coordinator's.
+            Seconds to wait for the other members; by default the coordinator's `timeout`.
 
         Returns
         -------
         ProcessSet or None
-            None on ranks that do not belong to it, which need not call it.
+            None on ranks that are not members, which need not call this.
         """
         session, epoch = self._current(), self._epoch
         members = tuple(sorted(as_integer(rank, "ranks") for rank in ranks))
@@ -289,14 +294,14 @@ class Coordinator(Operations):
         return ProcessSet(self._current, session, self._entrance_of(session, member, epoch))
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far.
+        """Return counters of what was done so far.
 
         Returns
         -------
         dict
-            ``operations`` by kind and their ``bytes``, ``launches``, of them ``fused_launches`` with ``fused``
-            operations; ``brought``, ``pending`` (waiting for other ranks), ``frames`` of the control plane;
-            ``disagreements``, ``overdue``, ``stalls``; and what the control plane counts.
+            ``operations`` by kind and their ``bytes``; ``launches``, among them ``fused_launches`` of ``fused``
+            operations; ``brought``; ``pending`` (waiting for other ranks); ``frames`` of the control plane;
+            ``disagreements``, ``overdue``, ``stalls``; and the counters of the control plane.
         """
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
@@ -366,14 +371,14 @@ class Coordinator(Operations):
             raise did_not_run(error, session.unfinished)
 
     def _leave(self) -> str:
-        """Wait until all ranks leave their blocks: a part of them may be in the middle of something.
+        """Wait until all ranks leave their blocks: some of them may still be running operations.
 
-        Return why the coordinator ends although they do not; "" if they do.
+        Return the reason for ending the coordinator if some ranks do not leave in time; "" if all do.
         """
         if self._shut:
             return ""
         limit, all_leave = self._limit, True
-        with contextlib.suppress(NcclError):  # it has ended, and who asks for an end next is told so
+        with contextlib.suppress(NcclError):  # it has ended, which the shutdown that follows reports
             all_leave = self._session.leave(limit)
         return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the others' ends"
 
@@ -381,7 +386,7 @@ class Coordinator(Operations):
         self._shut = True
         if self._timeline is not None:
             told = threading.Event()
-            aside(told.set)  # behind what the works that are done tell the timeline, in the same thread
+            aside(told.set)  # runs after the callbacks of finished works, in the same thread
             told.wait(_TELLS)
             self._timeline.close()
 
@@ -435,14 +440,14 @@ def _site() -> str:
 
 
 def _is_of_mpi(transport: Any) -> bool:
-    """Return whether it is an MPI communicator, or of a class that is made from one."""
+    """Return whether a transport is an MPI communicator, or of a class derived from one."""
     bases = type(transport).__mro__
     from_mpi = any(str(base.__module__).partition(".")[0] == "mpi4py" for base in bases)
     return from_mpi and _is_mpi_communicator(transport)
 
 
 def _engine_of(engine: str, over_mpi: bool) -> str:
-    """Return which engine works with the data: "nccl", "host" or "mpi"; over MPI that may be "auto" still."""
+    """Return the engine: "nccl", "host" or "mpi"; over MPI it may still be "auto"."""
     if engine not in ("auto", "nccl", "host", "mpi"):
         raise ValueError(f"engine: expected 'auto', 'nccl', 'host' or 'mpi', got {engine!r}")
     if engine == "mpi" and not over_mpi:
@@ -455,7 +460,7 @@ def _engine_of(engine: str, over_mpi: bool) -> str:
 
 
 def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
-    """Return the group, or the store, if there is one, with rank and size."""
+    """Return the group and None, or None and the store (None over MPI), rank and size."""
     if isinstance(transport, ProcessGroup):
         return transport, None
     if _is_of_mpi(transport):

@@ -1,4 +1,4 @@
-"""What is said of operations that come to nothing, and of a coordinator's end: the same on all ranks."""
+"""Texts of the errors of operations that did not run, and of a coordinator's end: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ncclpy.types import Result
 __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"]
 
 
-#: So many names are shown beside one, of this likeness at least, as `difflib` has it.
+#: Most names that are shown beside one, and their least similarity to it by `difflib`.
 _ALIKE, _LIKENESS = 6, 0.75
-#: So many operations that did not run are named.
+#: Most operations that did not run and are named.
 _TOLD = 4
 
 
 def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
-    """Return the error of an operation that means nothing without the ranks that have joined."""
+    """Return the error of an operation that is not defined without the ranks that have joined."""
     return NcclError(
         f"{what} {shown(names_of(key))}: {ranks(spans(absent))} {_has(absent)} joined and will bring nothing more; "
         "only all-reduces go on without them. None of the others has begun it",
@@ -39,7 +39,7 @@ def overdue(what: str, key: bytes, have: Sequence[int], missing: Sequence[int], 
 
 
 def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
-    """Return the error of a coordinator that has ended before its time, or as it was asked to."""
+    """Return the error of a coordinator that has ended: ranks are lost, it was shut down, or it has failed."""
     because = f": {reason}" if reason else ""
     if lost:
         error: NcclError = NcclRemoteError(f"coordinator {name!r}: {ranks(spans(lost))} {_is(lost)} gone{because}")
@@ -51,7 +51,7 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
 
 
 def has_ended(name: str, error: BaseException) -> NcclAborted:
-    """Return the error of a call of a coordinator that an error has ended."""
+    """Return the error of calls of a coordinator that `error` has ended."""
     made = NcclAborted(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
     made.__cause__ = error
@@ -60,7 +60,7 @@ def has_ended(name: str, error: BaseException) -> NcclAborted:
 
 
 def did_not_run(error: NcclError, unfinished: Sequence[str]) -> NcclError:
-    """Return the error of a shutdown that has left operations of this rank without a result."""
+    """Return the error of a shutdown after which operations of this rank have not run."""
     more = f" and {len(unfinished) - _TOLD} more" if len(unfinished) > _TOLD else ""
     made = type(error)(f"{error}. Not all ranks had brought {', '.join(unfinished[:_TOLD])}{more}: these did not run")
     made.ranks = error.ranks
@@ -76,9 +76,9 @@ def stall(
     waited: float,
     near: Sequence[tuple[bytes, Sequence[int]]],
 ) -> str:
-    """Return the sentence of an operation that not all ranks have brought for long, beside what is called alike.
+    """Return the warning of an operation that some ranks have not brought for long, and of others with similar names.
 
-    `near` are others that wait, by their keys, and who has brought them.
+    `near` has other waiting operations: their keys, and the ranks that have brought them.
     """
     name = shown(names_of(key))
     text = (

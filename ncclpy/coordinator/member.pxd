@@ -4,7 +4,7 @@ from ncclpy.coordinator.plane cimport Turns
 from ncclpy.process_group.group cimport ProcessGroup
 
 
-# Numbers that several threads add to.
+# Counters that several threads add to.
 cdef class Counts:
     cdef readonly dict operations
     cdef dict numbers
@@ -13,12 +13,12 @@ cdef class Counts:
     cdef int launched(self, str kind, long long number, long long nbytes) except -1
 
 
-# Whether a session lets operations out.
+# Whether a session lets operations pass.
 cdef class Gate:
     cdef public bint shut
 
 
-# A rank's way into one process set.
+# A rank's entrance to one process set.
 cdef class Entrance:
     cdef object session
     cdef readonly Member member

@@ -1,4 +1,4 @@
-"""A member of a coordinator: the road of each call to its control plane."""
+"""A rank in a process set: the path of each call to the control plane, and the launches."""
 
 import os
 
@@ -19,12 +19,12 @@ cdef tuple _NUMBERS = (
 
 
 cdef class Counts:
-    """Numbers that several threads add to: nothing here gives up the GIL, so nothing is lost.
+    """Counters that several threads add to: nothing here releases the GIL, so no addition is lost.
 
     Attributes
     ----------
     operations : dict
-        How many of each kind were launched.
+        How many operations of each kind were launched.
     """
 
     def __cinit__(self):
@@ -32,50 +32,50 @@ cdef class Counts:
         self.numbers = dict.fromkeys(_NUMBERS, 0)
 
     cpdef int add(self, str what, long long number=1) except -1:
-        """Add to a number, by its name."""
+        """Add to a counter, by its name."""
         self.numbers[what] = <long long>self.numbers[what] + number
         return 0
 
     cdef int launched(self, str kind, long long number, long long nbytes) except -1:
-        """Note operations that are launched, of so many bytes together."""
+        """Count launched operations of one kind, of `nbytes` together."""
         self.operations[kind] = <long long>self.operations.get(kind, 0) + number
         return self.add("bytes", nbytes)
 
     def as_dict(self):
-        """Return all of them."""
+        """Return all counters."""
         return {**self.numbers, "operations": self.operations.copy()}
 
 
-cdef int _forks = 0  # of which this process is the last child
+cdef int _forks = 0  # how many forks lead to this process
 
 
 cdef class Gate:
-    """Whether a session lets operations out: those of all of its sets or none.
+    """Whether a session lets operations pass: those of all of its process sets, or none.
 
     Attributes
     ----------
     shut : bool
-        Whether who brings something is to ask the session, which says why it cannot.
+        Whether a thread that brings an operation must call the session's `check`, which raises if it cannot.
     """
 
 
 cdef class Entrance:
-    """This rank's way into one process set, for one session.
+    """This rank's entrance to one process set, by which operations are brought, for one session.
 
     Parameters
     ----------
     session : Session
-        Whose set it is. It is asked where its gate is shut.
+        The session of the set, which is asked if its gate is shut.
     member : Member
         This rank in the set.
     gate : Gate
-        The session's.
+        The session's gate.
     control : Control
         The session's control plane.
     counts : Counts
-        What is added to.
+        The counters to add to.
     timeline : Timeline, optional
-        The timeline that is told of each operation.
+        The timeline that records each operation.
 
     Attributes
     ----------
@@ -92,11 +92,11 @@ cdef class Entrance:
         self.forks = _forks
 
     def follow(self, ProcessGroup group not None, long long number):
-        """Be out of date once a process group goes on with other ranks than it had under this number."""
+        """Make this out of date once a process group has another number, and so other ranks."""
         self.group, self.number = group, number
 
     def is_outdated(self):
-        """Return whether there is to be another one: the process was forked, or the group goes on with other ranks."""
+        """Return whether a new entrance is needed: the process was forked, or the group has other ranks."""
         return self.forks != _forks or (self.group is not None and self.group.epoch() != self.number)
 
     def all_reduce(self, name, array, op, prescale=None, postscale=None):
@@ -107,7 +107,7 @@ cdef class Entrance:
         return (<Brought>call.parts[0]).work
 
     cpdef int bring(self, Call call) except -1:
-        """Bring an operation; it is withdrawn if that raises, and then nothing of it was sent."""
+        """Bring an operation; if this raises, the operation is withdrawn and nothing of it was sent."""
         cdef Member member = self.member
         try:
             if self.gate.shut:
@@ -115,7 +115,7 @@ cdef class Entrance:
             member.note(call)
             if self.timeline is not None:
                 self.timeline.watch(call.parts)
-            # What a handler of signals raises comes later than this: none runs between here and the end.
+            # A signal handler that raises does so after this: none runs between here and the end.
             self.send(member.number, call.key, call.fixed, call.own, call.joinable)
         except BaseException as error:
             member.pending.forget(call)
@@ -123,7 +123,7 @@ cdef class Entrance:
             self.session.explain(error)
             raise
         self.counts.add("brought", len(call.parts))
-        if self.gate.shut:  # it may have ended meanwhile, without knowing of this
+        if self.gate.shut:  # the session may have ended meanwhile, and missed this call
             self.session.fail_late(member)
         return 0
 
@@ -136,14 +136,14 @@ def _forked():
 os.register_at_fork(after_in_child=_forked)
 
 
-# Arrays from this size on are launched by themselves: to copy them takes longer than a launch, as measured.
+# Arrays from this size on are launched alone: copying them takes longer than a launch, as measured.
 cdef long long _LARGE_ON_HOST = 64 << 10
 cdef long long _LARGE_ON_DEVICES = 16 << 20
 
-# So much is copied together on GPUs: while it is reduced, the next ones are copied in, and the last ones out.
+# Most bytes in a fusion buffer on GPUs: while one is reduced, the next is copied in, and the one before is copied out.
 cdef long long _TOGETHER_ON_DEVICES = 32 << 20
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE, _BARRIER = Kind.BARRIER
-cdef list _kept = []  # arrays that may be copied for ever
+cdef list _kept = []  # arrays with copies that may never end
 cdef dict _NAMES = {kind: kind.name.lower() for kind in Kind}
 
 
@@ -153,23 +153,24 @@ cdef class Member:
     Parameters
     ----------
     pending : Pending
-        What this rank has brought and not launched; it knows which set that is.
+        What this rank has brought and not launched; it has the set's number and ranks.
     plane : Plane
-        The set's data.
+        The set's data plane.
     fusion_bytes : int
         See `Coordinator`.
     staged : bool
         Whether arrays of CPU memory are copied to the device.
     counts : Counts
-        What is added to.
+        The counters to add to.
     trouble : callable
-        ``trouble(error)`` is called with an error of a launch, for which the other ranks would wait for ever.
+        ``trouble(error)`` is called with the error of a launch, for which the other ranks would otherwise wait for
+        ever.
     cache : int
-        How many names, alone or together, are remembered.
+        How many names, or groups of names, are remembered.
     host_plane : Plane, optional
-        The data of arrays in CPU memory, where they go another way.
+        The data plane of arrays in CPU memory, if that is another one.
     for_devices : bool
-        Whether arrays in device memory are taken.
+        Whether arrays in device memory are accepted.
     on_launch : callable, optional
         ``on_launch(parts, fused)`` is called with arrays that are launched together.
     """
@@ -190,16 +191,16 @@ cdef class Member:
         self.memory = Memory(cache)
         self.turns = Turns(f"ncclpy-coordinator-{self.number}", trouble)
 
-    # What is brought.
+    # Bringing.
 
     cdef int note(self, Call call) except -1:
-        """Know what this rank is about to bring.
+        """Note what this rank is about to bring.
 
         Raises
         ------
         ValueError
-            If one of its names is in flight, or one of its arrays that would be written or is, or an array is where
-            nothing carries it.
+            If one of its names is in flight, if one of its arrays overlaps memory in flight and either is written, or
+            if no plane carries an array's memory.
         """
         if not self.for_devices and any(part.on_device for part in call.parts):
             raise ValueError(
@@ -211,9 +212,9 @@ cdef class Member:
     # Launches.
 
     def run(self, list operations not None, then):
-        """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait.
+        """Launch the operations of one frame, in this thread up to the first one that has to wait.
 
-        Then ``then(number)`` is called, with the set's.
+        Then ``then(number)`` is called with the set's number.
         """
         cdef Ready ready
         cdef Step step
@@ -228,7 +229,7 @@ cdef class Member:
         self.turns.add(turns)
 
     cdef bint _has_meaning(self, Ready ready) except -1:
-        """Return whether NCCL can do all of an operation; else, on all ranks alike, none of it is begun."""
+        """Return whether NCCL can execute all of an operation; if not, no rank begins any of it."""
         if ready.packed.has_meaning:
             return True
         try:
@@ -251,8 +252,8 @@ cdef class Member:
         except BaseException as error:
             failure = self._plane_of(step).cause_of(error) if isinstance(error, NcclError) else _not_launched(error)
             try:
-                self._plane_of(step).abandon(failure)  # first: arrays are not to go that are being copied
-            except BaseException as another:  # then nobody knows when they have been
+                self._plane_of(step).abandon(failure)  # first: arrays that are being copied must not be freed
+            except BaseException as another:  # then it is unknown when the copies end
                 _kept.append(brought)
                 self.trouble(another)
             for part in brought:
@@ -276,7 +277,7 @@ cdef class Member:
             if part is not None:
                 there += 1
                 nbytes += <long long>part.view.nbytes
-        if there:  # else this rank has joined
+        if there:  # if not, this rank has joined
             self.counts.launched(_NAMES[step.signature.kind], there, nbytes)
         self.counts.add("launches", 1)
         if len(brought) > 1:
@@ -287,13 +288,13 @@ cdef class Member:
         return 0
 
     cdef object _plane_of(self, Step step):
-        """Return what carries the data of a step."""
+        """Return the data plane of a step."""
         if self.host_plane is None or step.signature.on_device:
             return self.plane
         return self.host_plane
 
     cdef object _begin(self, Step step, Brought first):
-        """Launch a step; return what is to be copied out behind it, or None."""
+        """Launch a step; return the `Carried` to copy out after it, or None."""
         cdef Ready ready = step.operations[0]
         plane, signature, factor = self._plane_of(step), step.signature, None
         op = signature.op
@@ -310,7 +311,7 @@ cdef class Member:
         return plane.fuse(step.members(), signature.datatype, op, factor, signature.on_device)
 
     cdef int _copied_out(self, Carried carried) except -1:
-        """Leave what was launched through a slot to the monitor."""
+        """Copy out what was launched through a fusion buffer, and hand its works over to the monitor."""
         try:
             carried.copy_out()
         except BaseException as error:
@@ -320,9 +321,9 @@ cdef class Member:
         return 0
 
     cdef bint _can_launch(self, Step step) except -1:
-        """Return whether a step's communicator is there, or never will be, and its copies wait for no other rank.
+        """Return whether a step's communicator is made, or never will be, and its copies wait for no other rank.
 
-        Those of CPU memory for a launch would wait for one before it, and so for others.
+        Copies of CPU memory for a launch would wait for the launch before it, and so for other ranks.
         """
         plane, first = self._plane_of(step), step.signature
         if not plane.stands():
@@ -330,17 +331,17 @@ cdef class Member:
         copies = (step.fused or self.staged) and not first.on_device and first.kind is not _BARRIER
         return not copies or plane.is_free()
 
-    # The end.
+    # Ending.
 
     def fail(self, error):
-        """End what runs there with an error."""
+        """End what runs here with an error."""
         for plane in (self.plane, self.host_plane):
             if plane is not None:
                 plane.fail(error)
 
     def close(self, double timeout):
-        """Let what was launched end, and give everything back."""
-        if not self.turns.end(timeout):  # its thread may be in the middle of a launch, with memory of a plane's
+        """Wait for what was launched, and release everything."""
+        if not self.turns.end(timeout):  # its thread may be in a launch, with memory of a plane
             self.fail(NcclError(f"{self.label}: launches wait for other ranks after {timeout:.3g} s, when it ends"))
         try:
             if self.host_plane is not None:
@@ -350,7 +351,7 @@ cdef class Member:
 
 
 class _Meaningless(NcclError):
-    """An operation that no rank can launch, as all of them know alike."""
+    """No rank can launch the operation, and all ranks know it."""
 
 
 cdef object _not_launched(error):
@@ -367,7 +368,7 @@ cdef _Launch _launch(Member member, Step step):
 
 
 cdef class _Launch(Turn):
-    """A step of a plan."""
+    """The launch of a step of a plan."""
 
     cdef Member member
     cdef Step step
@@ -386,7 +387,7 @@ cdef _Told _told(then, int number):
 
 
 cdef class _Told(Turn):
-    """What is said when all of a frame was launched."""
+    """The call of `then` when all of a frame is launched."""
 
     cdef object then
     cdef int number
@@ -403,7 +404,7 @@ cdef _CopyOut _copy_out(Member member, carried):
 
 
 cdef class _CopyOut(Turn):
-    """What is copied out behind a launch, once that was made."""
+    """The copy-out after a launch, once the launch is made."""
 
     cdef Member member
     cdef object carried

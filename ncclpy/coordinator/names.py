@@ -1,4 +1,4 @@
-"""Names of operations, any text, as keys of the control plane."""
+"""Names of operations, which may be any text, and their keys in the control plane."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 __all__ = ["BEGINNING", "LEAVING", "as_name", "key_of", "names_of", "shown"]
 
-#: The keys under which the ranks compare what they were made with, before anything else, and wait for each other at
-#: the end.
+#: The keys of two internal operations: the ranks first compare their options, and wait for each other at the end.
 BEGINNING, LEAVING = b"\x02", b"\x03"
 
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
-#: Bytes that a name may have.
+#: Most bytes of a name.
 _LONGEST = 1 << 20
-#: Characters of a name that are shown.
+#: Most characters of a name that are shown.
 _LONG = 120
-#: Names that are shown.
+#: Most names that are shown.
 _MANY = 4
 
 
@@ -32,7 +31,7 @@ def key_of(names: Sequence[str]) -> bytes:
 
 
 def as_name(name: str) -> str:
-    """Return a name as a text of Python's own; raise `TypeError` if it is none."""
+    """Return a name as a plain `str`; raise `TypeError` if it is no text."""
     if type(name) is str:
         return name
     if not isinstance(name, str):
@@ -60,7 +59,7 @@ def names_of(key: bytes) -> tuple[str, ...]:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Return names as text for people; long ones, and long lists, are cut."""
+    """Return names as text for messages; long names, and long lists, are cut."""
     more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
     return ", ".join(map(_shown, names[:_MANY])) + more
 

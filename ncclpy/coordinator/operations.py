@@ -1,4 +1,4 @@
-"""The named operations, as users call them: of all ranks, or of a process set."""
+"""The named operations, as users call them, of all ranks or of a process set."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Operations:
     _entrance: Entrance
 
     def _enter_anew(self) -> Entrance:
-        """Return another entrance, as this one is out of date; raise if there is none."""
+        """Return a new entrance, as this one is out of date; raise if there is none."""
         raise NotImplementedError
 
     def _way(self) -> Entrance:
-        """Return where operations are brought."""
+        """Return the entrance by which operations are brought."""
         entrance = self._entrance
         return self._enter_anew() if entrance.is_outdated() else entrance
 
@@ -36,41 +36,43 @@ class Operations:
         prescale: float | None = None,
         postscale: float | None = None,
     ) -> Work:
-        """Give an array that is reduced over all ranks, in place.
+        """Reduce an array over all ranks, in place.
 
-        It runs once every rank has brought an operation of this name, in one order on all ranks, whatever the order in
-        which they are brought. The input need not be ready: the launch waits for the array's current stream, and what
-        is launched behind it on this set's stream waits too.
+        It runs once every rank has brought an operation of this name. All ranks run operations in one order, whatever
+        the order in which they bring them. The input need not be ready: the launch waits for the array's current
+        stream, and later launches on this set's stream wait too.
 
         Parameters
         ----------
         name : str
-            Any text. It can be brought again once its operation was launched.
+            Any text. The name can be brought again once its operation was launched.
         array : buffer
-            Of numpy, torch or CuPy, or whatever `Communicator.all_reduce` takes; in device or in CPU memory.
+            An array of numpy, torch or CuPy, or whatever `Communicator.all_reduce` accepts; in device or in CPU
+            memory.
         op : ReduceOp or str
             ``"sum"``, ``"average"`` (or ``"avg"``), ``"min"``, ``"max"`` or ``"prod"``.
         prescale, postscale : float, optional
-            What the input and the result are multiplied by, of sums and averages of floats: both at once, before the
-            sum. Their product is to be a number of the array's type, neither infinite there nor, unless it is 0, zero.
+            Factors of the input and of the result, for sums and averages of floats. Both are applied at once, before
+            the sum. Their product must be a number of the array's type: not infinite in that type, nor zero unless it
+            is 0.
 
         Returns
         -------
         Work
-            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all, that names each
-            value and the ranks which brought it.
+            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all ranks, that names
+            each value and the ranks which brought it.
 
         Raises
         ------
         TypeError, ValueError
-            If the array does not fit, or the name is in flight; then nothing was sent.
+            If the array does not fit, or the name is in flight. Nothing was sent then.
         NcclAborted
             If the coordinator has ended; its cause is what ended it.
 
         Notes
         -----
-        Ranks that have joined bring what changes nothing: zeros, or the identity of the operator. An average divides
-        by the others.
+        Ranks that have joined contribute the identity of the operator. An average divides by the number of the other
+        ranks.
         """
         entrance = self._entrance
         if entrance.is_outdated():
@@ -78,21 +80,21 @@ class Operations:
         return entrance.all_reduce(name, array, op, prescale, postscale)
 
     def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[BufferLike], op: OpLike = SUM) -> list[Work]:
-        """Give arrays that are reduced together: all of them, or, where something does not fit, none.
+        """Reduce arrays together: all of them, or none if something does not fit.
 
         Parameters
         ----------
         names : sequence of str
-            One for each array; the same sequence on all ranks.
+            One name for each array; the same sequence on all ranks.
         arrays : sequence of buffer
             As for `all_reduce`.
         op : ReduceOp or str
-            Of all of them.
+            The operator of all arrays.
 
         Returns
         -------
         list of Work
-            One for each array.
+            One work for each array.
         """
         names, arrays = tuple(names), tuple(arrays)
         if not names or len(names) != len(arrays):
@@ -105,7 +107,7 @@ class Operations:
         return [part.work for part in call.parts]
 
     def all_gather(self, name: str, array: BufferLike) -> Work:
-        """Give an array that all ranks get, one behind the other along the first dimension.
+        """Concatenate the arrays of all ranks along the first dimension, on all ranks.
 
         Parameters
         ----------
@@ -126,14 +128,14 @@ class Operations:
         return call.work
 
     def broadcast(self, name: str, array: BufferLike, root: int = 0) -> Work:
-        """Give an array that receives the root's, in place.
+        """Receive the root's array, in place.
 
         Parameters
         ----------
         name, array
             As for `all_reduce`.
         root : int
-            The rank, of this set, that sends.
+            The sending rank, by its number in this set.
 
         Returns
         -------
@@ -146,7 +148,7 @@ class Operations:
         return call.work
 
     def reduce_scatter(self, name: str, array: BufferLike, op: OpLike = SUM) -> Work:
-        """Give an array that is reduced over all ranks, of which each gets some rows.
+        """Reduce an array over all ranks; each rank gets some rows of the result.
 
         Parameters
         ----------
@@ -168,7 +170,7 @@ class Operations:
         return call.work
 
     def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work:
-        """Give rows for every rank, and get those that all bring for this one.
+        """Send rows to every rank, and receive the rows that all ranks bring for this one.
 
         Parameters
         ----------
@@ -177,13 +179,13 @@ class Operations:
         array : array
             Of numpy, torch or CuPy: the rows for rank 0, for rank 1, and so on.
         send_counts : sequence of int, optional
-            How many rows go to each rank; on all ranks or on none. By default the same number to all.
+            How many rows go to each rank; given on all ranks or on none. By default the same number for all.
 
         Returns
         -------
         Work
-            Its result is a new array, the rows in the order of the ranks that they come from. With `send_counts` it is
-            ``(array, recv_counts)``, with how many came from each.
+            Its result is a new array: the received rows in the order of the sending ranks. With `send_counts` it is
+            ``(array, recv_counts)``, where ``recv_counts`` has the number of rows from each rank.
         """
         entrance = self._way()
         call = AllToAll(name, array, send_counts, entrance.device, entrance.member.rank, entrance.member.size)
@@ -191,7 +193,7 @@ class Operations:
         return call.work
 
     def barrier(self, name: str) -> Work:
-        """Give nothing: its work is done when all ranks have brought it.
+        """Wait for all ranks: the work is done when all have brought it.
 
         Parameters
         ----------
@@ -209,7 +211,7 @@ class Operations:
         return call.work
 
     def all_reduce_sparse(self, name: str, indices: BufferLike, values: BufferLike) -> Work:
-        """Give entries of a sparse array that is summed over all ranks.
+        """Sum a sparse array over all ranks; each rank brings some entries.
 
         Parameters
         ----------
@@ -221,7 +223,7 @@ class Operations:
         Returns
         -------
         Work
-            Its result is ``(indices, values)``: each index once, in their order, and the sums.
+            Its result is ``(indices, values)``: each index once, in order, and its sum.
         """
         entrance = self._way()
         call = AllReduceSparse(name, indices, values, entrance.device, entrance.member.size)

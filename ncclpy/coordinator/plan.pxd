@@ -13,10 +13,10 @@ cdef class Call(Awaited):
     cdef public bytes own
     cdef public tuple signatures
     cdef public bint joinable
-    cdef object place  # who knows which ranks have brought it: a `Pending`
+    cdef object place  # the `Pending` that knows which ranks have brought it
 
 
-# What was brought last under each name.
+# What was last brought under each name.
 cdef class Memory:
     cdef dict known
     cdef Py_ssize_t most
@@ -48,11 +48,11 @@ cdef class Ready:
     cdef readonly tuple absent
 
 
-# What `signature.pack_all` has packed as launches see it.
+# The `Packed` of what `signature.pack_all` has packed.
 cdef Packed packed_as(bytes fixed)
 
 
-# What is launched at once.
+# One launch.
 cdef class Step:
     cdef readonly list operations
     cdef readonly list places
@@ -66,7 +66,7 @@ cdef class Step:
     cdef list members(self)
 
 
-# The launches of what all have brought.
+# The launches of what all ranks have brought.
 cpdef list plan(list operations, long long fusion_bytes, long long large, bint staged)
 
 
@@ -80,7 +80,7 @@ cdef struct Use:
 cdef class UsedMemory:
     cdef Use* rows  # in the order of their starts
     cdef Py_ssize_t count, capacity
-    cdef size_t longest  # in bytes, since there were none: no row that begins earlier than that reaches an address
+    cdef size_t longest  # most bytes of a row since there were none: no row further below an address reaches it
 
     cdef Py_ssize_t _first(self, uintptr_t start) noexcept
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept

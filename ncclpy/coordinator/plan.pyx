@@ -1,4 +1,4 @@
-"""Calls, and the plan of what to launch of those that all ranks have brought."""
+"""Calls, and the plan of the launches of those that all ranks have brought."""
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
@@ -22,19 +22,19 @@ cdef class Call(Awaited):
     Attributes
     ----------
     names : tuple of str
-        Of the operations.
+        The operations' names.
     key : bytes
-        By which the ranks find each other's.
+        The key of the operation in the control plane, the same on all ranks.
     parts : list of Brought
         The arrays.
     fixed : bytes
-        What has to be the same on all ranks, by array: signatures as bytes.
+        What must be the same on all ranks: the arrays' signatures as bytes.
     own : bytes
-        What is this rank's own, for the others to know.
+        This rank's own data, which all ranks receive.
     signatures : tuple of Signature
-        Of what `begin` has begun.
+        The signatures of an operation that was begun by `begin`.
     joinable : bool
-        Whether it has a meaning without ranks that have joined.
+        Whether the operation is defined without ranks that have joined.
     """
 
     def __cinit__(self):
@@ -47,37 +47,37 @@ cdef class Call(Awaited):
 
     @property
     def work(self):
-        """Return the work of its only, or its last, array."""
+        """Return the work of the only, or the last, array."""
         return (<Brought>self.parts[-1]).work
 
     def begin(self, Brought part not None, signature):
-        """Be an operation of one array."""
+        """Make this an operation of one array."""
         self.names, self.key = (part.name,), key_of((part.name,))
         self.parts, self.signatures = [part], (signature,)
         self.fixed = pack_all(self.signatures)
 
     def fail(self, error):
-        """Bring all of its works to their end."""
+        """End all its works with an error."""
         for part in self.parts:
             part.fail(error)
 
     def withdraw(self, error):
-        """Forget it, as it could not be begun: only the caller is told."""
+        """Forget the call, which could not be begun: only the caller gets the error."""
         for part in self.parts:
             part.withdraw(error)
 
     def launch(self, plane, owns, absent):
-        """Launch it, once all ranks have brought it; all-reduces are launched by their plan."""
+        """Launch the operation, once all ranks have brought it; all-reduces are launched by the plan instead."""
         raise NotImplementedError
 
 
 cdef class Memory:
-    """What was brought last under each name, alone or together.
+    """What was last brought under each name, or group of names.
 
     Parameters
     ----------
     most : int
-        So many are remembered, and then all are forgotten.
+        How many are remembered; when they are more, all are forgotten.
     """
 
     def __init__(self, Py_ssize_t most):
@@ -85,20 +85,20 @@ cdef class Memory:
 
 
 cdef class AllReduce(Call):
-    """Arrays that are reduced in place, each by itself; all of them or none.
+    """All-reduce of arrays in place, each array by itself; all of them or none.
 
     Parameters
     ----------
     names : str or tuple of str
-        One, or those of arrays that are brought together.
+        One name, or the names of arrays that are brought together.
     arrays : buffer or tuple of buffer
-        As many.
+        As many arrays.
     op : ReduceOp or str
-        Of all.
+        The operator of all arrays.
     device, size : int
         The device of this rank, and how many ranks there are.
     memory : Memory
-        What was brought under which names: mostly it is the same again, and need not be looked at as closely.
+        What was last brought under each name: mostly it is the same again, and is checked less.
     prescale, postscale : float, optional
         See `Coordinator.all_reduce`.
     """
@@ -112,7 +112,7 @@ cdef class AllReduce(Call):
             self._take(as_name(names), arrays, op, device, size, memory, prescale, postscale)
 
     cdef int _take(self, names, arrays, op, int device, int size, Memory memory, prescale, postscale) except -1:
-        """Be what is brought under a name or under several, which are texts of Python's own."""
+        """Fill this in with what is brought under a name or several names, which are plain `str`."""
         cdef Remembered known = None
         cdef bint plain = prescale is None and postscale is None
         cdef Py_ssize_t i
@@ -158,25 +158,25 @@ cdef Py_ssize_t _MOST = 4096
 
 
 cdef class Packed:
-    """What all ranks have brought alike, with what its launch asks of that each time.
+    """What all ranks have brought alike, and what each launch of it needs to know.
 
     Parameters
     ----------
     packed : bytes
-        What `signature.pack_all` has packed.
+        Signatures as packed by `signature.pack_all`.
 
     Attributes
     ----------
     signatures : tuple of Signature
-        Of the arrays.
+        The arrays' signatures.
     fusable : bool
         Whether all of them are all-reduces, which may be launched with others.
     kinds : list of bytes
-        For each array, what those have in common that may be copied together.
+        For each array, a key that is the same for arrays that may share a fusion buffer.
     nbytes, elements : list of int
-        For each array, its size, and how many elements of NCCL's those are.
+        For each array, its size in bytes, and in elements of NCCL's type.
     has_meaning : bool
-        Whether NCCL can do all of it for any number of ranks.
+        Whether NCCL can execute all of it for any number of ranks.
     """
 
     def __init__(self, bytes packed not None):
@@ -195,7 +195,7 @@ cdef class Packed:
 
 
 cdef Packed packed_as(bytes fixed):
-    """Return what all have brought as launches see it; mostly it is the same again."""
+    """Return the `Packed` of what all ranks have brought, mostly from a cache."""
     cdef Packed found = _looked_at.get(fixed)
     if found is None:
         found = Packed(fixed)
@@ -215,7 +215,7 @@ cdef class Ready:
     fixed : bytes
         What all have brought alike.
     owns : tuple of bytes
-        What each rank's own is, in the order of the set.
+        Each rank's own data, in the order of the set.
     absent : tuple of int
         The ranks of the set that have joined.
 
@@ -230,20 +230,20 @@ cdef class Ready:
 
 
 cdef class Step:
-    """What is launched at once.
+    """One launch.
 
     Attributes
     ----------
     operations : list of Ready
         For each array the operation that it belongs to.
     places : list of int
-        For each array which one of that it is.
+        For each array its index in that operation.
     signature : Signature
-        The first one's.
+        The first array's signature.
     fused : bool
-        Whether they are all-reduces that are copied.
+        Whether these are all-reduces that are copied into a fusion buffer.
     absent : int
-        How many ranks have joined and bring nothing of their own.
+        How many ranks have joined and contribute the identity.
     """
 
     cdef int _add(self, Ready ready, Py_ssize_t place, long long nbytes) except -1:
@@ -263,7 +263,7 @@ cdef class Step:
         return found
 
     cdef list members(self):
-        """Return the same, each with how many elements of NCCL's it has."""
+        """Return the same arrays, each with its number of elements of NCCL's type."""
         cdef Ready ready
         cdef Py_ssize_t i, place
         found = []
@@ -285,19 +285,19 @@ cdef Step _step(Ready ready, Py_ssize_t place, long long nbytes):
 
 
 cpdef list plan(list operations, long long fusion_bytes, long long large, bint staged):
-    """Return the launches of a frame's operations, in their order.
+    """Return the launches of a frame's operations, in order.
 
-    An all-reduce joins the first launch before it that has its type, operator, scales and memory, and room: not only
-    the one just before it.
+    An all-reduce is fused into the last launch begun before it of the same type, operator, scales and memory, if that
+    has room, even if other launches lie between them.
 
     Parameters
     ----------
     operations : list of Ready
         What all ranks have brought.
     fusion_bytes : int
-        The most that is copied together; 0 to copy nothing that need not be.
+        Most bytes in a fusion buffer; 0 to copy nothing that need not be copied.
     large : int
-        An array of so many bytes is not copied: the copies would take longer than a launch of its own.
+        An array of so many bytes or more is not copied: the copies would take longer than a launch of its own.
     staged : bool
         Whether arrays of CPU memory have to be copied to the device in any case.
 
@@ -313,7 +313,7 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     cdef long long nbytes
     large = min(large, fusion_bytes)
     for ready in operations:
-        if not ready.packed.fusable:  # the operation launches all that belongs to it
+        if not ready.packed.fusable:  # the operation itself launches all its arrays
             steps.append(_step(ready, 0, 0))
             continue
         for place in range(len(ready.packed.nbytes)):
@@ -335,13 +335,13 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
 
 
 cdef class UsedMemory:
-    """The memory of arrays in flight, in the order of where it begins; what is written overlaps nothing else."""
+    """The memory of arrays in flight, ordered by address; memory that is written overlaps no other."""
 
     def __dealloc__(self):
         free(self.rows)
 
     cdef Py_ssize_t _first(self, uintptr_t start) noexcept:
-        """Return the place of the first row that does not begin before an address."""
+        """Return the index of the first row that does not begin before an address."""
         cdef Py_ssize_t low = 0, high = self.count, middle
         while low < high:
             middle = (low + high) // 2
@@ -352,7 +352,7 @@ cdef class UsedMemory:
         return low
 
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept:
-        """Return whether memory may be read, or written, beside all that is in flight."""
+        """Return whether memory may be read (or written, if `writes`) while what is in flight is."""
         cdef Py_ssize_t first = self._first(start), at = first
         while at < self.count and self.rows[at].start < start + nbytes:
             if writes or self.rows[at].writes:
@@ -397,28 +397,28 @@ cdef class UsedMemory:
 cdef class Pending:
     """The operations in flight of one rank in one process set.
 
-    Threads of the user's enter what they bring, and one takes what is launched. Each name, and each array that is
-    written, is here once. Arrays are known by their memory: what is only read may be under several names, and what has no
-    elements under any.
+    The user's threads enter what they bring, and one thread takes what is launched. Each name, and each array that is
+    written, is here once. Arrays are identified by their memory: memory that is only read may be here under several
+    names, and an array without elements under any number.
 
-    Nothing is locked. To enter, to take and to forget are steps under the GIL in which no code of Python's runs: names
-    and keys are texts and bytes of Python's own, and no object is made that the garbage collector would know of.
+    There is no lock. Entering, taking and forgetting are steps under the GIL that run no Python code: names and keys
+    are plain `str` and `bytes`, and no object is made that the garbage collector tracks.
 
     Parameters
     ----------
     label : str
-        The set, for people.
+        The process set, for messages.
     rank : int
-        This one in the set.
+        This rank's number in the set.
     members : tuple of int
-        Those of the set among all ranks.
+        The set's members among all ranks.
     number : int
-        The set's.
+        The set's number.
 
     Attributes
     ----------
     have : callable
-        ``have(number, key)`` returns the ranks that this one knows to have brought an operation.
+        ``have(number, key)`` returns the ranks that are known here to have brought an operation.
     """
 
     def __init__(self, str label not None, int rank, tuple members not None, int number):
@@ -427,12 +427,12 @@ cdef class Pending:
         self.have = None
 
     cdef int enter(self, Call call) except -1:
-        """Know what this rank is about to bring.
+        """Note what this rank is about to bring.
 
         Raises
         ------
         ValueError
-            If one of its names is in flight, or one of its arrays that would be written or is.
+            If one of its names is in flight, or one of its arrays overlaps memory in flight and either is written.
         """
         cdef Brought part, clash = None
         cdef str name, taken = None
@@ -466,7 +466,7 @@ cdef class Pending:
         return 0
 
     cdef Brought _use(self, list parts):
-        """Note what is brought; return the first part whose array is in use, and then nothing was noted."""
+        """Note the memory of these arrays; if one is in use, return the first such part and note nothing."""
         cdef Brought part
         cdef Py_ssize_t entered
         for entered in range(len(parts)):
@@ -480,7 +480,7 @@ cdef class Pending:
         return None
 
     cdef int _leave(self, list parts, Py_ssize_t number) except -1:
-        """Forget the first arrays of these; also what was not entered, or is forgotten already."""
+        """Forget the memory of the first arrays of these, as far as it is noted."""
         cdef Brought part
         cdef Py_ssize_t i
         for i in range(number):
@@ -501,10 +501,10 @@ cdef class Pending:
                     and not lie_apart(part.view.pointer, part.view.nbytes, clash.view.pointer, clash.view.nbytes)
                 ):
                     return part.name
-        return clash.name  # it was taken meanwhile
+        return clash.name  # the other one was taken meanwhile
 
     def take(self, bytes key not None):
-        """Return what this rank has brought, which is in flight no more; None if that is nothing."""
+        """Remove and return what this rank has brought under a key; None if there is nothing."""
         return self._take(key)
 
     cdef Call _take(self, bytes key):
@@ -519,13 +519,13 @@ cdef class Pending:
         return self._leave(call.parts, len(call.parts))
 
     def ready(self, bytes key not None, bytes fixed not None, tuple owns not None, tuple absent not None):
-        """Take it, as an operation that all ranks have brought."""
+        """Remove what this rank has brought under a key; return it as an operation that all ranks have brought."""
         cdef Ready made = Ready.__new__(Ready)
         made.call, made.packed, made.owns, made.absent = self._take(key), packed_as(fixed), owns, absent
         return made
 
     def forget(self, Call call not None):
-        """Take back what could not be brought, as far as it was noted: a handler of signals may raise anywhere."""
+        """Remove a call that could not be brought, as far as it is noted: a signal handler may raise anywhere."""
         if self.calls.get(call.key) is call:
             del self.calls[call.key]
             self._release(call)
@@ -533,7 +533,7 @@ cdef class Pending:
             self._leave(call.parts, len(call.parts))
 
     def take_all(self):
-        """Return all that it has brought."""
+        """Remove and return all calls."""
         cdef dict calls = {}
         cdef UsedMemory uses = UsedMemory()
         cdef set names = set()
@@ -541,7 +541,7 @@ cdef class Pending:
         return list(calls.values())
 
     def missing(self, bytes key not None):
-        """Say which ranks an operation waits for."""
+        """Return a text of the ranks that an operation waits for."""
         if key not in self.calls:
             return "its launch; all ranks have brought it"
         have = set(self.have(self.number, key))
@@ -555,9 +555,9 @@ cdef class Pending:
         return len(self.calls)
 
     def keys(self):
-        """Return the keys of these."""
+        """Return the keys of the operations that wait."""
         return list(self.calls)
 
     def sizes(self):
-        """Return how many operations, names and arrays are known, for tests."""
+        """Return the numbers of operations, names and arrays, for tests."""
         return len(self.calls), len(self.names), self.uses.count

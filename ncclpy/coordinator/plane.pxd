@@ -4,7 +4,7 @@ cdef class Turn:
     cdef int take(self) except -1
 
 
-# Steps that are taken in their order.
+# A queue of steps that are taken in order.
 cdef class Turns:
     cdef str name
     cdef object trouble

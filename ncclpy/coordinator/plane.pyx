@@ -1,4 +1,4 @@
-"""The data plane: which launch is next, and launches."""
+"""The data plane: the queue of launches, and the launches."""
 
 import math
 import threading
@@ -40,10 +40,10 @@ from ncclpy.process_group.notices import Notices
 
 cdef enum:
     _NOBODY = 0
-    _HERE = 1  # who brought them
+    _HERE = 1  # the thread that added them
     _ASIDE = 2  # the queue's thread
 
-# Seconds between two looks whether a step is ready, at first and in the end.
+# Seconds between two checks whether a step is ready, at first and at last.
 cdef double _SOON = 200e-6, _LATER = 5e-3
 
 
@@ -51,29 +51,31 @@ cdef class Turn:
     """One step."""
 
     cdef bint is_ready(self) except -1:
-        """Return whether it can be taken without a wait for other ranks; it may wait a moment for that."""
+        """Return whether it can be taken without a wait for other ranks; this may wait a moment for that."""
         return True
 
     cdef int take(self) except -1:
-        """Take it; it raises nothing."""
+        """Execute the step; it raises nothing."""
         raise NotImplementedError
 
 
 cdef class Turns:
-    """A queue of steps that are taken in their order, by one thread at a time.
+    """A queue of steps that are taken in order, by one thread at a time.
 
-    To wake a thread costs more than a launch. So the thread that brings steps takes them, up to the first that would
-    have to wait, for a communicator that is being made, say: from there on a thread of the queue's own goes on, and
-    other sets' steps are not held up.
+    Waking a thread costs more than a launch. So the thread that adds steps takes them, up to the first one that would
+    have to wait, for example for a communicator that is being made. From there on a thread of the queue takes them, so
+    the steps of other process sets are not held up.
 
-    Which thread takes the steps is decided under the GIL, by code that runs no Python. The condition is there to sleep by.
+    Which thread takes the steps is decided under the GIL, by code that runs no Python. The condition is only for
+    sleeping.
 
     Parameters
     ----------
     name : str
-        Of its thread.
+        The thread's name.
     trouble : callable
-        ``trouble(error)`` is called with what a step raises, which is a defect; the others are taken all the same.
+        ``trouble(error)`` is called with what a step raises, which is a defect; the other steps are taken
+        nevertheless.
     """
 
     def __init__(self, str name not None, trouble):
@@ -84,7 +86,7 @@ cdef class Turns:
         self.taker, self.ended = _NOBODY, False
 
     def __len__(self):
-        """Return how many steps are not taken."""
+        """Return how many steps are not taken yet."""
         return len(self.steps)
 
     cdef int add(self, list steps) except -1:
@@ -109,7 +111,7 @@ cdef class Turns:
             return step.is_ready()
         except BaseException as error:
             self.trouble(error)
-            return True  # it is not to hold up the others, whose ends these may be
+            return True  # it must not hold up the other steps, which may be the ends of others
 
     cdef int _take(self, Turn step) except -1:
         try:
@@ -119,7 +121,7 @@ cdef class Turns:
         return 0
 
     cdef int put_first(self, Turn step) except -1:
-        """Have a step be taken next; from within a step."""
+        """Put a step first; called from within a step."""
         self.steps.appendleft(step)
         return 0
 
@@ -153,7 +155,7 @@ cdef class Turns:
                 self._take(step)
 
     cdef int _wait_for(self, Turn step) except -1:
-        """Wait until a step can be taken at once: a driver's call that waits holds up those of other threads."""
+        """Wait until a step can be taken at once: a driver call that waits holds up those of other threads."""
         cdef double pause = _SOON
         while not self._is_ready(step):
             time.sleep(pause)
@@ -161,9 +163,9 @@ cdef class Turns:
         return 0
 
     def end(self, double timeout):
-        """Wait until all that was added is taken, and end the thread; return whether that is so in time.
+        """Wait until all added steps are taken, and end the thread; return False if that takes longer.
 
-        By who brings the steps.
+        Called by the thread that adds steps.
         """
         with self.changed:
             self.ended = True
@@ -177,9 +179,9 @@ cdef enum:
     MAX = 2
     MIN = 3
     AVG = 4
-    _ALIGNED = 16  # where each array begins in a slot, in bytes: what is copied at once
+    _ALIGNED = 16  # alignment of arrays in a fusion buffer, in bytes: the widest copy
     _MOST_OPERATORS = 64
-    _AT_FIRST = 1 << 20  # bytes of a slot on GPUs, until it grows
+    _AT_FIRST = 1 << 20  # bytes of a fusion buffer on GPUs, until it grows
 
 #: The name of a coordinator's group over a store.
 OVER_STORE = "coordinator"
@@ -191,7 +193,7 @@ cdef tuple _FLOATS = (
 
 def group_over(store, int rank, int size, *, device=None, str name, timeout=600.0, config=None, bint high_priority=False,
                bint timing=False):
-    """Return a process group of the coordinator's own."""
+    """Return a process group that belongs to the coordinator alone."""
     return ProcessGroup(
         store, rank, size, device=device, name=name, timeout=timeout, config=config, high_priority=high_priority,
         timing=timing,
@@ -203,12 +205,14 @@ cdef str _name_of_child(ProcessGroup group, long long number):
 
 
 def child_of(ProcessGroup group not None, timeout, bint timing=False):
-    """Return a group of all ranks of another one, which call this alike, and whose operations are in no order with its.
+    """Return a group of all ranks of another group, all of which call this.
+
+    The operations of the two groups have no order relative to each other.
 
     Returns
     -------
     ProcessGroup
-        It ends for itself alone, whatever the other one does when something fails.
+        It ends by itself, whatever the other group does when something fails.
     """
     group.check_usable()
     cdef long long number = group.next_child()
@@ -216,7 +220,7 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
 
 
 def tell_unmade(transport, error):
-    """Tell the other ranks that this one makes no coordinator over a group, or a store with rank and size."""
+    """Tell the other ranks that this one makes no coordinator over a group, or over a store with rank and size."""
     cdef ProcessGroup group
     if isinstance(transport, ProcessGroup):
         group = transport
@@ -231,7 +235,7 @@ def tell_unmade(transport, error):
 
 
 def give_up(ProcessGroup group not None, error):
-    """Close a coordinator's own group, over which it could not be begun; the other ranks are told why."""
+    """Close the group of a coordinator that could not begin; the other ranks are told why."""
     kind = type(error) if isinstance(error, (NcclTimeout, NcclAborted)) else NcclRemoteError
     text = f"it could not begin its coordinator: {type(error).__name__}: {error}"
     group.end_with(kind(f"process group {group.name!r}: {text}"), text, False)
@@ -240,12 +244,12 @@ def give_up(ProcessGroup group not None, error):
 
 
 def error_of(ProcessGroup group not None):
-    """Return what has ended a group, also where only the store has it so far; None if nothing has."""
+    """Return the error that has ended a group, also if only the store has it so far; None if there is none."""
     return group.known_error()
 
 
 def part_of(ProcessGroup group not None, str name, members):
-    """Return the group of some ranks of the coordinator's own one, of which this is one."""
+    """Return a group of some ranks of the coordinator's group, this rank included."""
     return group.part(name, list(members), None, group.is_timed())
 
 
@@ -255,24 +259,24 @@ def store_of(ProcessGroup group not None):
 
 
 def number_of(ProcessGroup group not None):
-    """Return what a group's number is now: it has another one each time that it goes on with others."""
+    """Return a group's current number, which changes each time that the group continues with other ranks."""
     return group.epoch()
 
 
 def engine_name():
-    """Return which library is loaded, as `Coordinator` knows it: "nccl" or "host"."""
+    """Return the loaded library, by `Coordinator`'s name for it: "nccl" or "host"."""
     require_driver()
     return "host" if host_engine else "nccl"
 
 
 def identity(int datatype, int op):
-    """Return the element that changes no result of an operator, as bytes; None where it is zero in all bits."""
+    """Return the identity element of an operator, as bytes; None if all its bits are zero."""
     kind = DataType(datatype)
     if op in (SUM, AVG):
         return None
     if op == PROD:
         return encoded(1, kind, "identity")
-    low = op == MAX  # nothing is below it
+    low = op == MAX  # the identity of max is the least value
     if kind in _FLOATS:
         if kind is DataType.FLOAT8E4M3:
             return encoded(-448.0 if low else 448.0, kind, "identity")
@@ -284,7 +288,7 @@ def identity(int datatype, int op):
 
 
 def holds(double factor, int datatype):
-    """Return whether a type of floats has a number for a factor that is neither infinite nor, unless that is 0, zero."""
+    """Return whether a float type can hold a factor: as a finite number, which is not zero unless the factor is."""
     kind = DataType(datatype)
     infinite = encoded(math.inf, kind, "factor")
     return encoded(abs(factor), kind, "factor") not in (infinite, bytes(0 if factor == 0 else kind.itemsize))
@@ -296,28 +300,28 @@ def is_float(int datatype):
 
 
 cdef class Plane:
-    """One rank's part in the communicator of a process set.
+    """One rank's data plane in a process set, over the communicator of a process group.
 
     One thread at a time launches.
 
     Parameters
     ----------
     group : ProcessGroup
-        The set's own.
+        The set's group.
     """
 
     cdef readonly ProcessGroup group
-    cdef int rank, size, device  # of the group
+    cdef int rank, size, device  # those of the group
     cdef Connection connection
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
-    cdef object beginning  # what is copied for a launch that is to be made, a Carried or None
-    cdef object carrying  # what goes through them and is not done, the oldest first
+    cdef object beginning  # the Carried with copies for a launch that is not made yet, or None
+    cdef object carrying  # the unfinished Carried of the slots, the oldest first
     cdef Ending ending
     cdef Py_ssize_t turn
     cdef Copier copier
-    cdef object streams  # for copies, beside those of the group
-    cdef size_t scratch  # of the barrier
+    cdef object streams  # for copies, besides those of the group
+    cdef size_t scratch  # for the barrier
 
     def __init__(self, ProcessGroup group not None):
         self.group = group
@@ -327,17 +331,17 @@ cdef class Plane:
         self.carrying = deque()
         self.ending = Ending()
         self.connection = group.main_connection()
-        if copies_apart():  # memory may be slow to come where launches of other ranks of this process wait for this one
+        if copies_apart():  # to allocate later may wait for launches of other ranks here, which wait for this one
             self._have_slots(_AT_FIRST)
 
     def stands(self):
-        """Return whether the communicator is there, or will never be."""
+        """Return whether the communicator is made, or will never be."""
         return self.connection.state != MAKING
 
     def is_free(self):
-        """Return whether CPU memory that is copied in next waits for no other rank; this waits a moment for that."""
+        """Return whether the next copy-in of CPU memory waits for no other rank; this waits a moment for that."""
         cdef Slot slot
-        if host_engine or self.connection.state != MADE:  # there one step of a stream copies, and nobody waits
+        if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
         slot = self.slots[self.turn] if self.slots else None
         return slot is None or not slot.used or wait_for_event(slot.free, deadline_after(MOMENT)) == CUDA_SUCCESS
@@ -351,7 +355,7 @@ cdef class Plane:
         return connection.comms[0]
 
     cdef int _submit(self, Work work, const Operation* operation, Lowered lowered) except -1:
-        """Launch an operation, or what stands for it, for a work."""
+        """Launch an operation, or the operations that it is lowered to, for a work."""
         cdef Request request = self.group.request_for(work)
         if lowered is None:
             request.add(operation)
@@ -375,7 +379,7 @@ cdef class Plane:
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
-        """Return the number of an operator, of one that multiplies the input first if there is a factor."""
+        """Return the number of an operator; with a factor, of one that multiplies the input first."""
         cdef Communicator comm
         if factor is None:
             return op
@@ -387,11 +391,11 @@ cdef class Plane:
         self.operators[datatype, factor] = found
         if len(self.operators) > _MOST_OPERATORS:
             oldest = next(iter(self.operators))
-            if (<Work>self.operators[oldest][1]).is_settled():  # no launch of it is on its way to NCCL
+            if (<Work>self.operators[oldest][1]).is_settled():  # no launch with it is on its way to NCCL
                 self.operators.pop(oldest)[0].close()
         return found[0].handle
 
-    # What the operations are over.
+    # Operands.
 
     cdef int _fill(self, Operation* o, int kind, const View* view) except -1:
         memset(o, 0, sizeof(Operation))
@@ -403,7 +407,7 @@ cdef class Plane:
         return new_spread(self.device, self.size, self.rank)
 
     cdef int _wait_for_room(self, object result) except -1:
-        """Let the communicator wait for what its memory was last used for, by the framework that it is of."""
+        """Let the communicator's stream wait for the framework's last use of a result's memory."""
         cdef View view
         cdef CUstream stream
         read_view(result, &view, "result")
@@ -411,7 +415,7 @@ cdef class Plane:
             wait_behind(self.connection.stream, self.device, stream)
         return 0
 
-    # Launches. Each returns what is to be copied out behind it, or None.
+    # Launches. Each returns the Carried to copy out after it, or None.
 
     def all_reduce(self, Brought brought not None, int op, factor):
         """Launch an all-reduce in place."""
@@ -451,7 +455,7 @@ cdef class Plane:
         return carried
 
     def gather(self, Brought brought not None, counts, result):
-        """Launch a gather of parts of so many elements, by rank, into a new array."""
+        """Launch a gather into a new array; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef Spread spread
@@ -469,7 +473,7 @@ cdef class Plane:
         return self._back(carried, brought, result)
 
     def scatter(self, Brought brought not None, int op, factor, counts, result):
-        """Launch a reduction of which each rank gets the part of so many elements."""
+        """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef Spread spread
@@ -488,7 +492,7 @@ cdef class Plane:
         return self._back(carried, brought, result)
 
     def exchange(self, Brought brought not None, send_counts, recv_counts, bint even, result):
-        """Launch an exchange of parts of so many elements; `even` if all parts of all ranks have one size, not 0."""
+        """Launch an all-to-all of parts with so many elements; `even` if all ranks' parts have one size, not 0."""
         cdef Operation o
         cdef View s, r
         cdef Spread spread
@@ -506,12 +510,13 @@ cdef class Plane:
         return self._back(carried, brought, result)
 
     def fuse(self, list members, int datatype, int op, factor, bint on_device):
-        """Launch one all-reduce of several arrays, copied together; `on_device` if they are in device memory.
+        """Launch one all-reduce of several arrays in a fusion buffer; `on_device` if they are in device memory.
 
         Parameters
         ----------
         members : list of (Brought or None, int)
-            Each with how many elements of `datatype` it has; None if this rank has joined and brings what changes nothing.
+            Each array, and how many elements of `datatype` it has; None if this rank has joined and contributes the
+            identity.
 
         Returns
         -------
@@ -530,7 +535,7 @@ cdef class Plane:
         carried = self._carry(offset, host_engine or on_device)
         inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
         memset(&o, 0, sizeof(o))
-        o.op = self._operator(datatype, op, factor, inner)  # before there are copies that would have to end
+        o.op = self._operator(datatype, op, factor, inner)  # before copies begin: if this raises, none has to end
         for (brought, count), place in zip(members, offsets, strict=True):
             if brought is not None:
                 carried.add(brought.view.pointer, place, brought.view.nbytes)
@@ -541,7 +546,7 @@ cdef class Plane:
         self._copy_in(carried)
         o.kind, o.datatype = ALL_REDUCE, datatype
         o.send = o.recv = <void*>carried.slot.pointer
-        # One alone has no padding: the others may launch it as it is.
+        # A single array has no padding: other ranks may launch it uncopied.
         o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
         note_operation(inner.entry, &o, offset)
         self._plain(inner, &o)
@@ -551,7 +556,7 @@ cdef class Plane:
                 carried.waits = carried.waits or (brought.view.device == HOST_MEMORY and not carried.together)
         return carried
 
-    # Slots.
+    # Fusion buffers.
 
     cdef int _add_identity(self, Carried carried, size_t place, size_t count, int datatype, int op) except -1:
         cdef View view
@@ -565,18 +570,18 @@ cdef class Plane:
         return carried.add(view.pointer, place, view.nbytes)
 
     cdef CUstream _before(self) except? NULL:
-        """Return the stream on which data are copied in."""
+        """Return the stream of copies into a fusion buffer."""
         self._streams()
         return self.connection.stream if self.streams is None else (<Stream>self.streams[0]).raw
 
     cdef CUstream _behind(self) except? NULL:
-        """Return the stream on which they are copied out."""
+        """Return the stream of copies out of a fusion buffer."""
         self._streams()
         return self.connection.stream if self.streams is None else (<Stream>self.streams[1]).raw
 
     cdef int _streams(self) except -1:
-        # On the host engine the copies are the CPU's, as the launch is: nothing is gained by a stream beside it, and who
-        # waits for a work can do what stands on its stream.
+        # On the host engine the CPU makes the copies and the launch: a second stream gains nothing, and a thread that
+        # waits for a work can execute what is queued on its stream.
         if self.streams is None and copies_apart():
             self.streams = Stream(self.device), Stream(self.device)
         return 0
@@ -590,7 +595,7 @@ cdef class Plane:
         return 0
 
     cdef Carried _carry(self, size_t nbytes, bint together):
-        """Return a launch through the slot whose turn it is; `together` if the device reaches what is copied."""
+        """Return a launch through the next slot; `together` if the device can address the copied memory."""
         cdef Slot slot
         if not self.slots:
             self._have_slots(0)
@@ -606,9 +611,9 @@ cdef class Plane:
         return carried
 
     cdef Work _inner(self, Carried carried, int kind, str name):
-        """Return the work of a launch that others' works come behind."""
+        """Return the work of a launch that other works follow."""
         cdef Work inner = new_work(kind, self.device)
-        inner.entry.code = None  # this thread may run it for another one's call
+        inner.entry.code = None  # this thread may launch it for a call of another thread
         inner.entry.key = name
         inner.timed = self.group.is_timed()
         inner.held = carried.kept
@@ -623,13 +628,13 @@ cdef class Plane:
         return 0
 
     def abandon(self, error):
-        """Fail the launch that could not be made; what is being copied for it is held until that is over."""
+        """Fail the launch that could not be made; its arrays are held until copies of them end."""
         carried, self.beginning = self.beginning, None
         if carried is not None:
             carried.abandon(error)
 
     cdef tuple _staged(self, Brought brought, int kind, object result, bint as_bytes):
-        """Return a launch, its work, what is sent and what receives in the slot, and by how much counts are multiplied."""
+        """Return a launch, its work, the send and receive parts of the slot, and the factor of counts."""
         cdef View view
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         cdef Carried carried
@@ -647,7 +652,7 @@ cdef class Plane:
         return carried, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
     cdef tuple _places(self, Brought brought, int kind, object result, bint as_bytes):
-        """Return the same, also for an array that need not be staged: its data are sent from where they are."""
+        """Return the same, also for an array that need not be staged: its data are sent in place."""
         self._comm()
         if brought.is_staged():
             return self._staged(brought, kind, result, as_bytes)
@@ -671,27 +676,27 @@ cdef class Plane:
     # The end.
 
     def cause_of(self, error):
-        """Return what has ended this, if an error is of that; else the error."""
+        """Return the error that has ended this, if `error` follows from that; else `error`."""
         return self.ending.cause_of(error)
 
     def fail(self, error):
-        """End it with an error: what runs there fails, the communicator is aborted. The others end theirs themselves."""
+        """End it with an error: fail what runs here, and abort the communicator. The other ranks end their own."""
         cdef Launch launch
         cdef Carried carried
         cdef Work work
-        # Before the group does: that would say of itself that it has ended, and its user knows of no group.
+        # Before the group does: its error would name the group, of which the user knows nothing.
         if self.ending.error is None:
             self.ending.error = error
         for launch in list(self.connection.launches):
             launch.end(error)
         for carried in list(self.carrying):
             for work in carried.members():
-                if work.launch is carried:  # else its launch has failed just now, and it ends with what is copied in
+                if work.launch is carried:  # else its launch has failed just now, and it ends with the copies in
                     work.settle(error)
         self.group.end_with(error, text_of(error), True)
 
     def close(self, timeout):
-        """Let what was launched end, and give everything back."""
+        """Wait for what was launched, and release everything."""
         cdef Slot slot
         cdef bint drained = False
         try:
@@ -701,7 +706,7 @@ cdef class Plane:
             self.operators = {}
             slots, self.slots = self.slots, []
             scratch, self.scratch = self.scratch, 0
-            if drained:  # else something may still write there
+            if drained:  # if not, something may still write there
                 for slot in slots:
                     slot.close()
                 if scratch:
@@ -709,5 +714,5 @@ cdef class Plane:
 
 
 def aside(task):
-    """Have `task()` run in a thread for callbacks of users."""
+    """Have `task()` run in a thread for users' callbacks."""
     user_executor.submit(task)

@@ -1,4 +1,4 @@
-"""Some of a coordinator's ranks, with operations of their own."""
+"""A process set: some of a coordinator's ranks, with operations of their own."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["ProcessSet"]
 
 
 class ProcessSet(Operations):
-    """Some of the ranks of a `Coordinator`, with its operations among themselves; `Coordinator.process_set` makes it.
+    """Run operations among some ranks of a `Coordinator`; made by `Coordinator.process_set`.
 
-    Its names are its own, and its operations do not wait for those of other sets.
+    A set has names of its own, and its operations do not wait for those of other sets.
 
     Parameters
     ----------
     current : callable
-        Returns what the coordinator's ranks are in now.
+        Returns the coordinator's session of now.
     session : Session
-        What they were in when this was made.
+        The coordinator's session when this was made.
     entrance : Entrance
-        This rank's way into it.
+        This rank's entrance to the set.
 
     Attributes
     ----------
     ranks : tuple of int
         Its members among the coordinator's ranks.
     rank, size : int
-        Which of how many this one is in the set.
+        This rank's number in the set, and the number of its ranks.
     """
 
     def __init__(self, current: Callable[[], Session], session: Session, entrance: Entrance) -> None:
@@ -45,7 +45,7 @@ class ProcessSet(Operations):
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
                 "then; make it anew"
             )
-        return self._entrance  # its coordinator has ended, with the session that this one was made in
+        return self._entrance  # its coordinator has ended, with this set's session
 
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

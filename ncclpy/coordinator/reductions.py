@@ -1,4 +1,4 @@
-"""What all-reduces, and other reductions, come to: operators, scales, and what NCCL is asked for."""
+"""Operators and scales of all-reduces and other reductions, and how NCCL executes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_FACTOR = 1.0
 
 
 def signature_of(kind: Kind, part: Brought, shape: tuple[int, ...], **more: Any) -> Signature:
-    """Return what an array has in common with those of other ranks."""
+    """Return what an array must have in common with those of other ranks."""
     return Signature(kind, part.dtype, part.datatype, part.unit, on_device=part.on_device, shape=shape, **more)
 
 
@@ -56,7 +56,7 @@ def _check_scales(signature: Signature, op: int, size: int) -> None:
         1.0 if signature.postscale is None else signature.postscale
     )
     vanishes = factor == 0 and 0 not in (signature.prescale, signature.postscale)
-    # An average divides by those that have not joined: by one at least.
+    # An average divides by the number of ranks that have not joined, which is at least one.
     divisors = (1,) if op == ReduceOp.SUM else (1, size)
     if vanishes or not all(holds(factor / divisor, signature.datatype) for divisor in divisors):
         raise ValueError(
@@ -67,12 +67,12 @@ def _check_scales(signature: Signature, op: int, size: int) -> None:
 
 
 def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float | None]:
-    """Return NCCL's operator, and what each input is multiplied by first, if it is.
+    """Return NCCL's operator, and the factor that multiplies each input first, None for none.
 
     Raises
     ------
     ValueError
-        If there is none: an average of integers is NCCL's own, which divides by all ranks.
+        If there is no such operator: only NCCL averages integers, and divides by all ranks.
     """
     op, factor = signature.op, _NO_FACTOR
     if signature.prescale is not None:

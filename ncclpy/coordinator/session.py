@@ -1,4 +1,4 @@
-"""A coordinator between two changes of its ranks: the control plane, who reads it, and the sets that run it."""
+"""A coordinator between two changes of its ranks: the control plane, the thread that reads it, the process sets."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 _log = logging.getLogger("ncclpy.coordinator")
 
-#: How a reason begins if not all ranks may have launched what all have brought.
+#: Prefix of the reason of an end after which some ranks may not have launched what all have brought.
 _TORN = "\0"
-#: Seconds that the thread that reads sleeps at a time, while nothing comes.
+#: Seconds that the reading thread waits at a time while no frame arrives.
 _LONG = 3600.0
-#: Seconds for all ranks to come to the beginning, unless a timeout is given.
+#: Seconds for all ranks to arrive at the beginning, unless a timeout is given.
 _BEGINS = 300.0
-#: Seconds for what is launched to end, when the coordinator does.
+#: Seconds for what is launched to end, when the coordinator ends.
 _DRAINS = 60.0
-#: Seconds for the record to be read that says why the control plane has ended: it is there by then.
+#: Seconds to wait for the record that says why the control plane has ended; it has arrived by then.
 _TOLD = 10.0
-#: How long a wait goes on before it looks whether the session has ended; or is about to.
+#: Seconds of a wait between checks whether the session has ended; and whether it is about to end.
 _SLICE, _SOON = 0.1, 0.01
 
 
@@ -56,7 +56,7 @@ def open_control(
     stall_after: float,
     wanted: Callable[[], bool],
 ) -> Any:
-    """Return this rank's end of the control plane, once all ranks have come and are connected."""
+    """Return this rank's end of the control plane, once all ranks have arrived and are connected."""
     return connections.open_control(
         PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
         patience=_BEGINS if timeout is None else timeout, wanted=wanted,
@@ -67,7 +67,7 @@ _PACKED = struct.Struct("=qqd")
 
 
 class Options(NamedTuple):
-    """How a coordinator works; the same on all ranks."""
+    """The options of a coordinator, which are the same on all ranks."""
 
     engine: str
     fusion_bytes: int
@@ -76,18 +76,18 @@ class Options(NamedTuple):
     stall_after: float
 
     def packed(self) -> bytes:
-        """Return what has to be the same, for the beginning."""
+        """Return the options that the ranks compare at the beginning, as bytes."""
         timeout = -1.0 if self.timeout is None else self.timeout
         return _PACKED.pack(self.fusion_bytes, self.cache, timeout) + self.engine.encode()
 
 
 class _Wait(Generic[T]):
-    """What a thread waits for that a record tells."""
+    """The result of a record for which a thread waits."""
 
     def __init__(self) -> None:
         self.there = threading.Event()
-        self.is_all = True  # what it says came from all ranks
-        self.asking, self.is_asked = threading.Lock(), False  # whether the control plane was asked for it
+        self.is_all = True  # whether all ranks have taken part
+        self.asking, self.is_asked = threading.Lock(), False  # whether the control plane was asked for the record
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -100,7 +100,7 @@ class _Wait(Generic[T]):
         self.there.set()
 
     def result(self) -> T:
-        """Return what was told, or raise."""
+        """Return the value that was told, or raise the error."""
         if self._error is not None:
             raise self._error
         assert self._value is not None
@@ -108,22 +108,22 @@ class _Wait(Generic[T]):
 
 
 class Session:
-    """One life of a coordinator.
+    """Run a coordinator while its ranks stay the same.
 
     Parameters
     ----------
     name
-        The coordinator's.
+        The coordinator's name.
     control
         This rank's end of the control plane.
     carrier
-        What carries the data, of all ranks.
+        The carrier of all ranks.
     options
         See `Options`.
     counts
-        What is added to.
+        The counters to add to.
     timeline
-        The timeline that is told of each operation, or None.
+        The timeline that records each operation, or None.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Session:
         self.carrier, self.device = carrier, carrier.device
         self.error: NcclError | None = None
         self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
-        self._lock = threading.RLock()  # a handler of signals may come back here
+        self._lock = threading.RLock()  # a signal handler may call this object again
         self._closing: tuple[int, str] | None = None
-        # What is waited for; and what was told when nobody waited any more, for those who ask again.
+        # The waits in progress; and those of which the result came when no thread waited any more, for a later call.
         self._joining: _Wait[int] | None = None
         self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[Member]] = {}
@@ -150,9 +150,9 @@ class Session:
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
-        self._orderly = False  # all ranks have ended it
+        self._orderly = False  # ended by a shutdown, on all ranks
         self.unfinished: list[str] = []  # the operations that were pending when it ended
-        self._cause: BaseException | None = None  # what has ended the carrier before the session had begun
+        self._cause: BaseException | None = None  # what ended the carrier before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = Gate()
         self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
@@ -177,7 +177,7 @@ class Session:
         return self._members[0]
 
     def entrance(self, member: Member) -> Entrance:
-        """Return the way of operations into one of its sets."""
+        """Return the entrance by which operations are brought to a process set."""
         return Entrance(self, member, self._gate, self._control, self._counts, self._timeline)
 
     @property
@@ -185,17 +185,17 @@ class Session:
         """How many operations wait for other ranks."""
         return sum(len(member.pending) for member in list(self._members.values()))
 
-    # The beginning.
+    # Beginning.
 
     def begin(self) -> tuple[bytes, ...]:
-        """Compare with the others what they were made with; return which machine each rank is on.
+        """Compare the options of all ranks; return the machine of each rank.
 
         Raises
         ------
         ValueError
-            If it differs; the same on all ranks.
+            If the options differ; the same on all ranks.
         NcclTimeout
-            If some do not come.
+            If ranks do not arrive.
         NcclRemoteError
             If another rank could not begin.
         """
@@ -228,10 +228,10 @@ class Session:
                 return False
         return True
 
-    # What threads of the user's ask for.
+    # Calls of the user's threads.
 
     def check(self) -> None:
-        """Raise if nothing can be brought any more."""
+        """Raise if no operation can be brought any more."""
         if self.error is not None:
             raise ends.has_ended(self.name, self.error)
         if self._closing is not None:
@@ -241,24 +241,24 @@ class Session:
             raise ValueError(
                 f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have"
             )
-        if self._joined is not None:  # its own wait for that was left, and it goes on: that was told to it
+        if self._joined is not None:  # the wait for it was left, and all have joined since
             with self._lock:
                 self._joined = None
                 self._set_gate()
 
     def _set_gate(self) -> None:
-        """Have operations go out without a look at this, or not; with the lock held."""
+        """Open or shut the gate, through which operations pass without a call of `check`; with the lock held."""
         why_not = (self.error, self._closing, self._joining, self._joined)
         self._gate.shut = any(each is not None for each in why_not)
 
     def fail_late(self, member: Member) -> None:
-        """Fail what was brought while the session ended, which may not have known of it."""
+        """Fail operations that were brought while the session ended, which its end may have missed."""
         if self.error is not None:
             for late in member.pending.take_all():
                 late.fail(self.error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise what has ended the session, or is about to, if the control plane has refused something for that."""
+        """Raise what has ended the session, or is about to, if that is why the control plane has refused a call."""
         if not isinstance(error, NcclError) or error.__cause__ is not None:
             return
         end = time.monotonic() + _TOLD
@@ -268,7 +268,7 @@ class Session:
             self.check()
 
     def _ask(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Ask the control plane for something; raise what has ended it."""
+        """Call the control plane; raise what has ended the session if it refuses for that."""
         try:
             method(*arguments)
         except NcclError as error:
@@ -276,17 +276,17 @@ class Session:
             raise
 
     def _ask_once(self, what: _Wait[Any], method: Callable[..., None], *arguments: Any) -> None:
-        """Ask the control plane for what is waited for, unless somebody has."""
+        """Call the control plane for a wait, unless another thread has."""
         with what.asking:
             if not what.is_asked and not what.there.is_set():
-                with contextlib.suppress(Asked):  # a handler of signals came between that call and the next line
+                with contextlib.suppress(Asked):  # a signal handler raised before the next line, an earlier time
                     self._ask(method, *arguments)
                 what.is_asked = True
 
     def join(self, timeout: float | None) -> int:
-        """Bring nothing more until all ranks have joined; return the last one."""
+        """Bring nothing more until all ranks have joined; return the rank that joined last."""
         with self._lock:
-            joining = self._joined or self._joining  # it was left, by its deadline or a handler of signals
+            joining = self._joined or self._joining  # an earlier wait was left, at its deadline or by a signal handler
             if joining is None:
                 self.check()
                 joining = self._joining = _Wait[int]()
@@ -307,7 +307,7 @@ class Session:
         """Return this rank in a new process set, once all of its members have asked for it."""
         with self._lock:
             self.check()
-            # If a wait for it was left, or another thread's goes on, it is the same set.
+            # If an earlier wait was left, or another thread waits, it is for the same set.
             waiting = self._defined.get(members) or self._defining.setdefault(members, _Wait[Member]())
         self._ask_once(waiting, self._control.define, members)
         if not self._wait(waiting, timeout):
@@ -321,47 +321,47 @@ class Session:
         return waiting.result()
 
     def leave(self, timeout: float) -> bool:
-        """Wait until all ranks do so, or it has ended: what others still do among themselves goes on.
+        """Wait until all ranks leave, or the session has ended; the others' operations continue meanwhile.
 
-        Return whether that is so in time.
+        Return False if not all leave in time.
         """
         joining = self._joining
-        if joining is not None:  # its own wait for that was left; until then nothing can be brought
+        if joining is not None:  # the wait for the join was left; until all have joined nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
             try:
                 self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
-            except ValueError:  # another thread has joined meanwhile: that is told to it
+            except ValueError:  # another thread has joined meanwhile, which is that thread's to report
                 return True
             return self._wait(self._all_leave, timeout) and self._all_leave.is_all
         return True
 
     def shut_down(self, drain: bool, reason: str) -> None:
-        """Ask for the end, on all ranks."""
+        """Ask for the end of the session, on all ranks."""
         if self.error is None:
             self._control.shutdown(drain, reason)
 
     def abandon(self, reason: str) -> None:
-        """Ask for the end, as it could not begin, and wait until all was given back: also where nobody answers."""
-        with contextlib.suppress(NcclError):  # it ends already
+        """End a session that could not begin, and wait until all is released, also if no rank answers."""
+        with contextlib.suppress(NcclError):  # it is ending already
             self.shut_down(False, reason)
         if not self.wait_until_over(_TOLD):
             self._control.close()
             self.wait_until_over(_TOLD)
 
     def wait_until_over(self, timeout: float | None) -> bool:
-        """Wait until it has ended and all was given back; return whether that is so in time."""
-        if threading.current_thread() is self._reader:  # a finaliser asks, in the thread that is to give it back
+        """Wait until the session has ended and all is released; return False if that takes longer."""
+        if threading.current_thread() is self._reader:  # called by a finaliser, in the thread that releases it
             return True
         return self._over.wait(timeout)
 
     @property
     def left(self) -> BaseException | None:
-        """What has gone wrong when everything was given back."""
+        """The error that was raised when everything was released, or None."""
         return self._left
 
     def counters(self) -> dict[str, Any]:
-        """Return what the control plane counts."""
+        """Return the counters of the control plane."""
         counted = self._control.counters()
         return {
             "cache_hits": counted["hits"],
@@ -370,15 +370,15 @@ class Session:
             "bytes_down": counted["bytes_down"],
         }
 
-    # What the others hear of launches.
+    # Failures that the other ranks must know.
 
     def trouble(self, error: BaseException) -> None:
-        """End the session on all ranks, as a launch of this rank's has failed, or what runs has."""
+        """End the session on all ranks, because a launch of this rank, or a launched operation, has failed."""
         if self.error is None:
-            with contextlib.suppress(NcclError):  # it ends already
+            with contextlib.suppress(NcclError):  # it is ending already
                 self._control.shutdown(False, f"{_TORN}{error}")
 
-    # What the control plane says.
+    # Frames of the control plane.
 
     def _read(self) -> None:
         try:
@@ -388,7 +388,7 @@ class Session:
                     break
                 if frame:
                     self._follow(frame)
-        except BaseException as error:  # a defect of ours; nobody waits for ever all the same
+        except BaseException as error:  # a defect of this library; no thread may wait for ever because of it
             failure = NcclError(f"coordinator {self.name!r}: reading the control plane failed: {error!r}")
             failure.__cause__ = error
             self.trouble(failure)
@@ -398,10 +398,10 @@ class Session:
         self._give_back()
 
     def _follow(self, frame: Sequence[tuple]) -> None:
-        """Do what one frame says."""
+        """Execute the records of one frame."""
         self._counts.add("frames")
         ready: dict[int, list[Ready]] = {}
-        elsewhere = set()  # sets that launch, of which this rank's part is done
+        elsewhere = set()  # sets with a launch in which this rank has nothing left to do
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
@@ -442,7 +442,7 @@ class Session:
             self._fail(member, key, as_error(names_of(key), brought, member.label))
 
     def _fail(self, member: Member, key: bytes, error: BaseException) -> None:
-        if member.number == 0 and key == LEAVING:  # who waits for that goes on to the end itself
+        if member.number == 0 and key == LEAVING:  # the waiting thread then ends the coordinator itself
             self._all_leave.is_all = False
             self._all_leave.tell(())
         call = member.pending.take(key)
@@ -450,7 +450,7 @@ class Session:
             call.fail(error)
 
     def _fail_set(self, key: bytes, error_of: Callable[[bytes], NcclError]) -> None:
-        """Fail who waits for a set, if this rank has asked for it; the error is of a name for the set."""
+        """Fail the wait for a process set, if this rank has asked for it; `error_of` gets a key that names the set."""
         asked = ranks_of_set(key, self.size)
         waiting = self._defining.pop(asked, None)
         if waiting is not None:
@@ -487,7 +487,7 @@ class Session:
         near: Any,
     ) -> None:
         self._counts.add("stalls")
-        if number == 0 and key == LEAVING:  # who is at its end waits for others at work
+        if number == 0 and key == LEAVING:  # a rank at the end of its block waits for ranks that still work
             return
         where = f"coordinator {self.name!r}"
         if number == SETS:
@@ -495,7 +495,7 @@ class Session:
         else:
             what = "operation" if number == 0 and key in _OURS else _what(fixed)
             where += f", process set {number}" if number else ""
-        # Aside, since a logger's handlers are the user's, and to look for names that are alike takes its time.
+        # In another thread: a logger's handlers are the user's code, and finding similar names takes time.
         aside(partial(_warn, where, what, key, have, missing, waited, near))
 
     def _all_joined(self, last: int) -> None:
@@ -524,9 +524,9 @@ class Session:
             mine.tell(made)
 
     def _look_for_cause(self) -> None:
-        """Ask why the session ends before it has begun: a rank that could not begin has told that in the store.
+        """Find out why the session ends before it has begun: the store has the reason of a rank that could not begin.
 
-        The other ranks leave when they read it, so the end of their connections may come here first.
+        The other ranks leave when they read the reason, so the end of their connections may arrive here first.
         """
         if self._cause is None and not self._began.there.is_set():
             with contextlib.suppress(NcclError):
@@ -544,14 +544,14 @@ class Session:
         self._look_for_cause()
         self._end(error)
         self._orderly = not (lost or torn or rank < 0)
-        if not self._orderly:  # what runs waits for what will not come
+        if not self._orderly:  # launched operations wait for ranks that do not launch them
             for member in list(self._members.values()):
                 member.fail(error)
 
-    # The end.
+    # End.
 
     def _end(self, error: NcclError) -> None:
-        """Fail what is pending, and all that comes."""
+        """Fail all pending operations and all later ones."""
         with self._lock:
             if self.error is not None:
                 return
@@ -578,7 +578,7 @@ class Session:
         self._over.set()
 
 
-#: What is no operation of the user's.
+#: The keys of operations that are not the user's.
 _OURS = (BEGINNING, LEAVING)
 
 _FOLLOW: dict[str, Callable[..., None]] = {

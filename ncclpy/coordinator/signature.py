@@ -1,4 +1,4 @@
-"""What an operation is: as bytes, which all ranks have to bring alike, and in words, where they differ."""
+"""Signatures of operations: as bytes, which all ranks must bring alike, and as text, to say how they differ."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ class Kind(enum.IntEnum):
 
 
 class Signature(NamedTuple):
-    """What one array's part in an operation has in common with those of the other ranks.
+    """What an operation's array must have in common with the arrays of the other ranks.
 
     Attributes
     ----------
     kind
-        Which operation.
+        The operation.
     dtype
-        The array's, as its owner calls it; "" where there is none.
+        The array's type, as its package names it; "" if there is no array.
     datatype
-        NCCL's number for what carries it.
+        NCCL's number of the type that carries the data.
     unit
-        So many of those are one element.
+        Elements of `datatype` for one element of the array.
     op
         The operator, -1 for none.
     root
         The rank that sends, -1 for none.
     counted
-        Whether counts were given, None where there are none to give.
+        Whether counts were given; None for an operation without counts.
     on_device
         Whether the array is in device memory.
     prescale, postscale
-        What the input and the result are multiplied by.
+        Factors of the input and of the result, or None.
     shape
-        What has to be the same of the array's shape: all of it, or all but the first dimension.
+        The part of the array's shape that must be the same: all dimensions, or all but the first.
     rows
-        Of a sparse array the first dimension of its indices, -1 for none.
+        For a sparse array, the first dimension of its indices; -1 for none.
     """
 
     kind: Kind
@@ -82,7 +82,7 @@ class Signature(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return how many elements of NCCL's are in an array of this shape."""
+        """Return how many elements of `datatype` an array of this shape has."""
         return self.unit * prod(self.shape)
 
 
@@ -94,7 +94,7 @@ _COUNTED = (None, False, True)
 
 
 def pack(signature: Signature) -> bytes:
-    """Return a signature as bytes, the same for what is equal."""
+    """Return a signature as bytes; equal signatures give equal bytes."""
     s = signature
     name = s.dtype.encode()
     scales = (s.prescale is not None) | (s.postscale is not None) << 1
@@ -129,7 +129,7 @@ def unpack(packed: bytes) -> Signature:
 
 
 def pack_all(signatures: Sequence[Signature]) -> bytes:
-    """Return the signatures of operations that are brought together as bytes."""
+    """Return the signatures of operations that are brought together, as bytes."""
     parts = []
     for signature in signatures:
         packed = pack(signature)
@@ -149,11 +149,11 @@ def unpack_all(packed: bytes) -> tuple[Signature, ...]:
     return tuple(found)
 
 
-# How they differ. Each function returns the words for one thing, None where there is no such thing.
+# Texts of the differences.
 
 
 def _words(signature: Signature) -> dict[str, str]:
-    """Return what there is to be said of a signature, by what it is said of."""
+    """Return the properties of a signature as texts, by the names of the properties."""
     s = signature
     words = {"operation": s.kind.name.lower()}
     if s.kind in (Kind.BARRIER, Kind.BEGINNING):
@@ -187,7 +187,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def differences(brought: Sequence[tuple[Signature, Sequence[int]]]) -> str:
-    """Say each thing that differs between signatures: its values, each with the ranks that brought it."""
+    """Return a text of the properties that differ: the values of each, and the ranks that brought them."""
     words = [(_words(signature), ranks) for signature, ranks in brought]
     parts = []
     for thing in dict.fromkeys(thing for each, _ in words for thing in each):
@@ -207,16 +207,16 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def as_error(names: Sequence[str], brought: Sequence[tuple[bytes, Sequence[int]]], where: str) -> NcclError:
-    """Return the error of ranks that bring different things under one name, or under the names of one group.
+    """Return the error of ranks that bring different operations under one name, or under the names of one group.
 
     Parameters
     ----------
     names
-        Of the operations that are brought together; mostly one.
+        The names of the operations that are brought together; mostly one.
     brought
-        What was packed by `pack_all`, each with the ranks that brought it.
+        Signatures as packed by `pack_all`, each with the ranks that brought them.
     where
-        Whose operation it is, for people.
+        The coordinator or process set, for the message.
     """
     unpacked = [(unpack_all(packed), tuple(ranks)) for packed, ranks in brought]
     said = []
@@ -243,12 +243,12 @@ def as_error(names: Sequence[str], brought: Sequence[tuple[bytes, Sequence[int]]
 
 
 class Brought(NamedTuple):
-    """What some ranks brought, in the error of a disagreement.
+    """A signature, and the ranks that brought it, in the error of a disagreement.
 
     Attributes
     ----------
     ranks
-        Which.
+        The ranks.
     what
         The `Signature`, or those of operations that were brought together.
     """

@@ -1,4 +1,4 @@
-"""A trace of what becomes of each operation, for Chrome's and Perfetto's viewers."""
+"""A trace of each operation's phases, for Chrome's and Perfetto's viewers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _log = logging.getLogger("ncclpy.coordinator")
 
 
 class Timeline:
-    """Write a JSON array of events, as they come, by a thread that sleeps in between.
+    """Write events to a JSON array as they occur, from a thread that sleeps in between.
 
     Each operation is a row of phases: *negotiate*, until all ranks have brought it; *fuse*, until it is copied and
     launched with others; *wait for data*, until the device can begin; *run*.
 
-    A file that cannot be written, as on a full disk, is warned of once, by the logger ``ncclpy.coordinator``, and is
-    left as it is then: what it would have told of goes on.
+    If the file cannot be written, as on a full disk, the logger ``ncclpy.coordinator`` warns once and the file stays
+    as it is; the operations are not affected.
 
     Parameters
     ----------
     path
-        Of the file, which is written anew.
+        The file's path; an existing file is overwritten.
     rank
-        Whose it is: the process number of the trace.
+        The rank of the trace, which is its process number.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self._path, self._rank = path, rank
-        self._gone = False  # it could not be written
+        self._gone = False  # the file could not be written
         self._rows: dict[str, int] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -45,16 +45,16 @@ class Timeline:
         self._thread = threading.Thread(target=self._write, name="ncclpy-timeline", daemon=True)
         self._thread.start()
 
-    # What is told.
+    # Events.
 
     def watch(self, parts: Sequence[Any]) -> None:
-        """Know of what this rank brings; its works will tell when they are done."""
+        """Watch arrays that this rank brings; their works call `done`."""
         for part in parts:
             part.time_it()
             part.work.add_done_callback(_Done(self, part))
 
     def negotiated(self, calls: Sequence[Any]) -> None:
-        """Note that all ranks have brought these."""
+        """Note that all ranks have brought these calls."""
         moment = time.monotonic()
         with self._lock:
             for call in calls:
@@ -62,13 +62,13 @@ class Timeline:
                     self._negotiated[id(part)] = moment
 
     def launched(self, parts: Sequence[Any], fused: bool) -> None:
-        """Note that these were launched together."""
+        """Note that these arrays were launched together."""
         if fused:
             with self._lock:
                 self._fused.update(map(id, parts))
 
     def done(self, part: Any, work: Any) -> None:
-        """Write down what became of an operation."""
+        """Write the phases of an operation."""
         with self._lock:
             negotiated = self._negotiated.pop(id(part), None)
             fused = id(part) in self._fused
@@ -121,13 +121,13 @@ class Timeline:
         file.write("\n]\n")
 
     def close(self) -> None:
-        """Write what is left, and end the array."""
+        """Write the remaining events, and end the array."""
         self._queue.put(None)
         self._thread.join()
 
 
 class _Done:
-    """A callback of a work."""
+    """Tell the timeline that a work is done; a callback of the work."""
 
     def __init__(self, timeline: Timeline, part: Any) -> None:
         self._timeline, self._part = timeline, part

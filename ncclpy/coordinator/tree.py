@@ -1,4 +1,4 @@
-"""Who speaks to whom on the control plane: ranks of one machine among themselves, one of each with other machines."""
+"""The tree of the control plane: ranks of a machine under one of them, and these leaders under each other."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 __all__ = ["Tree"]
 
-#: How many a rank has directly below it on its machine, and as many machines.
+#: Most children of a rank on its machine, and most child machines of a machine.
 _FAN = 8
 
 
 class Tree:
-    """Parents and children of all ranks; rank 0 is the root.
+    """Find the parents and children of all ranks; rank 0 is the root.
 
-    Of each machine the lowest rank speaks with other machines, whose tree these form. Both trees are as deep as the
-    logarithm of their sizes.
+    The lowest ranks of the machines are its leaders and form one tree; the ranks of each machine form another one
+    under their leader. The depth of each tree is the logarithm of its size.
 
     Parameters
     ----------
     machines
-        What tells each rank's machine from others, by rank.
+        The name of each rank's machine, by rank.
     """
 
     def __init__(self, machines: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Tree:
                 self.children[parent].append(rank)
 
     def below(self, rank: int) -> tuple[int, ...]:
-        """Return a rank and all that are below it."""
+        """Return a rank and all ranks below it."""
         found = [rank]
         for each in found:
             found += self.children[each]

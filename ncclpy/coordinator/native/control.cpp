@@ -21,17 +21,18 @@ using store::now;
 
 namespace {
 
-constexpr uint32_t kGoodbye = UINT32_MAX;  // in the place of a length; 0 is a sign of life
+constexpr uint32_t kGoodbye = UINT32_MAX;  // in place of a length; a length of 0 is a heartbeat
 constexpr uint32_t kLongest = 1u << 30;
 constexpr size_t kScratch = 64 << 10;
-constexpr double kFarewell = 1.0;  // seconds for what is still to be sent at the end
-// Seconds in which operations that are brought one after the other go together: a frame costs a call of the system here
-// and wakes who receives it, which takes longer than to bring a few more.
+constexpr double kFarewell = 1.0;  // seconds at the end for what is not sent yet
+// Seconds for which operations that are brought one after the other are put into one frame: a frame costs a system
+// call here and wakes the receiving thread, which takes longer than bringing a few more operations.
 constexpr double kTogether = 40e-6;
-// Who brings one operation after the other is not disturbed for so long by one who takes what has come, and the GIL.
+// Seconds for which a thread that brings one operation after the other is not disturbed by the thread that takes
+// received frames, and the GIL.
 constexpr double kUndisturbed = 500e-6;
-// Seconds behind an operation in which who waits for the answer stays awake, as to wake up takes as long as all else: half
-// of a millisecond, and longer where there are cores for that.
+// Seconds after an operation for which the thread that waits for the response stays awake, as waking up takes as long
+// as all the rest: half a millisecond, and longer if there are cores for that.
 constexpr double kAwake = 500e-6, kAwakeWithCores = 3e-3;
 constexpr unsigned kManyCores = 8;
 
@@ -102,16 +103,16 @@ Brought Control::take(uint32_t group, const std::string& key, const std::string&
   if (time - brought_ >= kTogether) {
     brought_ = time;
     flush(time);
-    if (asleep_ && readers_ > 0) nudge();  // to be awake when the answer comes
-  } else if (due_ == 0) {  // who attends tells of what has come by then; or who launches, when he has
+    if (asleep_ && readers_ > 0) nudge();  // to be awake when the response arrives
+  } else if (due_ == 0) {  // sent then, with what was brought by then, or by launched()
     due_ = brought_ + kTogether;
     if (attending_ && asleep_until_ > due_) nudge();
   }
   return brought;
 }
 
-// Puts together what was brought and not told of yet, before anything else changes: what is said of slots is said of what
-// they hold now.
+// Puts together what was brought and is not sent yet, before anything else changes: its bits stand for what the slots
+// hold now.
 void Control::gathered() {
   if (due_ != 0) node_.settle();
 }
@@ -155,7 +156,7 @@ bool Control::is_in_burst(double time) const {
 Control::Next Control::next(std::vector<Record>& records, double until) {
   Lock lock(mutex_);
   ++readers_;
-  if (attending_) nudge();  // the thread, which leaves it to this one
+  if (attending_) nudge();  // the attending thread, which leaves attending to this one
   Next found = Next::nothing;
   for (;;) {
     const double time = now();
@@ -221,7 +222,7 @@ void Control::close(bool wait) {
   if (joins) pthread_join(thread_, nullptr);
 }
 
-// What goes; with the mutex.
+// Sending; with the mutex.
 
 void Control::flush(double time, bool attends) {
   bool tells = false;
@@ -241,7 +242,7 @@ void Control::flush(double time, bool attends) {
   }
   if (tells || node_.ended()) {
     news_.notify_all();
-    if (attending_ && readers_ > 0 && !attends) nudge();  // who attends is one who waits for it
+    if (attending_ && readers_ > 0 && !attends) nudge();  // the attending thread waits for frames
   }
   const double soon = options_.timeout > 0 ? std::min(options_.timeout, options_.stall_after) : options_.stall_after;
   if (attending_ && asleep_until_ > time + soon + 1e-3 && node_.pending()) nudge();
@@ -261,10 +262,10 @@ void Control::push(Link& link) {
     if (n >= 0) {
       link.sent += static_cast<size_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      nudge();  // the thread goes on when there is room
+      nudge();  // the attending thread sends the rest when there is room
       return;
     } else if (errno != EINTR) {
-      link.broken = true;  // the thread reads what came before that, and finds the end
+      link.broken = true;  // the attending thread reads what arrived before, and finds the end
     }
   }
   link.out.clear();
@@ -273,10 +274,10 @@ void Control::push(Link& link) {
 
 void Control::nudge() {
   const uint64_t one = 1;
-  if (nudge_ && write(nudge_.get(), &one, sizeof(one)) < 0) return;  // it is full, and so the thread wakes
+  if (nudge_ && write(nudge_.get(), &one, sizeof(one)) < 0) return;  // the eventfd is full, and so the thread wakes
 }
 
-// What comes; the thread's.
+// Receiving; by the attending thread.
 
 void Control::lose(Link& link, const std::string& why) {
   link.fd.close();
@@ -294,7 +295,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
   const int failed = n < 0 ? errno : 0;
   const Lock lock(mutex_);
-  if (stopping_) {  // what still comes is for nobody; but a connection that is closed over it would lose the goodbye
+  if (stopping_) {  // what still arrives is ignored, but closing the connection with it unread would lose the goodbye
     if (n <= 0) link.fd.close();
     return n > 0;
   }
@@ -329,7 +330,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
       } else {
         node_.from_child(static_cast<size_t>(link.child), frame, time);
       }
-      node_.settle();  // what goes upwards says which frame it was written behind
+      node_.settle();  // a frame upwards has the number of the last frame applied before it
     } catch (const std::exception& error) {
       wrong = error.what();
     }
@@ -345,7 +346,7 @@ void* Control::main(void* self) {
   Control& control = **kept;
   try {
     control.run();
-  } catch (const std::exception&) {  // memory is out, say: for this rank it is over, and so for the others
+  } catch (const std::exception&) {  // no memory, for example: this rank ends, and so do the others
     const Lock lock(control.mutex_);
     control.stopping_ = true;
     for (Link& link : control.links_) link.fd.close();
@@ -354,14 +355,14 @@ void* Control::main(void* self) {
   return nullptr;
 }
 
-// The thread's.
+// The Control's thread.
 
 void Control::run() {
   attend();
   say_goodbye();
 }
 
-// Does what waiting for frames does, while nobody has done so for long.
+// Attends while no thread has waited for frames for long.
 void Control::attend() {
   const double beat = options_.silence / 6;
   for (;;) {
@@ -380,7 +381,7 @@ void Control::attend() {
   }
 }
 
-// Sends what is still to be sent, and waits until the others have heard it, or are given up.
+// Sends what is not sent yet, and waits until the others have closed their ends, or gives up after kFarewell.
 void Control::say_goodbye() {
   const double give_up = now() + kFarewell;
   bool hushed = false;
@@ -408,8 +409,8 @@ void Control::say_goodbye() {
   }
 }
 
-// Waits for what comes, or until then, and goes through it. One at a time is here, without the mutex. Who reads does not
-// wait if there is something to read.
+// Receives and processes frames; waits for them until the time `until`. Only the attending thread is here, without the
+// mutex. With `reads`, it does not wait if there is a frame for next() to take.
 void Control::step(double until, bool reads) {
   const double beat = options_.silence / 6;
   double awake = 0;
@@ -420,7 +421,7 @@ void Control::step(double until, bool reads) {
       scratch_.resize(kScratch);
       last_ = time;
     }
-    if (time - last_ > 2 * beat) {  // this process was stopped, or its machine: the others may have spoken meanwhile
+    if (time - last_ > 2 * beat) {  // this process was stopped, or its machine: the others may have sent meanwhile
       for (Link& link : links_) link.heard = std::max(link.heard, time - beat);
     }
     last_ = time;
@@ -438,7 +439,7 @@ void Control::step(double until, bool reads) {
     if (due_ != 0) until = std::min(until, due_);
     if (reads && !told_.empty()) {
       if (!is_in_burst(time)) return;
-      until = std::min(until, time + kTogether);  // for more; nothing need come that would end the wait
+      until = std::min(until, time + kTogether);  // for more operations; perhaps nothing arrives that ends the wait
     }
     polled_.clear();
     which_.clear();
@@ -462,7 +463,7 @@ void Control::step(double until, bool reads) {
     ready = poll(polled_.data(), polled_.size(), 0);
     if (ready == 0) sched_yield();
   }
-  if (ready == 0 && awake > 0) {  // from here on whoever brings something wakes it
+  if (ready == 0 && awake > 0) {  // from here on a thread that brings something wakes it
     const Lock lock(mutex_);
     asleep_ = true;
   }

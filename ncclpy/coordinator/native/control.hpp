@@ -1,8 +1,10 @@
-// A rank's end of the control plane: its node, connections to its parent and its children, and a thread that reads them.
+// A rank's end of the control plane: its node, the connections to its parent and children, and a thread that reads
+// them.
 //
-// Who brings an operation sends what is to go upwards himself. What comes is gone through by whoever waits for the next
-// frame, as he will have to wake for it in any case; a thread does so while nobody has waited for long, and at the end.
-// While nothing is brought both wake for signs of life alone.
+// A thread that brings an operation sends the frame upwards itself. Received frames are processed by the thread that
+// waits for the next one in next(), as it would have to be woken for the frame in any case. The Control's own thread
+// does so while no thread has called next() for long, and at the end. The one that does so is the attending thread.
+// While nothing is brought, both wake only for heartbeats.
 #pragma once
 
 #include <poll.h>
@@ -24,9 +26,9 @@ namespace ncclpy::coordinator {
 
 struct Options {
   size_t cache = 0;
-  double timeout = 0;  // none
+  double timeout = 0;  // 0: none
   double stall_after = 60;
-  double silence = 30;  // seconds after which a rank that says nothing is lost
+  double silence = 30;  // seconds after which a silent rank is lost
 };
 
 // A connection to a rank. `fd` is a stream socket; it is taken over.
@@ -37,15 +39,15 @@ struct Peer {
 
 class Control : public std::enable_shared_from_this<Control> {
  public:
-  // Children come in the order of the place's.
+  // The sockets of `children` are in the order of place.children.
   Control(const Place& place, const Options& options, Peer parent, const std::vector<int>& children);
 
-  // Returns false where no thread can be started.
+  // Returns false if no thread can be started.
   bool start();
 
   Brought bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
 
-  // The same where nobody is in the way; else it returns false, and nothing has been done.
+  // The same if the mutex is free; else it returns false, and nothing has been done.
   bool try_bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable,
                  Brought& brought);
 
@@ -57,18 +59,19 @@ class Control : public std::enable_shared_from_this<Control> {
 
   enum class Next { frame, nothing, over };
 
-  // Takes the next frame's records; waits for them until then.
+  // Takes the next frame's records; waits for them until the time `until`.
   Next next(std::vector<Record>& records, double until);
 
-  // Says goodbye, unless all have ended, and ends the thread; waits for that if asked.
+  // Says goodbye and ends the thread; waits for that if asked. The others take this rank for lost, unless all have
+  // ended.
   void close(bool wait);
 
  private:
   struct Link {
     uint32_t rank = 0;
-    int child = -1;  // its number; -1 for the parent
+    int child = -1;  // the child's number; -1 for the parent
     store::Descriptor fd;
-    std::string in;   // of who attends
+    std::string in;   // used by the attending thread
     std::string out;
     size_t sent = 0;
     double heard = 0, said = 0;
@@ -96,26 +99,26 @@ class Control : public std::enable_shared_from_this<Control> {
   const Options options_;
   const bool many_cores_;
   store::Mutex<NCCLPY_LOCK_COORDINATOR> mutex_;
-  store::Condition news_;    // for who waits for frames
-  store::Condition relief_;  // for the thread: nobody attends
+  store::Condition news_;    // for threads that wait for frames
+  store::Condition relief_;  // for the Control's thread: no thread attends
   Node node_;
   std::vector<Link> links_;
   store::Descriptor nudge_;
   std::deque<std::vector<Record>> told_;
-  double asleep_until_ = 0;  // who attends
-  bool asleep_ = false;      // or is about to be
-  double attended_ = -1e9;   // when somebody who waits for frames did so last
-  size_t readers_ = 0;       // who waits for frames
-  bool attending_ = false;   // somebody does, in poll or on the way there
-  // Of who attends.
+  double asleep_until_ = 0;  // the attending thread
+  bool asleep_ = false;      // it sleeps, or is about to
+  double attended_ = -1e9;   // when a thread that waits for frames last attended
+  size_t readers_ = 0;       // threads that wait for frames
+  bool attending_ = false;   // a thread attends: it is in step(), or about to be
+  // Used by the attending thread.
   std::vector<char> scratch_;
   std::vector<pollfd> polled_;
   std::vector<size_t> which_;
   double last_ = 0;
   double last_brought_ = 0, before_last_ = 0;
-  double told_since_ = 0;    // when the first frame came that nobody has taken
-  double brought_ = 0;       // when the last operation that was brought was told of at once
-  double due_ = 0;           // when those since are, 0 for none
+  double told_since_ = 0;    // when the first frame arrived that no thread has taken
+  double brought_ = 0;       // when an operation was last sent at once
+  double due_ = 0;           // when to send those brought since, 0 for none
   bool running_ = false, stopping_ = false;
   pthread_t thread_{};
 };

@@ -18,7 +18,7 @@ Node::Node(Place place, size_t cache, double timeout, double stall_after)
   seen_.resize(place_.children.size());
 }
 
-// What is looked up.
+// Look-ups.
 
 Members Node::members(const Name& name) const {
   if (name.first != kSets) return Members(name.first < groups_.size() ? &groups_[name.first] : nullptr);
@@ -55,7 +55,7 @@ std::string Node::fixed_of(const Name& name, const Entry& entry) const {
   return slot == by_name_.end() ? std::string() : slots_[slot->second].fixed;
 }
 
-// What this rank does.
+// Calls of this rank.
 
 Brought Node::bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now) {
   if (ended_) return Brought::ended;
@@ -107,7 +107,7 @@ void Node::shut_down(bool drain, const std::string& reason) {
 
 void Node::launched(uint32_t group) { launching_.erase(group); }
 
-// What comes together here.
+// Merging what the ranks of this subtree bring.
 
 void Node::add_bit(uint32_t slot, const Bits& who, double now) {
   const Name& name = slots_[slot].name;
@@ -144,7 +144,7 @@ void Node::complete_all() {
   for (auto& each : entries_) complete(each.first, each.second);
 }
 
-// Has ranks that brought what the cache holds bring it in full, beside others that bring something else.
+// Replaces the bits of ranks that bring what the cache holds by full parts, beside those of ranks that bring another.
 void Node::expand(const Name& name, Entry& one) {
   if (one.cached.empty()) return;
   const Slot& slot = slots_[by_name_.at(name)];
@@ -219,7 +219,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       }
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
-          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // it was another's: they bring it in full
+          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // the slot was reused: it comes in full
           if (was_done(slots_[slot].name, seen)) continue;
           Bits who = *members(slots_[slot].name);
           who.keep(theirs);
@@ -276,13 +276,13 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
   }
 }
 
-// Who says so had not heard yet that it has ended.
+// Whether the operation has ended with a frame that the sender had not applied yet.
 bool Node::was_done(const Name& name, uint64_t seen) const {
   const auto done = done_.find(name);
   return done != done_.end() && seen < done->second;
 }
 
-// They bring again what this rank has from them, as its slot was taken away: it may have ended since.
+// Whether ranks bring again, as its slot was reused, what this rank has from them: the operation may have ended since.
 bool Node::is_late(const Name& name, uint64_t seen) const {
   if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);
@@ -353,7 +353,7 @@ void Node::lost_child(size_t child, const std::string& why) {
 
 void Node::lost_parent(uint32_t parent, const std::string& why) {
   if (ended_) return;
-  Writer record;  // those below are told by this rank
+  Writer record;  // this rank tells the ranks below
   record.number(kDownEnded);
   record.number(0);
   single(parent).write(record);

@@ -1,9 +1,10 @@
-// A rank's place in the tree by which the ranks agree which operations all of them have brought, and in which order.
+// A rank's node in the tree by which the ranks agree which operations all of them have brought, and in which order.
 //
-// What a rank brings goes up once everybody below has brought it too, so that the root hears of an operation when all
-// ranks are there, from each of its children once; what is to run comes down in frames that are the same for all. An
-// operation that was agreed on before is a bit in both directions: its slot in a cache that all ranks change alike, as
-// they go through the same frames. Nothing here waits, reads a clock or knows of connections: bytes go in and come out.
+// A rank sends an operation up once all ranks below it have brought the operation too, so the root learns of it when
+// all ranks are complete, once from each child. The root's responses, what is to run, come down in frames that are the
+// same for all ranks. An operation that was agreed on before is a single bit in both directions: its slot in the
+// response cache, which all ranks change alike, as they go through the same frames. Nothing here waits, reads a clock
+// or knows of connections: bytes go in and come out.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@
 
 namespace ncclpy::coordinator {
 
-// The set of all ranks; and the one by which new sets are agreed on, whose keys are their members.
+// The number of the process set of all ranks; and the one under which new process sets are agreed on, keyed by
+// members.
 constexpr uint32_t kEverybody = 0;
 constexpr uint32_t kSets = UINT32_MAX;
 
@@ -36,7 +38,7 @@ enum class Kind {
   ended,
 };
 
-// What some of the ranks have brought under one name.
+// Ranks that have brought the same under one name.
 struct Part {
   std::string fixed;
   Bits ranks;
@@ -47,7 +49,7 @@ struct Neighbour {
   Bits ranks;
 };
 
-// What a rank is told.
+// A response of the root, or another message, to a rank.
 struct Record {
   Kind kind{};
   uint32_t group = 0;
@@ -56,7 +58,7 @@ struct Record {
   std::vector<std::string> owns;  // by members
   std::vector<Part> parts;
   std::vector<Neighbour> near;
-  Bits have, missing;  // of an operation that waits; `have` holds the absent of one that runs, and who is lost at the end
+  Bits have, missing;  // of a waiting operation; `have`: also the absent ranks of one that runs, and the lost ones
   double seconds = 0;
   int64_t rank = -1;
   std::string reason;
@@ -68,8 +70,7 @@ struct Counters {
   uint64_t brought = 0, runs = 0, hits = 0, frames = 0, evicted = 0, bytes_up = 0, bytes_down = 0;
 };
 
-// The ranks of a set: of one that is known, or read from what a new set is agreed on by. It stands for false if there is
-// no such set.
+// The ranks of a process set: of a known one, or read from the key of a new one. False if there is no such set.
 class Members {
  public:
   explicit Members(const Bits* known) : known_(known) {}
@@ -84,8 +85,9 @@ class Members {
   const Bits* known_ = nullptr;
 };
 
-// What has failed for want of this rank, for it to hear when it brings that. Of names that it never brings the oldest are
-// forgotten: should they come after all, they wait for the others as what is new does.
+// Operations that have failed because this rank did not bring them, kept so that the rank gets the error when it does.
+// The oldest of those that it never brings are forgotten: if it brings one later, that waits for the other ranks like
+// a new operation.
 class Condemned {
  public:
   using Name = std::pair<uint32_t, std::string>;
@@ -108,38 +110,38 @@ class Condemned {
   size_t bytes_ = 0;
 };
 
-// How far this rank is from the root, and who is below it.
+// This rank's position in the tree.
 struct Place {
   uint32_t rank = 0, size = 1;
   bool root = true;
-  std::vector<std::pair<uint32_t, Bits>> children;  // each with its rank, and all ranks below it and itself
+  std::vector<std::pair<uint32_t, Bits>> children;  // each with its rank, and the ranks of its subtree
 };
 
 class Node {
  public:
   Node(Place place, size_t cache, double timeout, double stall_after);
 
-  // What this rank does.
+  // Calls of this rank.
   Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
   Brought join();
   void shut_down(bool drain, const std::string& reason);
-  // The operations of this set that a frame had are on their way: at the root, what has come meanwhile may follow.
+  // The operations of this set in a frame were launched: at the root, operations completed meanwhile may follow.
   void launched(uint32_t group);
 
-  // What has come; throws Malformed.
+  // Received frames and lost connections; throws Malformed.
   void from_child(size_t child, std::string_view frame, double now);
   void from_parent(std::string_view frame, double now);
   void lost_child(size_t child, const std::string& why);
   void lost_parent(uint32_t parent, const std::string& why);
 
-  // What is to go: frames upwards, and downwards to all children, in their order.
+  // Frames to send: upwards, and downwards to all children, in order.
   std::deque<std::string> up, down;
-  // Of this rank's own, by frames.
+  // Records for this rank, by frames.
   std::deque<std::vector<Record>> told;
 
-  // Warns of what waits for long; returns when to look again, or infinity.
+  // Reports operations that wait for long or are overdue; returns when to look again, or infinity.
   double look(double now);
-  // Puts together what is to go; after each of the above.
+  // Puts together the frames to send; called after each of the functions above.
   void settle();
 
   bool ended() const { return ended_; }
@@ -162,15 +164,15 @@ class Node {
 
   struct Entry {
     double since = 0;
-    double warn = 0;         // when to tell of it
-    double patience = 0;     // until the next time
+    double warn = 0;         // when to report it
+    double patience = 0;     // seconds until the next report
     bool joinable = true;
     bool forwarded = false;  // upwards, or, at the root, listed in ready_
-    bool overdue = false;    // the root was told
-    bool again = false;      // those below may bring it once more, though it was forwarded
-    Bits cached;             // who brings what its slot holds
-    Bits have;               // all who bring it
-    Bits hinted;             // who was said to, where those below are not complete
+    bool overdue = false;    // the root knows
+    bool again = false;      // ranks below may bring it once more, though it was forwarded
+    Bits cached;             // ranks that bring what its slot holds
+    Bits have;               // all ranks that bring it
+    Bits hinted;             // ranks reported in hints, from below, where ranks are missing
     std::string hinted_fixed;
     std::vector<Part> parts;
     std::map<uint32_t, std::string> owns;
@@ -182,8 +184,8 @@ class Node {
     std::string fixed;
     bool joinable = true;
     std::vector<std::string> owns;
-    uint64_t assigned = 0;  // the frame since which it holds this
-    bool touched = false;   // used since the hand has come by
+    uint64_t assigned = 0;  // the frame that has filled it
+    bool touched = false;   // used since the hand passed last
   };
 
   Members members(const Name& name) const;
@@ -215,30 +217,30 @@ class Node {
 
   const Place place_;
   const Bits self_;
-  Bits below_;  // this rank and all below it
+  Bits below_;  // this rank and all ranks below it
   const double timeout_, stall_after_;
   std::vector<Bits> groups_;
   std::map<Name, Entry> entries_;
   std::unordered_map<Name, Mine, NameHash> mine_;
   Condemned condemned_;
   std::vector<Slot> slots_;
-  uint32_t used_ = 0;  // of them, from the first on
-  uint32_t hand_ = 0;  // at the root: where it looks for one that was not used for long
+  uint32_t used_ = 0;  // how many slots are used; they are the first ones
+  uint32_t hand_ = 0;  // at the root: where the search for a slot to replace goes on (CLOCK)
   std::unordered_map<Name, uint32_t, NameHash> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
-  uint64_t current_ = 0;   // of the one that is put together, or gone through
-  Bits joined_;            // as all ranks know it, by the frames
-  Bits seen_joined_;       // and who of those below has said so since
+  uint64_t current_ = 0;   // the number of the frame that is being made or applied
+  Bits joined_;            // the ranks that have joined, by the frames, as all ranks know it
+  Bits seen_joined_;       // and ranks below that have joined since
   bool joining_ = false, has_joined_ = false;
   bool closing_ = false, closed_sent_ = false, ended_ = false;
   int64_t closer_ = -1;
   std::string close_reason_;
   std::vector<bool> closed_;     // children
-  std::vector<uint64_t> seen_;   // by children: the last frame that each had gone through
-  std::map<Name, uint64_t> done_;  // of what may be brought once more: the frame that has ended it
-  std::map<uint32_t, std::deque<Name>> ready_;  // at the root: what all have brought, by sets
+  std::vector<uint64_t> seen_;   // by children: the last frame that each has applied
+  std::map<Name, uint64_t> done_;  // by operations that may be brought once more: the frame that has ended them
+  std::map<uint32_t, std::deque<Name>> ready_;  // at the root: operations that all have brought, by sets
   std::map<uint32_t, int> launching_;
-  double due_ = 0;  // before then nothing that waits is late
+  double due_ = 0;  // nothing is late before then
   Writer up_, down_;
   Bits bits_up_, bits_down_;
   std::vector<Record> telling_;

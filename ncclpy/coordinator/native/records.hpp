@@ -1,4 +1,4 @@
-// What frames are made of, upwards and downwards, and how parts of an operation are put together.
+// The records of frames, upwards and downwards, and how the parts of an operation are merged.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What the root decides, what all ranks go through in one order, and what goes from a rank.
+// The root's responses, their application by all ranks in one order, and the frames that a rank sends.
 #include <algorithm>
 #include <limits>
 
@@ -9,23 +9,23 @@ namespace ncclpy::coordinator {
 
 namespace {
 
-constexpr size_t kNear = 64;     // names beside one that waits
-constexpr size_t kTold = 16;     // that wait, at a time
-constexpr size_t kCondemned = 1 << 20;  // bytes of records that are kept for names which may never come
-constexpr size_t kOfOne = 512;          // of a record's own, beside its texts
-constexpr double kLongest = 64;  // times that the patience of a warning grows
+constexpr size_t kNear = 64;     // other waiting operations in a warning
+constexpr size_t kTold = 16;     // warnings at a time
+constexpr size_t kCondemned = 1 << 20;  // bytes of records that are kept for names which may never be brought
+constexpr size_t kOfOne = 512;          // bytes of a record besides its texts
+constexpr double kLongest = 64;  // largest factor of stall_after between two warnings
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-// The root's verdicts.
+// The root's responses.
 
 uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
-  if (closing_) return kNoSlot;  // who has said that it brings nothing more is not to be asked to bring it again
+  if (closing_) return kNoSlot;  // a rank that brings nothing more cannot bring the former one again
   if (used_ < slots_.size()) return used_;
-  // Round by round, as a hand of a clock: what was used since it came by last has another round.
+  // The CLOCK algorithm: a slot that was used since the hand passed last stays for another round.
   for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
     hand_ = static_cast<uint32_t>((hand_ + 1) % slots_.size());
     Slot& slot = slots_[hand_];
@@ -70,7 +70,7 @@ void Node::judge(const Name& name) {
     record.text(name.second);
     if (differs) {
       std::sort(one.parts.begin(), one.parts.end(), [](const Part& a, const Part& b) {
-        return a.ranks.list().front() < b.ranks.list().front();  // not by who came first
+        return a.ranks.list().front() < b.ranks.list().front();  // not by the order of arrival
       });
       write_parts(record, one.parts);
     } else {
@@ -99,7 +99,7 @@ void Node::send_bits() {
   send_down(std::move(record));
 }
 
-// The sender goes through its own frames as all others do.
+// The sender applies its own frames as all other ranks do.
 void Node::send_down(Writer record) {
   if (down_.empty()) current_ = applied_ + 1;
   const std::string bytes = record.take();
@@ -108,7 +108,7 @@ void Node::send_down(Writer record) {
   apply(in, 0);
 }
 
-// What all ranks go through in one order.
+// Applying frames, by all ranks in one order.
 
 void Node::from_parent(std::string_view frame, double now) {
   if (ended_) return;
@@ -174,7 +174,7 @@ void Node::apply(Reader& in, double now) {
         record.have = Bits::read(in, place_.size);
         record.missing = Bits::read(in, place_.size);
         if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
-        if (!place_.children.empty()) done_[name] = current_;  // what crosses this on its way up is of what is over
+        if (!place_.children.empty()) done_[name] = current_;  // parts that cross this frame on their way up are late
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;
           record.key = name.second;
@@ -235,7 +235,7 @@ void Node::apply(Reader& in, double now) {
   }
 }
 
-// This rank takes part in what runs, also if it has joined.
+// This rank takes part in an operation also if it has joined.
 void Node::run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns) {
   ++counters.runs;
   Record record;
@@ -252,7 +252,7 @@ void Node::finish(const Name& name, Record record) {
   record.key = name.second;
   const Members all = members(name);
   if (all && all->has(place_.rank)) telling_.push_back(std::move(record));
-  const Name gone = name;  // may be the entry's own
+  const Name gone = name;  // `name` may belong to the entry
   const auto found = entries_.find(gone);
   if (found != entries_.end()) {
     if (found->second.again) done_[gone] = current_;
@@ -276,9 +276,11 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   }
   by_name_[name] = number;
   if (!taken) return;
-  // Bits for what it held mean nothing any more, wherever they are: who has sent one brings it again, in full.
+  // Bits for the former operation mean nothing any more, wherever they are: a rank that has sent one brings the
+  // operation again, in full.
   const auto found = entries_.find(before);
-  // That may come when the others are done with it, since what was forwarded in full before stands.
+  // That may arrive when the operation has ended on the other ranks, since parts that were forwarded in full stay
+  // valid.
   if (found != entries_.end()) {
     Entry& one = found->second;
     one.again = true;
@@ -290,7 +292,7 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   if (mine != mine_.end()) add_mine(before, mine->second, now);
 }
 
-// What has failed without this rank.
+// Operations that have failed without this rank.
 
 namespace {
 
@@ -328,7 +330,7 @@ void Condemned::clear() {
   bytes_ = 0;
 }
 
-// What waits.
+// Operations that wait.
 
 Record Node::stalled(const Name& name, const Entry& one, double now) const {
   Record record;
@@ -371,7 +373,7 @@ double Node::look(double now) {
       one.warn = now + one.patience;
       one.overdue = is_late;
       if (place_.root && waiting.size() == kTold) {
-        one.patience /= 2;  // its turn comes
+        one.patience /= 2;  // it is reported later
       } else if (place_.root) {
         waiting.push_back(stalled(each.first, one, now));
       } else {
@@ -400,7 +402,7 @@ double Node::look(double now) {
   return next;
 }
 
-// What goes.
+// Sending.
 
 bool Node::check_joined() {
   if (!joining_ || !mine_.empty()) return false;

@@ -1,4 +1,4 @@
-// Control frames as bytes: numbers in groups of seven bits, text with its length before it, sets as runs.
+// Control frames as bytes: numbers in groups of seven bits, text after its length, sets as runs.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ncclpy::coordinator {
 
-// What a peer has sent is no control frame.
+// A peer has sent bytes that are no control frame.
 struct Malformed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -66,7 +66,7 @@ class Reader {
     return value;
   }
 
-  // How many things of at least a byte each follow.
+  // A count of items that follow, each of at least one byte.
   size_t count() { return static_cast<size_t>(below(left_.size() + 1)); }
 
   std::string text() {
@@ -117,13 +117,13 @@ class Bits {
     grow(other.words_.size());
     for (size_t i = 0; i < other.words_.size(); ++i) words_[i] |= other.words_[i] & ~known.word(i);
   }
-  // Are all of `wanted` in this or in `also`?
+  // Whether all of `wanted` are in this or in `also`.
   bool covers(const Bits& wanted, const Bits& also) const {
     for (size_t i = 0; i < wanted.words_.size(); ++i)
       if ((wanted.words_[i] & ~word(i) & ~also.word(i)) != 0) return false;
     return true;
   }
-  // The same of what is in both `wanted` and `among`.
+  // The same for the numbers that are in both `wanted` and `among`.
   bool covers(const Bits& wanted, const Bits& among, const Bits& also) const {
     for (size_t i = 0; i < wanted.words_.size(); ++i)
       if ((wanted.words_[i] & among.word(i) & ~word(i) & ~also.word(i)) != 0) return false;
@@ -138,7 +138,7 @@ class Bits {
   }
 
   void write(Writer& out) const {
-    std::vector<uint64_t> runs;  // how many are out, how many are in, and so on
+    std::vector<uint64_t> runs;  // in turn: how many are not in the set, how many are
     size_t at = 0;
     const std::vector<uint32_t> all = list();
     for (size_t i = 0; i < all.size();) {
@@ -158,7 +158,7 @@ class Bits {
     return read(in, limit);
   }
 
-  // Numbers below `limit`.
+  // Reads a set of numbers below `limit`.
   static Bits read(Reader& in, size_t limit) {
     Bits found;
     size_t at = 0;

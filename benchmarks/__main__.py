@@ -47,8 +47,8 @@ def main() -> int:
     for name, module in EXPERIMENTS.items():
         module.arguments(commands.add_parser(name, description=module.__doc__, help=module.__doc__.splitlines()[0]))
     chosen = parser.parse_args()
-    # For every process that is measured: numpy's linear algebra would start threads in each, which keep a core busy
-    # for a tenth of a second although nobody asks them for anything.
+    # For every measured process: numpy's linear algebra would start threads in each, which keep a core busy for a
+    # tenth of a second although they have nothing to do.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return EXPERIMENTS[chosen.experiment].run(chosen)
 

@@ -1,1 +1,1 @@
-"""Stores: what a key costs, and what it takes until all have met."""
+"""Stores: the cost of a key, and the time of a rendezvous of all ranks."""

@@ -1,10 +1,10 @@
-"""What a store costs: a round trip, many pipelined requests, and what grows with clients: to connect, and to meet.
+"""The costs of a store: a round trip, many pipelined requests, and, growing with clients, connecting and rendezvous.
 
-Time is taken of all clients together, and of the server's processors and memory for each of them. The server is a
-process of its own and the clients, each a connection with a thread, are divided among --processes others, all of this
-machine. Every round measures every rival and every number of clients once, with a fresh server, in a random order.
-What many do together lasts from the first that begins to the last that ends. What another package cannot do, or not in
---patience seconds, is listed as not measured.
+The time is that of all clients together; processor time and memory of the server are measured for each client. The
+server is a process of its own, and the clients, each a connection with a thread, are divided among --processes others,
+all on this machine. Every round measures every rival and every number of clients once, with a fresh server, in a
+random order. A step of many clients lasts from the first that begins to the last that ends. What another package
+cannot do, or not in --patience seconds, is listed as not measured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from benchmarks.work import results, workers
 
 SIDE = "benchmarks.bootstrap.side"
 DEFAULTS = {"clients": [16, 64, 256, 1000, 4096], "processes": 4, "rounds": 5, "patience": 300, "seed": 1}
-#: So many clients ask at once, each for so many keys in one request, so often in a sample.
+#: Clients that ask at once, keys in each request, and requests in a sample.
 PIPELINED, KEYS, REPEATED = 16, 64, 40
 ROUND_TRIPS = 2000
 MEETINGS = 3
 OURS = next(iter(RIVALS))
-#: Each client of torch's looks up the name of the address that it connects to. Where no name service answers that
-#: takes 5 s or more, of 1,000 clients at once over 300 s; so none is asked.
+#: Each client of torch's store looks up the name of the address that it connects to. Without an answering name service
+#: that takes 5 s or more, with 1,000 clients at once over 300 s; so no name service is used.
 NO_LOOK_UPS = "RES_OPTIONS", "attempts:0"
 
 
@@ -102,24 +102,24 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def entry_of(row: dict) -> tuple[str, int]:
-    """Return the rival and number of clients that a row is of; 0: what one key costs."""
+    """Return the rival and number of clients of a row; 0: the cost of one key."""
     return row["rival"], row.get("ranks", 0)
 
 
 def reason(failure: workers.WorkerFailed) -> str:
-    """Return why a rival could not be measured, in a line."""
+    """Return in one line why a rival could not be measured."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     why = lines[0] if isinstance(failure, workers.WorkerLost) else lines[-1]
     return why.rstrip(":") if len(why) <= 200 else why[:199] + "…"
 
 
 def measure(rival: str, clients: int, nprocesses: int, patience: float) -> list[dict]:
-    """Take one sample of each row with so many clients; 0: what one key costs."""
+    """Take one sample of each row with so many clients; 0: the cost of one key."""
     return many(rival, clients, nprocesses, patience) if clients else few(rival, patience)
 
 
 def few(rival: str, patience: float = DEFAULTS["patience"]) -> list[dict]:
-    """Measure what a key costs: one client alone, and sixteen at once."""
+    """Measure the cost of a key: one client alone, and sixteen at once."""
     server, *asking = processes = [workers.WorkerProcess(SIDE) for _ in range(3)]
     try:
         port = server.ask("serve", rival=rival, deadline=workers.FIRST_DEADLINE)
@@ -140,7 +140,7 @@ def few(rival: str, patience: float = DEFAULTS["patience"]) -> list[dict]:
 
 
 def many(rival: str, clients: int, nprocesses: int, patience: float) -> list[dict]:
-    """Measure how long so many take to connect and to meet, and what the server needs for each."""
+    """Measure how long so many clients take to connect and to meet, and the server's needs for each."""
     shares = [clients // nprocesses + (index < clients % nprocesses) for index in range(nprocesses)]
     server, *asking = processes = [workers.WorkerProcess(SIDE) for _ in range(1 + nprocesses)]
     try:

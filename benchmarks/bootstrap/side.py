@@ -38,7 +38,7 @@ class Ours:
 
 
 class Torchs:
-    """A client of torch's TCPStore, whose server is that of libuv; a barrier as torch.distributed makes one."""
+    """A client of torch's TCPStore with its libuv server; a barrier as torch.distributed makes one."""
 
     PACKAGE = "torch.distributed"
 
@@ -126,18 +126,18 @@ class Side:
         return self._all(len(self.clients), take_part)
 
     def do_meet(self, name: str, first: int, size: int) -> tuple[float, float]:
-        """Have each client come to a barrier of all."""
+        """Have each client arrive at a barrier of all."""
         return self._all(len(self.clients), lambda index: self.clients[index].meet(name, first + index, size))
 
     def do_leave(self) -> None:
-        """Let go of the clients."""
+        """Close the clients."""
         for client in self.clients:
-            with contextlib.suppress(AttributeError):  # torch's go when they are dropped
+            with contextlib.suppress(AttributeError):  # torch's close when they are dropped
                 client.store.close()
         self.clients = []
 
     def _all(self, count: int, do: Callable[[int], None]) -> tuple[float, float]:
-        """Do something in as many threads at once; return when the first began and the last ended.
+        """Run a function in as many threads at once; return when the first began and the last ended.
 
         The clock is the same in all processes of a machine.
         """

@@ -1,1 +1,1 @@
-"""How fast collectives move data, beside rivals, nccl-tests and MPI."""
+"""The speed of collectives, compared with rivals, nccl-tests and MPI."""

@@ -1,4 +1,4 @@
-"""A CUDA graph of calls that are captured one after the other, as nccl-tests' ``-G`` makes it: a node a call.
+"""A CUDA graph of calls that are captured one after the other, as nccl-tests' ``-G`` makes it: one node per call.
 
 A `Plan` is captured as one group, of which NCCL makes as few kernels as it can, so it would not be the same graph.
 """
@@ -13,16 +13,16 @@ THREAD_LOCAL = 1
 
 
 class Replay:
-    """What a thread has captured from a stream, ready to be launched there; its device has to be current.
+    """Calls that a thread has captured from a stream, ready to be launched there; the stream's device must be current.
 
     Parameters
     ----------
     driver : str
-        Path or name of the library with the driver's calls; on the host engine that is the engine.
+        Path or name of the library with the driver's functions; with the host engine, the engine itself.
     stream : int
         The stream's handle.
     calls : iterable of callable
-        What is captured: each issues an operation on the stream.
+        The calls to capture, each of which issues an operation on the stream.
     """
 
     def __init__(self, driver: str, stream: int, calls: Iterable[Callable[[], object]]):
@@ -41,7 +41,7 @@ class Replay:
         self._call("cuGraphLaunch", self._exec, self._stream)
 
     def close(self) -> None:
-        """Destroy the graph, whose launches are over."""
+        """Destroy the graph; its launches must be over."""
         self._call("cuGraphExecDestroy", self._exec)
         self._call("cuGraphDestroy", self._graph)
 

@@ -1,12 +1,13 @@
-"""Time and bus bandwidth of every collective, from 8 bytes to 1 GiB, beside the rivals.
+"""Time and bus bandwidth of every collective, from 8 bytes to 1 GiB, of ncclpy and its rivals.
 
-With --gpu N on N GPUs: beside nccl-tests (a thread a GPU), torch.distributed and cupy.cuda.nccl, each in processes of
-its own, one a GPU. Without it on CPUs, through the host engine: beside MPICH and Open MPI (see `mpi`) and
-torch.distributed with gloo, a process a rank. Rivals take turns; a rival that is missing or fails becomes a row that
-says so. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as nccl-tests does.
+With --gpu N on N GPUs: compared with nccl-tests (a thread per GPU), torch.distributed and cupy.cuda.nccl, each in
+processes of its own, one per GPU. Without it on CPUs, through the host engine: compared with MPICH and Open MPI (see
+`mpi`) and torch.distributed with gloo, a process per rank. Rivals take turns; a rival that is missing or fails becomes
+a row that says so. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as in
+nccl-tests.
 
-With --replayed the sizes given there are measured as CUDA graphs too, beside nccl-tests -G: on GPUs a small call lasts
-as long as its launch, and a graph shows what the device takes.
+With --replayed the sizes given there are also measured as CUDA graphs, compared with nccl-tests -G: on GPUs a small
+call lasts as long as its launch, and a graph shows the time of the device.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from benchmarks.work import results, workers
 SIDE = "benchmarks.collectives.side"
 NAMES = tuple(nccl_tests.BINARIES)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: By whether they are for GPUs.
+#: Defaults, by whether they are for GPUs.
 SIZES = {
     True: ["8", "64", "512", "4K", "32K", "256K", "2M", "16M", "128M", "256M", "1G"],
     False: ["8", "64", "512", "4K", "32K", "256K", "2M", "16M", "64M"],
 }
 ROUNDS = 5
-#: Operations a sample: as many for each rival. On CPUs large ones are fewer.
+#: Operations in a sample, as many for each rival. On CPUs there are fewer large ones.
 GPU_CALLS = 50
-#: Of a latency's sample: calls that wait leave the launch queue empty, so that more of them do not fill it.
+#: Operations in a sample of latency: each call is waited for, so that they do not fill the launch queue.
 LATENCY_CALLS = 200
 CPU_CALLS, CPU_BYTES = 500, 64 << 20
-#: How often a graph of `GPU_CALLS` is launched for a sample: its first launch counts, and with so many costs little.
+#: Launches of a graph of `GPU_CALLS` in a sample: the first one, which costs more, counts but weighs little.
 GRAPH_LAUNCHES = 20
-#: Up to this size the latency is measured too: a call and the wait for its stream. On CPUs a call waits by itself.
+#: Largest size for which the latency is measured too: a call and the wait for its stream. On CPUs a call itself waits.
 LATENCY_BYTES = 1 << 20
 DEADLINE = 240
 #: The Python rivals, and the flags of nccl-tests, of either kind of run.
@@ -53,7 +54,7 @@ PLAIN = ("ncclpy", "ncclpy.ProcessGroup", "torch.distributed", "cupy.cuda.nccl")
 REGISTERED = ("ncclpy, registered", "ncclpy, windows")
 NCCL_TESTS = {"nccl-tests": []}
 NCCL_TESTS_REGISTERED = {"nccl-tests -R 1": ["-R", "1"], "nccl-tests -R 2": ["-R", "2"]}
-#: Those whose calls are captured.
+#: The rivals of which the calls are captured.
 REPLAYED = ("ncclpy", *REGISTERED)
 
 
@@ -136,7 +137,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _notes(chosen: argparse.Namespace) -> list[str]:
-    """Return what a reader has to know of what was measured on GPUs."""
+    """Return the notes to what was measured on GPUs."""
     if not chosen.gpu:
         return []
     notes = [
@@ -169,27 +170,27 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
 
 
 def _rivals(chosen: argparse.Namespace, sweep: Sweep) -> list[str]:
-    """Return the names of the Python rivals, the first of which says which library all have to drive."""
+    """Return the names of the Python rivals; the first one finds the library that all must use."""
     names = REPLAYED if sweep.launches else (*PLAIN[:1], *REGISTERED, *PLAIN[1:])
     left_out = {*chosen.without, *(() if chosen.registered else REGISTERED)}
     return [name for name in names if name not in left_out]
 
 
 class Sweep:
-    """What is measured, and the rows in the making.
+    """The settings of the measurement, and the rows collected so far.
 
     Attributes
     ----------
     cycles : int
-        Samples of a turn.
+        Samples in a turn.
     launches : int
-        How often a graph of the calls is launched; 0 where they are made one by one.
+        How often a graph of the calls is launched; 0 if they are made one by one.
     apart : bool
-        Whether each rank is to believe that it has a host of its own.
+        Whether each rank takes itself for one on a host of its own.
     itemsize, factors : int, dict
-        Of the elements, and what bus bandwidth counts of a byte by collective: known when a rival is open.
+        Bytes of an element, and the factor of bus bandwidth of each collective; known when a rival is open.
     failed : list of dict
-        Rows of what has failed, perhaps of several sweeps together.
+        Rows of failures, perhaps of several sweeps together.
     """
 
     def __init__(
@@ -210,11 +211,11 @@ class Sweep:
         self._rows: dict[tuple, dict] = {}
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return what a rank's environment has more than others'."""
+        """Return the variables to add to a rank's environment."""
         return {"NCCL_HOSTID": f"host{rank}", "NCCL_NET": "Socket"} if self.apart else {}
 
     def calls(self, nbytes: int) -> int:
-        """Return the operations of a sample."""
+        """Return the number of operations in a sample."""
         return GPU_CALLS if self.gpu else max(3, min(CPU_CALLS, CPU_BYTES // nbytes))
 
     def add(self, rival: str, collective: str, nbytes: int, seconds: float, measure: str = "time") -> None:
@@ -237,7 +238,7 @@ class Sweep:
         row["samples"].append(seconds * 1e6)
 
     def fail(self, rival: str, what: str, reason: str) -> None:
-        """Note that a rival, or one collective of it, has failed, and why: the last line of what it said."""
+        """Note that a rival, or one collective of it, has failed, with the last line of its output."""
         print(f"{rival}: {what}: {reason}", file=sys.stderr, flush=True)
         words = reason.strip().splitlines() or ["no reason"]
         self.failed.append({"rival": rival, "missing": f"failed: {what}: {words[-1].rstrip(':')}"})
@@ -256,7 +257,7 @@ def rows(sweeps: list[Sweep], before: list[dict]) -> list[dict]:
 
 
 class PythonRival:
-    """A rival whose ranks are Python processes, one each."""
+    """A rival with a Python process for each rank."""
 
     def __init__(self, name: str, processes: list[workers.WorkerProcess], sweep: Sweep):
         self.name, self.processes, self._sweep = name, processes, sweep
@@ -287,11 +288,11 @@ class PythonRival:
             self._left.remove(collective)
 
     def _sample_in_a_row(self) -> bool:
-        """Take one sample of everything without a pause, on CPUs; return whether that was so and nothing has failed.
+        """Take one sample of everything without a pause, on CPUs; return whether that was done and nothing has failed.
 
-        An MPI's ranks never sleep in a run. Those that sleep between two samples may be woken on cores that are far
-        from each other, in a virtual machine above all, and small calls take twice as long there. What has failed is
-        found one by one.
+        An MPI's ranks never sleep during a run. Ranks that sleep between two samples may be woken on distant cores,
+        above all in a virtual machine, and small calls then take twice as long. A failure is located by taking the
+        samples one by one.
         """
         if self._sweep.gpu:
             return False
@@ -321,13 +322,13 @@ class PythonRival:
             sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds), "latency")
 
     def _check(self, collective: str, nbytes: int) -> None:
-        """See once that what arrives is right."""
+        """Check once that the results are right."""
         if (collective, nbytes) not in self._checked:
             self._ask("check", {"collective": collective, "nbytes": nbytes})
             self._checked.add((collective, nbytes))
 
     def _in_a_row(self, collective: str, nbytes: int) -> dict:
-        """Return what is asked of a sample of calls in a row."""
+        """Return the request for a sample of calls in a row."""
         what = {"collective": collective, "nbytes": nbytes, "n": self._sweep.calls(nbytes)}
         return {**what, "waiting": False, "moving": self._sweep.gpu}
 
@@ -347,7 +348,7 @@ class NcclTests:
     def __init__(self, name: str, folder: Path, flags: list[str], library: str, sweep: Sweep):
         self.name, self._folder, self._flags, self._sweep = name, folder.resolve(), flags, sweep
         self._left = list(sweep.collectives)
-        # The library that ncclpy drives, wherever the binaries have been linked.
+        # The library that ncclpy drives, whatever the binaries are linked to.
         paths = [str(Path(library).parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._environment = {"LD_LIBRARY_PATH": ":".join(paths)}
         smallest = sweep.sizes[0]
@@ -373,7 +374,7 @@ class NcclTests:
                 lines = nccl_tests.lines(output, nccl_tests.TIME)
                 if not lines:
                     raise ValueError(f"no line of results: {shlex.join(command)}")
-            except ValueError as error:  # what is wrong, then all that was printed
+            except ValueError as error:  # the error, then the whole output
                 self._sweep.fail(self.name, collective, str(error).splitlines()[0].rstrip(":"))
                 self._left.remove(collective)
                 continue
@@ -415,7 +416,7 @@ class Mpi:
 
 
 def _started(name: str, sweep: Sweep) -> tuple[list[workers.WorkerProcess], dict | None, BaseException | None]:
-    """Start a rival's processes; return them, the library that they have found, and what went wrong."""
+    """Start a rival's processes; return them, the library that they have found, and the failure if any."""
     processes: list[workers.WorkerProcess] = []
     try:
         processes += [workers.WorkerProcess(SIDE, sweep.variables(rank)) for rank in range(sweep.nranks)]
@@ -445,7 +446,7 @@ def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: li
                         sweep.itemsize = 8
                     result["versions"]["nccl"] = library["version"]
                     sweep.factors = library["factors"]
-                    if name != "ncclpy.ProcessGroup":  # whose ranks meet in a store
+                    if name != "ncclpy.ProcessGroup":  # its ranks meet in a store instead
                         ident = library["id"]
                 place = {
                     "nranks": sweep.nranks,
@@ -459,7 +460,7 @@ def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: li
                 asked = [(process, {"rival": name, "rank": rank, **place}) for rank, process in enumerate(processes)]
                 answer = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)[0]
             except workers.WorkerFailed as failed:
-                # Without the first, ncclpy, nobody knows which library the others have to drive.
+                # Without the first one, ncclpy, the library that the others must drive is not known.
                 if not library:
                     raise
                 sweep.fail(name, "start", str(failed))
@@ -480,11 +481,11 @@ def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: li
 
 
 def _programs(chosen: argparse.Namespace, library: str, sweep: Sweep, result: dict) -> list:
-    """Return the rivals that are programs of others: nccl-tests on GPUs, MPIs on CPUs."""
+    """Return the rivals that are other programs: nccl-tests on GPUs, MPIs on CPUs."""
     if not sweep.gpu:
         return [Mpi(name, python, sweep) for name, python in mpi.found(chosen, result).items()]
     if chosen.nccl_tests is None and sweep.launches:
-        return []  # which was said of the calls that are made one by one
+        return []  # the sweep of calls made one by one has reported it
     if chosen.nccl_tests is None:
         result["rows"].append({"rival": "nccl-tests", "missing": "not given (--nccl-tests FOLDER)"})
         return []

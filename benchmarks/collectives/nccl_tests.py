@@ -1,4 +1,4 @@
-"""Bandwidth of ``ncclpy perf`` beside NVIDIA's nccl-tests, run in turns with the same flags on the same GPUs."""
+"""Bandwidth of ``ncclpy perf`` and of NVIDIA's nccl-tests, run in turns with the same flags on the same GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.pages import report
 from benchmarks.work import results
 
-#: Our name of a collective: the name of the nccl-tests binary.
+#: ncclpy's name of a collective: the name of the nccl-tests binary.
 BINARIES = {
     "all_reduce": "all_reduce_perf",
     "all_gather": "all_gather_perf",
@@ -26,9 +26,9 @@ BINARIES = {
     "scatter": "scatter_perf",
     "sendrecv": "sendrecv_perf",
 }
-#: Of what may be left out.
+#: Defaults of options that may be left out.
 DEFAULTS = {"rounds": 5, "iters": 20}
-#: What the `ncclpy` script does; as a program it runs whether or not the script is on the path.
+#: The program of the `ncclpy` script, which runs whether or not the script is on the path.
 PERF = "import sys; from ncclpy.cli.main import main; sys.exit(main())"
 #: A line of results: size, count, type, redop, root, then (time, algbw, busbw, #wrong) out of place and in place.
 LINE = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\S+)\s+(\S+)\s+(-?\d+)\s+(.+)$")
@@ -141,7 +141,7 @@ def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict
 
 
 def output_of(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run one of the binaries, with more variables in its environment, and return what it prints; it must succeed."""
+    """Run one of the binaries, with more variables in its environment, and return its output; it must succeed."""
     done = subprocess.run(
         command,
         check=False,

@@ -1,9 +1,9 @@
 """The rivals of the comparison by size, each as one rank of its process: buffers, and a call for every collective.
 
-A rival has a pair of buffers as large as anything that is measured. What is sent is ones. Each gives
-``call(collective, sent, received, first)``, a function of no arguments that issues one operation on the parts of both
-that begin at element `first`; ``sync``, which waits for what was issued; and ``reset`` and ``ends``, to see what has
-arrived at the beginning. The collectives of ``in_place`` read what they send from the buffer that receives.
+A rival has a pair of buffers as large as the largest message. It sends ones. Each rival has ``call(collective, sent,
+received, first)``, which returns a function without arguments that issues one operation on the parts of both buffers
+that begin at element `first`; ``sync``, which waits for what was issued; and ``reset`` and ``ends``, to check the
+first and last received elements. The collectives in ``in_place`` send from the receive buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.rivals import Missing
 from benchmarks.work import setting
 from benchmarks.work.setting import SUM
 
-#: Elements that are looked at, at either end of what was received.
+#: Elements that are checked at either end of what was received.
 END = 256
 #: Kinds of memory of ncclpy's rivals, as nccl-tests numbers them in ``-R``.
 PLAIN, REGISTERED, WINDOW = 0, 1, 2
@@ -30,20 +30,20 @@ Call = Callable[[], object]
 
 
 class Place:
-    """Where a rank is: its number, how many there are, whether on GPUs, and how large the buffers are.
+    """A rank's number, the number of ranks, whether they are on GPUs, and the size of the buffers.
 
     Attributes
     ----------
     dtype : numpy.dtype
         float32 on GPUs, as nccl-tests; float64 on CPUs, as with MPI.
     ident : str
-        What the ranks meet by: a unique id in hexadecimal, or the path of a file.
+        How the ranks meet: a unique id in hexadecimal, or the path of a file.
     library : str
-        The libnccl that a rival has to drive.
+        The libnccl that a rival must drive.
     streams : bool
-        Whether operations of ncclpy's are on a stream and a device's memory; on CPUs else on numpy's arrays.
+        Whether ncclpy's operations use a stream and device memory; if not, on CPUs, numpy arrays.
     as_nccl_tests : bool
-        Whether communicators of ncclpy's have nccl-tests' configuration.
+        Whether ncclpy's communicators have nccl-tests' configuration.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ncclpy:
         self.driver = library.path if library.engine == "host" else "libcuda.so.1"
         self.meeting: Any = None
         self.device = devices.using(place.rank)
-        self.device.__enter__()  # for good: this process has one device
+        self.device.__enter__()  # not restored: this process has one device
         self._connect()
         if not place.streams and memory == PLAIN:
             self.arrays = np.ones(place.count, place.dtype), np.zeros(place.count, place.dtype)
@@ -113,7 +113,7 @@ class Ncclpy:
         return pointer
 
     def _check_registered(self) -> None:
-        """Make a first call, with which a communicator registers what has come, and see that it did; collective."""
+        """Make a first call, by which a communicator registers new segments, and check that it did; collective."""
         from ncclpy.memory import SegmentRegistry
 
         self.call("all_reduce", 1, 1)()
@@ -164,7 +164,7 @@ class Ncclpy:
             self.stream.synchronize()
 
     def meet(self) -> None:
-        """Return when all ranks have come, on a communicator that has nothing to do with what is measured."""
+        """Wait for all ranks, on a communicator that is not measured."""
         if self.meeting is None:
             self.meeting = self.comm.split(0), self._buffer(self.devices.allocate(8, self.place.rank), 1)
         comm, buffer = self.meeting
@@ -190,7 +190,7 @@ class Ncclpy:
 
 
 class Group(Ncclpy):
-    """``ncclpy.ProcessGroup``: a call and the wait of the caller's stream for it; of the caller on CPUs."""
+    """``ncclpy.ProcessGroup``: a call, and the wait for it by the caller's stream; on CPUs by the caller."""
 
     def _connect(self) -> None:
         from ncclpy.bootstrap import FileStore
@@ -329,7 +329,7 @@ class Cupy:
         self.cupy, self.nccl, self.place = cupy, nccl, place
         cupy.cuda.Device(place.rank).use()
         unique_id: Any = bytes.fromhex(place.ident)
-        if int(cupy.__version__.partition(".")[0]) < 14:  # it took a tuple of signed chars then
+        if int(cupy.__version__.partition(".")[0]) < 14:  # older releases take a tuple of signed chars
             unique_id = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
         self.comm = nccl.NcclCommunicator(place.nranks, unique_id, place.rank)
         self.stream = cupy.cuda.Stream(non_blocking=True)

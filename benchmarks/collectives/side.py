@@ -21,7 +21,7 @@ class Side:
     """Answer requests; each method that a request can name starts with ``do_``."""
 
     def do_library(self, gpu: bool, nranks: int) -> dict:
-        """Choose the library; return what it is, a unique id in hexadecimal, and the factors of bus bandwidth."""
+        """Choose the library; return its description, a unique id in hexadecimal, and the factors of bus bandwidth."""
         if gpu:
             setting.share_library()
         else:
@@ -51,7 +51,7 @@ class Side:
         return {"missing": "", "version": self.rival.version()}
 
     def do_check(self, collective: str, nbytes: int) -> None:
-        """Run a collective once and raise if something wrong arrives; collective."""
+        """Run a collective once and raise if the result is wrong; collective."""
         place, rival = self.place, self.rival
         sent, received = plan(collective, nbytes, place.nranks, place.dtype.itemsize)
         sends = collective in rival.in_place and (collective != "broadcast" or place.is_root)
@@ -59,7 +59,7 @@ class Side:
         rival.call(collective, sent, received)()
         rival.sync()
         self._look(collective, received)
-        # In place a sum goes on growing: of zeros it does not.
+        # In place a repeated sum grows, unless it is of zeros.
         rival.reset(received, 0.0)
 
     def do_sample(self, collective: str, nbytes: int, n: int, waiting: bool, moving: bool) -> float:
@@ -89,7 +89,7 @@ class Side:
         return [self.do_sample(**operation) for operation in operations]
 
     def do_replay(self, collective: str, nbytes: int, n: int, launches: int) -> float:
-        """Return the seconds of one of `n` operations in a graph that is launched so often; collective.
+        """Return the seconds of one of `n` operations in a graph that is launched `launches` times; collective.
 
         As nccl-tests does: the calls go through the buffers, and the first launch counts.
         """
@@ -114,9 +114,9 @@ class Side:
         return seconds / (n * launches)
 
     def _calls(self, collective: str, nbytes: int, n: int, moving: bool) -> list[Callable[[], object]]:
-        """Return `n` operations; if `moving`, each behind the last one's part of the buffers, as in nccl-tests.
+        """Return `n` operations; if `moving`, each on the part of the buffers after the last one's, as in nccl-tests.
 
-        There no call finds in the caches what the one before has left, as long as the buffers are larger than those.
+        Then no call finds the previous call's data in the caches, as long as the buffers are larger than the caches.
         """
         place = self.place
         sent, received = plan(collective, nbytes, place.nranks, place.dtype.itemsize)
@@ -126,7 +126,7 @@ class Side:
         return list(itertools.islice(itertools.cycle(different), n))
 
     def _look(self, collective: str, received: int) -> None:
-        """Raise if something wrong has arrived."""
+        """Raise if the result is wrong."""
         place = self.place
         if collective not in ("reduce", "gather") or place.is_root:
             wanted = place.nranks if collective in ("all_reduce", "reduce", "reduce_scatter") else 1

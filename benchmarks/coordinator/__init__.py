@@ -1,1 +1,1 @@
-"""Named collectives: what negotiation takes, and the gradients of models in any order."""
+"""Named collectives: the time of negotiation, and the gradients of models in any order."""

@@ -1,10 +1,10 @@
-"""What it takes that ranks agree: from the last bring to the launch, and the gradients of models in any order.
+"""The cost of negotiation: from the last rank's bring to the launch, and the gradients of models in any order.
 
-Ranks are processes of this machine, on the host engine or with --gpu on GPUs, over a TCPStore or a process group. The
-gradients of a model are brought in an order of each rank's own, and by one grouped call; beside them one flat
-all-reduce of the same bytes by a process group, and the same arrays one by one: through mpi4py, given as for `mpi`, or
-by torch.distributed on GPUs. Over each MPI that is given, if mpi4py is here too, a coordinator as well, whose data the
-host engine carries or MPI does. With --scale instead how an agreement grows with ranks and names.
+Ranks are processes of this machine, on the host engine or with --gpu on GPUs, over a TCPStore or a process group. Each
+rank brings the gradients of a model in an order of its own, and by one grouped call. For comparison: one flat
+all-reduce of the same bytes by a process group, and the same arrays one by one, through mpi4py, given as for `mpi`, or
+by torch.distributed on GPUs. Over each given MPI, if mpi4py is here too, also a coordinator with the host engine or
+MPI as its carrier. With --scale instead: how negotiation grows with ranks and names.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SIDE = "benchmarks.coordinator.side"
 MPI_SIDE = Path(__file__).with_name("mpi_side.py")
 OVER_MPI = "benchmarks.coordinator.over_mpi"
 DEFAULTS = {"ranks": 2, "rounds": 5, "models": list(MODELS)}
-#: Calls of a round whose moments are looked at: fewer than the recorder keeps.
+#: Calls of a round of which the times are read: fewer than the recorder keeps.
 CALLS = 500
-#: Steps of a round, and those before that.
+#: Steps of a round, and warm-up steps before them.
 STEPS, WARM = 4, 2
 WAYS = ("store", "group")
-#: What carries the data over MPI.
+#: The carriers of data over MPI.
 ENGINES = {"auto": "the host engine", "mpi": "MPI"}
 
 
@@ -104,7 +104,7 @@ _LATENCY = "from the last bring to the launch, {} processes"
 
 
 def _latencies(moments: list, last: int) -> list[float]:
-    """Return the microseconds from when one rank brings to the last launch, from what each rank has seen."""
+    """Return the microseconds from one rank's bring to the last launch, from the times of all ranks."""
     return [(max(mine[1] for mine in call) - call[last][0]) * 1e6 for call in zip(*moments, strict=True)]
 
 
@@ -113,7 +113,7 @@ def _gradients(model: str, size: int) -> str:
 
 
 def _ours(chosen: argparse.Namespace, way: str) -> list[dict]:
-    """Return what one coordinator takes, in fresh processes."""
+    """Measure one coordinator, in fresh processes."""
     size, found = chosen.ranks, []
     processes: list[workers.WorkerProcess] = []
     folder = tempfile.TemporaryDirectory()
@@ -157,7 +157,7 @@ def _ours(chosen: argparse.Namespace, way: str) -> list[dict]:
 
 
 def _mpi(chosen: argparse.Namespace, rival: str, python: Path) -> list[dict]:
-    """Return what the same arrays take one by one."""
+    """Measure the same arrays one by one."""
     options = json.dumps({model: MODELS[model]() for model in chosen.models} | {"steps": STEPS, "warm": WARM})
     found = json.loads(mpi.output_of(python, chosen.ranks, [MPI_SIDE, options]))
     return [
@@ -172,7 +172,7 @@ def _mpi(chosen: argparse.Namespace, rival: str, python: Path) -> list[dict]:
 
 
 def _over_mpi(chosen: argparse.Namespace, rival: str, python: Path, engine: str) -> list[dict]:
-    """Return what a coordinator over MPI takes."""
+    """Measure a coordinator over MPI."""
     options = {"engine": engine, "models": chosen.models, "steps": STEPS, "warm": WARM, "calls": CALLS}
     program = ["-c", workers.START, OVER_MPI, json.dumps(options)]
     output = mpi.output_of(python, chosen.ranks, program, runs=Path(sys.executable))

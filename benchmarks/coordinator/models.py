@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def resnet50() -> list[int]:
-    """Return the 161 of ResNet-50, 25.6 million elements."""
+    """Return the sizes of ResNet-50's 161 gradients, 25.6 million elements."""
     found = [64 * 3 * 49, 64, 64]
     inner = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -18,7 +18,7 @@ def resnet50() -> list[int]:
 
 
 def gpt2() -> list[int]:
-    """Return the 148 of GPT-2, 124 million elements."""
+    """Return the sizes of GPT-2's 148 gradients, 124 million elements."""
     d = 768
     layer = [d, d, 3 * d * d, 3 * d, d * d, d, d, d, 4 * d * d, 4 * d, 4 * d * d, d]
     return [50257 * d, 1024 * d, *layer * 12, d, d]

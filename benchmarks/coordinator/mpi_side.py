@@ -1,6 +1,6 @@
 """One rank of mpi4py that reduces a model's gradients one by one, as a program without the package.
 
-Argument: a JSON object of the models' element counts, and how many steps to take. Rank 0 prints the seconds of each.
+Its argument is a JSON object: the models' element counts, and the number of steps. Rank 0 prints the seconds of each.
 """
 
 import json

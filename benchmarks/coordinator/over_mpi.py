@@ -1,6 +1,6 @@
-"""One rank of a coordinator whose ranks mpirun has started.
+"""One rank of a coordinator over MPI; mpirun starts the ranks.
 
-Its second argument: a JSON object of the engine, models, steps, calls. Rank 0 prints the moments and seconds of each.
+Its second argument is a JSON object: engine, models, steps, calls. Rank 0 prints the times and seconds of each.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""How an agreement grows: with ranks, and with names that are new or known.
+"""How the time of negotiation grows: with ranks, and with names that are new or known.
 
-Three things are measured. The way of an agreement through the tree, as if every rank had a core of its own: the ranks'
-parts in it are gone through one after the other, each call is timed, and a clock of each rank's own is put together
-from that; what a wire takes is not in it. The same of control planes with their connections and threads, all in one
-process, whose cores they share. And two such ranks with many names.
+Three things are measured. First, a negotiation through the tree as if every rank had a core of its own: the ranks'
+nodes run one after the other, each call is timed, and each rank's clock is computed from these times; network time is
+not included. Second, the same for control planes with their connections and threads, all in one process, which share
+its cores. Third, two such ranks with many names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RANKS, NAMES = [2, 4, 8, 16, 32, 64, 128, 256], [10, 100, 1000, 10_000]
 OURS = "ncclpy's control plane"
 WAY, SHARED = "an agreement, a core a rank", "an agreement, all ranks in one process"
 NEW, KNOWN = "names that are new", "names that are known"
-#: How much more than the fitted line the most ranks, or names, may take to count as no worse.
+#: The factor by which the largest number of ranks, or names, may exceed the fitted line and count as no worse.
 MORE = 1.5
 
 
@@ -80,7 +80,7 @@ def judged(rows: dict[tuple[str, int], dict], ranks: list[int]) -> list[str]:
         (KNOWN, NAMES, np.array(NAMES, float), "names"),
     ):
         medians = np.array([np.median(rows[operation, count]["samples"]) for count in counts])
-        # Each counts by its own size, else the last of the names decides alone.
+        # Relative errors, else the largest number of names alone decides the fit.
         b, a = np.polyfit(line, medians, 1, w=1 / medians)
         fitted = a + b * line[-1]
         verdict = "no worse than that" if medians[-1] <= MORE * fitted else "worse than that"

@@ -1,4 +1,4 @@
-"""The child side of what grows: ranks' parts in the tree by themselves, and control planes in threads."""
+"""The child side of the benchmark of growth: ranks' nodes in the tree alone, and control planes in threads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from benchmarks.work import worker
 
-#: Ranks of a machine; agreements that are timed, and those before that.
+#: Ranks of a machine; negotiations that are timed, and warm-up ones before.
 A_MACHINE, TIMES, WARM = 8, 300, 30
-#: What an operation's signature is like, and how long its name.
+#: The signature of an operation, and the form of its name.
 FIXED, NAME = bytes(60), "model.layers.{}.attention.weight {}"
 PATIENCE = 60
 
 
 class _Ranks:
-    """The parts of all ranks, each with a clock of its own."""
+    """The nodes of all ranks, each with a clock of its own."""
 
     def __init__(self, size: int) -> None:
         from ncclpy.coordinator.control import Node
@@ -29,7 +29,7 @@ class _Ranks:
         self.nodes = [Node(rank, size, rank == 0, below[rank], cache=64) for rank in range(size)]
 
     def agree(self, key: bytes) -> float:
-        """Return the seconds until the last rank hears that what all bring at once is to run."""
+        """Return the seconds until the last rank gets the response to an operation that all bring at once."""
         clocks, heard = [0.0] * len(self.nodes), [0.0] * len(self.nodes)
         coming: list[tuple[float, int, int, Callable[[], None]]] = []
         order = 0
@@ -69,13 +69,13 @@ class Side:
     """Answer requests; each method that a request can name starts with ``do_``."""
 
     def do_way(self, size: int) -> float:
-        """Return the microseconds of an agreement of so many ranks that have a core each."""
+        """Return the microseconds of a negotiation of so many ranks that have a core each."""
         ranks = _Ranks(size)
         taken = [ranks.agree(NAME.format(0, 0).encode()) for _ in range(WARM + TIMES)]
         return statistics.median(taken[WARM:]) * 1e6
 
     def do_shared(self, size: int) -> float:
-        """Return those of ranks that share this process."""
+        """Return the microseconds of ranks that share this process."""
 
         def body(control, turns: Callable[[], None]) -> None:
             for turn in range(WARM + TIMES // 3):
@@ -89,7 +89,7 @@ class Side:
         return _in_threads(size, body) / (TIMES // 3) * 1e6
 
     def do_names(self, count: int, new: bool) -> float:
-        """Return those of two ranks that bring so many names at once."""
+        """Return the microseconds of two ranks that bring so many names at once."""
         times = 3 if count > 1000 else 10
 
         def body(control, turns: Callable[[], None]) -> None:

@@ -69,15 +69,15 @@ class Side:
         self.rank, self.arrays = rank, {}
 
     def _ones(self, count: int) -> Any:
-        """Return an array of float32: of numpy's on the host engine, of torch's on GPUs."""
+        """Return an array of float32: of numpy on the host engine, of torch on GPUs."""
         if self.torch is None:
             return np.ones(count, np.float32)
         return self.torch.ones(count, device=f"cuda:{self.rank}")
 
     def do_latency(self, times: int, last: int) -> list[list[float]]:
-        """Bring one small array so often, this rank last or not.
+        """Bring one small array `times` times; the rank `last` brings it after all others.
 
-        Return when each was brought, launched and waited for, by the machine's monotonic clock.
+        Return the times of each bring, launch and end of the wait, by the machine's monotonic clock.
         """
         from ncclpy import recorder
 
@@ -92,7 +92,7 @@ class Side:
         return [[each["created"], each["launched"], end] for each, end in zip(entries, waited, strict=True)]
 
     def do_prepare(self, model: str) -> None:
-        """Have the gradients of a model."""
+        """Make the gradients of a model."""
         self.arrays = {f"{model}/{i}": self._ones(count) for i, count in enumerate(MODELS[model]())}
 
     def do_step(self, times: int, grouped: bool) -> list[float]:
@@ -115,7 +115,7 @@ class Side:
         return taken
 
     def do_flat(self, times: int) -> list[float]:
-        """Reduce as many bytes at once, by a process group; return the seconds of each time."""
+        """Reduce as many bytes in one call, by a process group; return the seconds of each time."""
         if not hasattr(self, "other"):
             import ncclpy
 

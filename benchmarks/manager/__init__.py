@@ -1,1 +1,1 @@
-"""What the Manager costs."""
+"""The costs of the Manager."""

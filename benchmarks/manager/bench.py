@@ -1,4 +1,4 @@
-"""What the measures of the Manager stand on: a Manager with a buffer on each device, and whether the work was done."""
+"""Base of the Manager's measures: a Manager with a buffer on each device, and checks that collectives were done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bench:
     """A Manager over the devices of one library, and buffers of every kind."""
 
     def open(self, library: str | None, devices: int | None, torch: bool) -> dict:
-        """Choose the library (None: the one that ncclpy finds) and make all of it."""
+        """Choose the library (None: the one that ncclpy finds), and make the Manager and the buffers."""
         if torch:
             setting.share_library()
         import ncclpy
@@ -36,7 +36,7 @@ class Bench:
         self.launching = f"launch on {len(self.devices)} devices"
         self.manager = ncclpy.Manager()
         self.keys = iter(range(1 << 60))
-        # What most measures use: the plainest buffer on each engine.
+        # The kind that most measures use: the simplest on each engine.
         self.kind = "prepared buffer" if self.engine == "gpu" else "numpy array"
         self.buffers = {"prepared buffer": tuple([self.buffer(d) for d in self.devices] for _ in range(2))}
         if self.engine != "gpu":
@@ -46,7 +46,7 @@ class Bench:
             self.wait(self.collective(next(self.keys), self.devices))
         version = ".".join(map(str, ncclpy.library().version))
         if torch:
-            # What other packages have made is not to be looked through by every full collection of garbage.
+            # Full garbage collections need not traverse the objects of other packages.
             gc.freeze()
         return {"engine": self.engine, "devices": len(self.devices), "nccl": version, "missing": missing}
 
@@ -61,7 +61,7 @@ class Bench:
         return [work for key in keys for work in self.collective(key, [device], num_local)]
 
     def wait(self, works: list) -> None:
-        """Wait until all are done; raise what went wrong."""
+        """Wait until all works are done; raise the first error."""
         for work in works:
             work.wait(60)
 
@@ -72,7 +72,7 @@ class Bench:
 
     @contextmanager
     def working(self, kind: str, collectives: int, devices: int | None = None) -> Iterator[None]:
-        """See that what is measured inside reduces this often, on the first so many devices; all of them if None."""
+        """Check that the block reduces this often, on the first so many devices; on all if None."""
         n = len(self.devices) if devices is None else devices
         if self.engine == "noop":
             library = ctypes.CDLL(self.nccl.library().path)
@@ -90,7 +90,7 @@ class Bench:
             self.check(device, buffer, n)
 
     def buffer(self, device: int, count: int = COUNT) -> Any:
-        """Return a prepared buffer of ones; of a large one only the first have a value."""
+        """Return a prepared buffer of ones; in a large one only the first elements are set."""
         from ncclpy.core.runtime import device as devices
 
         buffer = self.nccl.Buffer(devices.allocate(count * 4, device), count, "float32", device=device)
@@ -140,7 +140,7 @@ class Bench:
 
 
 def _pointer(buffer: Any) -> int:
-    """Return where a buffer of any kind is."""
+    """Return the address of a buffer of any kind."""
     for name in ("pointer", "data_ptr"):
         if hasattr(buffer, name):
             found = getattr(buffer, name)

@@ -1,4 +1,4 @@
-"""What the Manager costs: adding, launching, pending keys, whole rounds, callbacks, threads, plans and graphs.
+"""The costs of the Manager: adding, launching, pending keys, whole rounds, callbacks, threads, plans and graphs.
 
 By default on the no-op library with 8 devices, so that only ncclpy costs time; with NCCLPY_LIBRARY=host on the host
 engine; with --gpu N on N GPUs, all in one process. Every round takes each measure once, in shuffled order; a sample
@@ -24,7 +24,7 @@ from benchmarks.work import results, workers
 DEFAULTS = {"rounds": 10, "processes": 3, "seed": 1}
 SIDE = "benchmarks.manager.side"
 MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "plans")
-#: Keys that wait meanwhile; each count in a process of its own, whose memory is its own.
+#: Numbers of keys that wait meanwhile; each has a process, and so memory, of its own.
 PENDING = (10, 1000, 100_000)
 NOTES = [
     "until enqueued: when the recorder has noted the launch on the last device; for a plan and the C loop, when the "
@@ -69,7 +69,7 @@ def run(chosen: argparse.Namespace) -> int:
         for _ in range(chosen.processes):
             _measure(chosen, order, table, result)
     finally:
-        # What was measured before a failure is kept.
+        # Rows measured before a failure are kept.
         result["rows"] = table.finished()
         if chosen.json:
             results.save(result, chosen.json)
@@ -78,7 +78,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 class Table:
-    """Rows in the making."""
+    """The rows collected so far."""
 
     def __init__(self):
         self._rows: dict[tuple, dict] = {}
@@ -101,7 +101,7 @@ class Table:
 
 
 def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, result: dict) -> None:
-    """Take all rounds in one set of processes."""
+    """Run all rounds in one set of processes."""
     with tempfile.TemporaryDirectory() as folder:
         library = None
         if not chosen.gpu and os.environ.get("NCCLPY_LIBRARY") != "host":
@@ -147,7 +147,7 @@ def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, res
 
 
 def _nccl_tests(folder: Path | None, devices: int, large: int | None, table: Table) -> list:
-    """Return what samples nccl-tests in each of its ways to drive several devices from one process."""
+    """Return functions that sample nccl-tests in each of its ways to drive several devices from one process."""
     if folder is None:
         table.miss("nccl-tests", "not given (--nccl-tests FOLDER)")
         return []

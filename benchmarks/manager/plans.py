@@ -1,4 +1,4 @@
-"""Plans and graphs of one all-reduce a device, beside a C loop that drives all devices from one thread."""
+"""Plans and graphs of one all-reduce per device, and a C loop that drives all devices from one thread."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from benchmarks.manager.bench import Bench, Sample
 from benchmarks.rivals import c_loop
 
-#: Launches in a row of which a sample is the mean, and launches that are each waited for.
+#: Launches in a row, of which a sample is the mean, and launches that are each waited for.
 REPEATED = 200
 LATENCIES = 40
-#: Between launches that find all threads asleep.
+#: Seconds between launches, after which all threads are asleep.
 PAUSE = 1e-3
-#: Large ones in a row.
+#: Launches of large messages in a row.
 LARGE = 20
 
 
@@ -28,7 +28,7 @@ class Plans:
         self.streams = [side.nccl.Stream(device) for device in side.devices]
         send, recv = side.buffers["prepared buffer"]
         self.plan = self._record(self.comms, send, recv)
-        # Of its own: once captured, a communicator is slower for other calls.
+        # A communicator of its own: after a capture its other calls are slower.
         self.captured = side.nccl.Communicator.init_all(side.devices)
         self.graph = self._record(self.captured, send, recv).capture()
         self.loop = c_loop.devices(
@@ -52,7 +52,7 @@ class Plans:
         for rival, road, launch, arrives in (
             ("C loop", "a group from one thread", lambda: self.loop(1), True),
             ("ncclpy.Plan", "Plan.launch", self.plan.launch, True),
-            # On the no-op library a graph holds nothing: what is timed is the way to the driver.
+            # On the no-op library a graph is empty: the way to the driver is timed.
             ("ncclpy.Plan", "Graph.launch", self.graph.launch, self.side.engine != "noop"),
         ):
             for measure, count, each in (("latency", LATENCIES, True), ("repeated", REPEATED, False)):
@@ -65,7 +65,7 @@ class Plans:
             yield self.side.launching, rival, road, "until enqueued", "us", seconds * 1e6
 
     def _enqueue(self, launch: Callable[[], object]) -> float:
-        """Return the seconds of a launch that follows a pause; nobody has waited for the one before it."""
+        """Return the seconds of a launch after a pause, without a wait for the launch before it."""
         time.sleep(PAUSE)
         begin = time.perf_counter()
         launch()
@@ -99,7 +99,7 @@ class Large:
         self.plans = plans
 
     def sample(self) -> Iterator[Sample]:
-        """Time some in a row, after one that warms up."""
+        """Time some launches in a row, after one that warms up."""
         n = len(self.side.devices)
         for rival, reduce, settle in (
             ("ncclpy.Manager", self._add, self._wait),

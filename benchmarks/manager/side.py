@@ -31,10 +31,10 @@ CALLBACKS = 30
 #: Participants added in a sample of threads, by all threads together.
 BY_THREADS = 6400
 THREADS = (1, 2, 4, 8, 16, 32, 64)
-#: Keys added while so many others are pending.
+#: Keys added while the other keys are pending.
 BESIDE_PENDING = 2000
 IDLE_SECONDS = 1.0
-#: How long the producer of an input takes, for the latency of callbacks: the monitor polls less often with time.
+#: Duration of an input's producer, for the latency of callbacks: the monitor polls less often with time.
 PRODUCERS = {"1 ms": 1e-3, "20 ms": 20e-3}
 
 
@@ -61,10 +61,10 @@ class Side(Bench):
         """Take the samples of one measure."""
         return getattr(self, f"measure_{measure}")()
 
-    # What is measured.
+    # Measures.
 
     def measure_add(self) -> list[Sample]:
-        """The cost of adding a participant that is not the last one, and one that is."""
+        """The cost of adding a participant that is not the last one of its key, and of the last one."""
         samples = []
         for kind in self.buffers:
             for_all, last = self._add(kind)
@@ -101,7 +101,7 @@ class Side(Bench):
         return (middle - begin) / max(1, len(keys) * len(first)), (end - middle) / len(keys)
 
     def measure_launch(self) -> list[Sample]:
-        """From before the last add to the moment at which the operations of all devices are enqueued."""
+        """The time from before the last add until the operations of all devices are enqueued."""
         samples = []
         for road, pause, each in (
             ("the last add", 0.0, True),
@@ -191,7 +191,7 @@ class Side(Bench):
             works += self.collective(key, self.devices[:n], n)
 
     def measure_callback(self) -> list[Sample]:
-        """From the end of what produces the input, less the operation's own time on the device, to the callback."""
+        """The time from the end of the input's producer to the callback, less the operation's time on the device."""
         if self.engine == "noop":
             return []
         samples = []
@@ -240,7 +240,7 @@ class Side(Bench):
         self._callback(1e-4)
 
     def measure_idle(self) -> list[Sample]:
-        """The share of a core that the whole process takes with nothing pending, after use."""
+        """The share of a core that the whole process uses with nothing pending, after use."""
         time.sleep(0.05)
         begin, cpu = time.perf_counter(), time.process_time()
         time.sleep(IDLE_SECONDS)
@@ -263,7 +263,7 @@ class Side(Bench):
 
 
 def in_threads(functions: list[Callable[[], None]]) -> float:
-    """Run each in a thread of its own, all at once; return the seconds until all are done."""
+    """Run each function in a thread of its own, all at once; return the seconds until all are done."""
     begun: list[float] = []
     ended: list[float] = []
     failures: list[BaseException] = []

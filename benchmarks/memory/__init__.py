@@ -1,1 +1,1 @@
-"""What registered memory costs: calls on it, segments that come and go, allocations from a pool."""
+"""The costs of registered memory: calls on it, adding and removing segments, allocations from a pool."""

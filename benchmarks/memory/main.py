@@ -1,9 +1,9 @@
-"""What registered memory costs: a call on it, a segment that comes or goes, an allocation from a pool.
+"""The costs of registered memory: a call on it, adding or removing a segment, an allocation from a pool.
 
 Host time is that of calls of 8 bytes enqueued back to back: on plain memory, on memory that the registry has
-registered, in symmetric windows, and on plain memory in processes without a registry. A segment's event is that it
-comes, the next call of each communicator, and that it goes, beside NCCL's own calls for the same. Of a warm pool it is
-counted how often an allocation reaches ncclpy at all. A process a GPU; with --host on the host engine.
+registered, in symmetric windows, and on plain memory in processes without a registry. The events of a segment are its
+addition, the next call of each communicator, and its removal, compared with NCCL's own calls for the same. For a warm
+pool, the allocations that reach ncclpy at all are counted. One process per GPU; with --host on the host engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIDE = "benchmarks.memory.side"
 OURS, THEIRS, POOL = "ncclpy.memory", "NCCL's own calls", "ncclpy.memory.Pool"
 DEFAULTS = {"rounds": 20, "seed": 1, "only": ["calls", "events", "pool"]}
 RANKS = 2
-#: Calls a sample: fewer than a GPU's launch queue has room for, so that enqueueing never waits.
+#: Calls in a sample: fewer than a GPU's launch queue has room for, so that enqueueing never waits.
 CALLS = 192
 #: Segments of a kind, and allocations, in a round.
 EVENTS = 20
@@ -82,7 +82,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 class Phase:
-    """One part: its processes, and its rows in the making."""
+    """One part: its processes, and the rows collected so far."""
 
     def __init__(self, nranks: int, order: random.Random, result: dict):
         self.nranks, self.order, self.result = nranks, order, result
@@ -90,7 +90,7 @@ class Phase:
         self._processes: list[workers.WorkerProcess] = []
 
     def worlds(self, *communicators: int) -> list[World]:
-        """Start the processes of several worlds, each with so many communicators a rank, and have their ranks meet."""
+        """Start the processes of several worlds, each with so many communicators per rank; their ranks meet."""
         worlds = [World([workers.WorkerProcess(SIDE) for _ in range(self.nranks)]) for _ in communicators]
         self._processes += [process for world in worlds for process in world.processes]
         with ThreadPoolExecutor(len(worlds)) as threads:  # they import frameworks, each for seconds
@@ -105,7 +105,7 @@ class Phase:
         self._rows.setdefault(tuple(key.values()), {**key, "unit": unit, "samples": []})["samples"].append(value)
 
     def rows(self) -> list[dict]:
-        """Return the rows in the order in which they came."""
+        """Return the rows in the order in which they were added."""
         return list(self._rows.values())
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class World:
         self.processes = processes
 
     def meet(self, communicators: int) -> dict:
-        """Make the communicators; return which library they are of."""
+        """Make the communicators; return their library."""
         count = len(self.processes)
         ids = self.processes[0].ask("ids", deadline=workers.FIRST_DEADLINE, count=1)
         places = [
@@ -151,7 +151,7 @@ def calls(phase: Phase, rounds: int) -> None:
 
 
 def events(phase: Phase, rounds: int) -> None:
-    """Measure what it takes for segments to come and go."""
+    """Measure adding and removing segments."""
     worlds = dict(zip(("1 communicator", "2 communicators"), phase.worlds(1, 2), strict=True))
     plan = [(kind, count) for kind in EVENT_KINDS for count in worlds]
     for _ in range(rounds):
@@ -166,7 +166,7 @@ def events(phase: Phase, rounds: int) -> None:
 
 
 def pool(phase: Phase, rounds: int) -> None:
-    """Count how often an allocation from a warm pool reaches ncclpy; numpy's arrays have none, each is a segment."""
+    """Count how often an allocation from a warm pool reaches ncclpy; numpy has no pool, each array is a segment."""
     (world,) = phase.worlds(1)
     framework = "torch" if phase.result["settings"]["engine"] == "gpu" else "numpy"
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""The child side of what registered memory costs: one rank, with its communicators and all kinds of memory."""
+"""The child side of the cost of registered memory: one rank, with its communicators and all kinds of memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.overhead.road import binding_roads, python_road
 from benchmarks.rivals.ncclpy_communicator import OUT_OF_PLACE
 from benchmarks.work import setting, worker
 
-#: A segment of torch's smaller kind, and what a communicator's next call sums up: other memory, so that what NCCL does
-#: when a segment is first used is no part of it.
+#: Bytes of a segment, torch's smaller kind, and of the data of a communicator's next call. The call uses other memory,
+#: so NCCL's work at the first use of a segment is not included.
 SEGMENT = 2 << 20
 #: Seconds for everything that waits.
 PATIENCE = 60
-#: Elements of what is taken from a pool: blocks of all kinds that torch knows.
+#: Elements of arrays taken from a pool: blocks of all kinds that torch has.
 FROM_POOL = (2, 1 << 10, 1 << 18, 1 << 20)
 
 
@@ -27,14 +27,15 @@ class Side(worker.Worker):
     """Answer requests; each method that a request can name starts with ``do_``."""
 
     def do_split(self, communicators: int) -> None:
-        """Have so many communicators on the device; collective."""
+        """Make so many communicators on the device; collective."""
         first = self.setting.communicator
         self.comms = [first, *(first.split(0) for _ in range(communicators - 1))]
 
     def do_roads(self, registered: bool) -> list[dict]:
         """Open the roads of an all-reduce of 8 bytes; with `registered` on registered memory and in windows too.
 
-        Without it this process has no registry. Collective. Return what `do_open` does of a road, and its rival.
+        Without it this process has no registry. Collective. Return a road's description as `do_open` does, and the
+        rival.
         """
         import ncclpy
 
@@ -69,14 +70,14 @@ class Side(worker.Worker):
         return [{"key": f"{rival} {kind}", "rival": rival, "road": kind} for rival, kind, _ in found]
 
     def do_events(self, kind: str, times: int) -> dict[str, dict[str, float]]:
-        """Have segments come and go, by our calls and by NCCL's alone in turns; collective.
+        """Add and remove segments, by ncclpy's calls and by NCCL's alone in turns; collective.
 
         Returns
         -------
         dict
-            By ``"ours"`` and ``"theirs"``, medians in microseconds: until a segment has come, the next call of each
-            communicator, both of them, and until it has gone. The wait for the call in between is left out: it is one
-            for the other rank.
+            By ``"ours"`` and ``"theirs"``, medians in microseconds: of adding a segment, of the next call of each
+            communicator, of both together, and of removing the segment. The wait for the call in between is left out:
+            it is a wait for the other rank.
         """
         from ncclpy.memory import SegmentRegistry
 
@@ -119,7 +120,7 @@ class Side(worker.Worker):
         return there - begin, called - there, called - begin, end - leaves
 
     def _allocated(self, registry) -> tuple:
-        """Return how memory of NCCL's allocator comes and goes: ours, and NCCL's own calls."""
+        """Return functions that add and remove memory of NCCL's allocator: ncclpy's, and NCCL's own calls."""
         from ncclpy import bindings
         from ncclpy.memory import alloc
 
@@ -142,7 +143,7 @@ class Side(worker.Worker):
         return (lambda: alloc(SEGMENT, device), goes), (comes_bare, goes_bare)
 
     def _others(self, registry) -> tuple:
-        """Return the same of memory that somebody else has allocated."""
+        """Return the same for memory that another library has allocated."""
         from ncclpy import bindings
 
         device, register, deregister = self.setting.device, *self._registration()
@@ -154,7 +155,7 @@ class Side(worker.Worker):
         )
 
     def _registration(self) -> tuple[Callable[[int], list], Callable[[list], None]]:
-        """Return what registers a segment with all communicators by NCCL's own calls, and what undoes that."""
+        """Return functions that register a segment with all communicators by NCCL's own calls, and that undo it."""
         from ncclpy import bindings
 
         comms = [comm.handle for comm in self.comms]
@@ -166,9 +167,9 @@ class Side(worker.Worker):
         return lambda pointer: [bindings.comm_register(comm, pointer, SEGMENT) for comm in comms], deregister
 
     def do_pool(self, framework: str, times: int) -> dict[str, float]:
-        """Take arrays from a pool that has had as many before; return how often that reached us, and microseconds.
+        """Take arrays from a pool that has had as many before; return how often that reached ncclpy, and microseconds.
 
-        Whether it did is seen in the pool's segments and in the registry, after each array has come and gone.
+        That is seen in the pool's segments and in the registry, after each array was made and freed.
         """
         from ncclpy.memory import SegmentRegistry, pool
 
@@ -179,7 +180,7 @@ class Side(worker.Worker):
             counters = registry.counters()
             return kept.segments, counters["segments"], counters["leaving"], counters["not_freed"]
 
-        # Each enters the pool by itself: torch lets nobody enter one that is entered.
+        # Each enters the pool by itself: torch does not allow entering a pool that is entered.
         warm = [kept.empty(count) for count in FROM_POOL]
         del warm
         reached, before = 0, state()
@@ -202,7 +203,7 @@ def _buffers(where: setting.Setting) -> list:
 
 
 def _maker(framework: str, pool: Any, device: int) -> Callable[[], object]:
-    """Return what makes an array in the framework's own way, in the block of a pool if that is given."""
+    """Return a function that makes an array in the framework's own way, in a pool if one is given."""
     if framework == "torch":
         import torch
 

@@ -1,4 +1,4 @@
-"""The no-op library: NCCL's ABI and the driver's, doing nothing, so that only the road to NCCL costs time."""
+"""The no-op library: the ABIs of NCCL and of the driver, doing nothing, so that only the road to NCCL costs time."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ SOURCE = Path(__file__).with_name("noop.c")
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into `folder`; its soname is libnccl's, so that whatever was linked to NCCL takes it."""
+    """Compile the library into `folder`; its soname is libnccl's, so that packages linked to NCCL use it."""
     return compiler.build(SOURCE, folder, soname="libnccl.so.2")

@@ -1,8 +1,8 @@
-/* A library with NCCL's ABI and the driver's that does nothing, so that what is timed is the road to it.
+/* A library with the ABIs of NCCL and the driver that does nothing, so that only the road to it is timed.
  *
  * Every function of NCCLPY_NCCL_FUNCTIONS and NCCLPY_DRIVER_FUNCTIONS is here: the prototypes come from the X-macros,
  * the table at the end names every one of them, and linking with --no-undefined fails when one is not defined.
- * Out-parameters get plausible values: 8 devices, communicators of one rank. It carries the host engine's mark, for
+ * Out-parameters get plausible values: 8 devices, communicators of one rank. It has the host engine's mark, since
  * its "device memory" is CPU memory: numpy arrays and CPU tensors are accepted as buffers.
  */
 #include <stdio.h>
@@ -29,7 +29,8 @@ NCCLPY_DRIVER_FUNCTIONS(DECLARE_DRIVER)
 EXPORT extern const char ncclpyHostEngine[];
 const char ncclpyHostEngine[] = "no-op library of the benchmarks";
 
-/* How many all-reduces arrived here, from any thread: the benchmark checks that a road makes one call for one call. */
+/* How many all-reduces arrived, from any thread: the benchmark checks that a road makes one call for each operation.
+*/
 EXPORT extern unsigned long long noopCalls;
 unsigned long long noopCalls = 0;
 /* Likewise for ends of groups. */
@@ -39,11 +40,11 @@ unsigned long long noopGroups = 0;
 unsigned long long noopEvents = 0;
 #define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
 
-/* Has callgrind write down how many instructions there were since it was called last, where that runs this. */
+/* Under callgrind, writes down how many instructions were executed since the last call. */
 EXPORT void noopMark(void);
 void noopMark(void) { CALLGRIND_DUMP_STATS; }
 
-static char handles[64]; /* what all opaque handles point to */
+static char handles[64]; /* the target of all opaque handles */
 #define HANDLE ((void*)&handles[8])
 static char contexts[DEVICES]; /* the context of a device is the address of its byte */
 static int current = 0;

@@ -1,1 +1,1 @@
-"""What a call costs the caller, and what an import does."""
+"""The cost of a call for the caller, and the cost of an import."""

@@ -1,4 +1,4 @@
-"""What ``import ncclpy`` costs on top of ``import numpy``, beside nccl4py's import; each in fresh processes."""
+"""The cost of ``import ncclpy`` on top of ``import numpy``, and of nccl4py's import; each in fresh processes."""
 
 from __future__ import annotations
 

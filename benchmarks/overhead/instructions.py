@@ -1,7 +1,8 @@
-"""How many instructions the road of a call takes, counted by valgrind's callgrind on the no-op library.
+"""The number of instructions of a call on each road, counted by valgrind's callgrind on the no-op library.
 
-They do not depend on what else the machine does, so they can be compared where times cannot: of one machine's two
-builds, or, with --against, with a kept result, if Python, the C compiler and numpy are of the versions that it names.
+The numbers do not depend on the machine's other load, so they can be compared where times cannot: those of two builds
+on one machine, or, with --against, those of a kept result, if Python, the C compiler and numpy have the versions that
+it names.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from benchmarks import noop
 from benchmarks.pages import compare, report
 from benchmarks.work import results, workers
 
-#: Ours, whose calls are made by one thread.
+#: The C loop, and roads of ncclpy that call in one thread.
 RIVALS = ("c_loop", "ncclpy_bindings", "ncclpy_communicator", "ncclpy_plan")
 #: Operations of a sample, samples of a road, and operations before them.
 CALLS, SAMPLES, WARM = 256, 5, 256
-#: The least change that counts: two runs of one program differ by a thousandth, as addresses are part of hashes.
+#: The least change that counts: two runs of one program differ by a thousandth, as hashes depend on addresses.
 THRESHOLD = 0.02
 DEADLINE = 900
 _TOTAL = re.compile(r"^totals: (\d+)", re.M)
 _PART = re.compile(r"^part: (\d+)", re.M)
-#: What decides the number of instructions, beside the program.
+#: What decides the number of instructions, besides the program.
 _SAME = ("python", "numpy", "cython", "compiler", "architecture")
 
 
@@ -83,7 +84,7 @@ def against(result: dict, path: Path) -> int:
 
 
 def count() -> tuple[list[dict], str]:
-    """Return the rows of all roads, and by which Cython ncclpy was translated."""
+    """Return the rows of all roads, and the version of Cython that ncclpy was built with."""
     with tempfile.TemporaryDirectory() as folder:
         library = str(noop.build(Path(folder)))
         told = Path(folder, "roads.json")
@@ -114,7 +115,7 @@ def _totals(folder: Path) -> list[int]:
 
 
 def _rows(roads: list[dict], totals: list[int]) -> list[dict]:
-    """Return a row for each road; before its samples is what it took to come there."""
+    """Return a row for each road; the number before its samples, of what led there, is left out."""
     rows, at = [], 0
     for road in roads:
         samples = [total / CALLS for total in totals[at + 1 : at + 1 + SAMPLES]]

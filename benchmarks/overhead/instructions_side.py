@@ -1,6 +1,6 @@
-"""The process whose instructions are counted: each road between marks.
+"""The process in which callgrind counts instructions: each road runs between marks.
 
-Its second argument: a JSON object of the no-op library, the rivals' modules, and a file for the names of the roads.
+Its second argument is a JSON object: the no-op library, the rivals' modules, and a file for the names of the roads.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from benchmarks.work import setting
 
 
 def main() -> None:
-    """Go through every road."""
+    """Run every road."""
     options = json.loads(sys.argv[2])
     place = setting.on_noop(options["library"])
     import ncclpy

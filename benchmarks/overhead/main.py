@@ -1,10 +1,10 @@
-"""What a call costs on every road to NCCL: on a no-op library, or on GPUs with --gpu.
+"""The cost of a call on every road to NCCL: on a no-op library, or on GPUs with --gpu.
 
-Without --gpu the library does nothing, so that the time is the road's alone; it is CPU time there, so that a machine
-that is busy with other work does not count. Each rival has a fresh process of its own, started anew --processes
-times; in every round each road is sampled once, in shuffled order, so that what disturbs the machine disturbs all
-alike. With --gpu N there is one process a GPU, which holds all rivals: host time is N calls enqueued back to back,
-latency a call and the wait for its stream, for 8 bytes; both are the time that passes.
+Without --gpu the library does nothing, so that the time is that of the road alone; it is CPU time, so that other load
+of the machine does not count. Each rival has a fresh process, started anew --processes times; in every round each road
+is sampled once, in shuffled order, so that disturbances of the machine hit all roads alike. With --gpu N there is one
+process per GPU, which holds all rivals: host time is that of N calls enqueued back to back, latency that of a call and
+the wait for its stream, for 8 bytes; both are wall time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from benchmarks.work import results, workers
 DEFAULTS = {"rounds": 30, "processes": 5, "seed": 1}
 #: A sample on the no-op library lasts about this long.
 SAMPLE_SECONDS = 0.004
-#: Operations a sample on GPUs: host time below the depth of a GPU's launch queue, so that enqueueing never waits.
+#: Operations in a sample on GPUs; for host time fewer than a GPU's launch queue holds, so that enqueueing never waits.
 GPU_HOST_CALLS = 192
 GPU_LATENCY_CALLS = 64
-#: Groups of 64 launch as one; a sample holds more of them than one.
+#: A group of 64 is one launch, so a sample can have several groups.
 GPU_GROUPED_CALLS = 640
 #: Rivals on GPUs that need a unique id of their own, and the setting's communicator.
 GPU_IDS = 9
@@ -70,7 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
             for _ in range(chosen.processes):
                 on_noop(rivals, chosen.rounds, order, table)
     finally:
-        # What was measured before a failure is kept.
+        # Rows measured before a failure are kept.
         result["notes"] = list(table.notes)
         result["rows"] = table.rows(rivals)
         if chosen.json:
@@ -122,11 +122,11 @@ class Table:
 
 
 class RivalLost(Exception):
-    """A rival took its processes down with it; the arguments are its module and what happened."""
+    """A rival has ended its processes; the arguments are its module and what happened."""
 
 
 def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) -> None:
-    """Start one process a rival, check every road, and sample them round by round."""
+    """Start one process for each rival, check every road, and sample them round by round."""
     with tempfile.TemporaryDirectory() as folder:
         library = str(noop.build(Path(folder)))
         processes: list[workers.WorkerProcess] = []
@@ -139,7 +139,7 @@ def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) 
                 try:
                     opened = _opened([process], module, table)
                 except RivalLost as lost:
-                    # Its process was its own: the others go on.
+                    # The rival had its own process: the others continue.
                     table.miss(module, module, _failed(lost.args[1]), failed=True)
                     continue
                 for rival, road in opened:
@@ -173,7 +173,7 @@ def on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, tab
 
 
 def _on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, table: Table, result: dict) -> None:
-    """Start one process a GPU with all rivals in it, and sample every road on all ranks at once."""
+    """Start one process per GPU with all rivals in it, and sample every road on all ranks at once."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [workers.WorkerProcess() for _ in range(gpus)]
@@ -213,7 +213,7 @@ def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -
     """Open a rival in all processes at once and return ``(rival's name, road)`` for each road that works."""
     try:
         asked = [(process, {"rival": module}) for process in processes]
-        answers = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)  # one of them may run a compiler
+        answers = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)  # a rival may run a compiler
         answer = answers[0]
         table.notes.update(dict.fromkeys(answer["notes"]))
         if answer["missing"]:
@@ -236,5 +236,5 @@ def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -
 
 
 def _failed(words: str) -> str:
-    """Return the row of a rival that failed: the last line of what it said."""
+    """Return the row of a rival that failed, with the last line of its output."""
     return f"failed: {words.strip().splitlines()[-1].rstrip(':')}"

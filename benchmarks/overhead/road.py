@@ -1,4 +1,4 @@
-"""One road to NCCL: a statement that is timed, in the terms in which a user writes it."""
+"""A road to NCCL: a statement as a user writes it, which is timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Road:
     Attributes
     ----------
     name : str
-        What is called, with what: ``"Communicator.all_reduce(torch tensor)"``.
+        The call and its arguments: ``"Communicator.all_reduce(torch tensor)"``.
     operation : str
         ``"all_reduce"``, ``"group of 64"`` or ``"empty group"``; roads with the same operation are compared.
     host : callable
@@ -24,9 +24,10 @@ class Road:
     latency : callable or None
         Issues n operations, waits for each, and returns the seconds.
     result : int
-        Pointer of the receive buffer, or 0 if what it holds says nothing (in place, or nothing is sent).
+        Pointer of the receive buffer, or 0 if its content shows nothing (in place, or nothing is sent).
     reduces, groups : float
-        How many all-reduces, and ends of groups, one operation sends to the library: the benchmark counts them.
+        How many all-reduces, and ends of groups, the library should receive for one operation; the benchmark checks
+        that.
     """
 
     name: str
@@ -44,13 +45,13 @@ def timed(setting: Setting, statement: str, *, per: int = 1, **names: object) ->
     Parameters
     ----------
     setting : Setting
-        What the road belongs to.
+        The setting of the road.
     statement : str
-        Python source; it stands literally in the timed loop, with the garbage collector off.
+        Python source, inserted literally into the timed loop, which runs with the garbage collector off.
     per : int
         Operations in one statement.
     **names : object
-        What the statement's names stand for; they are local variables of the loop.
+        The names in the statement, which are local variables of the loop.
     """
     setup = "; ".join(f"{name} = _names[{name!r}]" for name in names)
     timer = timeit.Timer(statement, setup, timer=setting.clock, globals={"_names": names})
@@ -64,7 +65,7 @@ def timed(setting: Setting, statement: str, *, per: int = 1, **names: object) ->
 def python_road(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:
     """Return the road of one all-reduce, written as the Python source `call`.
 
-    Its latency waits with the name ``sync``, by default the setting's; without that it has none.
+    For the latency, the name ``sync`` waits, by default the setting's; without it the road has no latency.
     """
     sync = names.pop("sync", setting.sync)
     latency = None
@@ -79,11 +80,11 @@ def binding_roads(setting: Setting, bindings: object, comm: object) -> list[Road
     Parameters
     ----------
     setting : Setting
-        Has the pointers and the stream.
+        The setting with the pointers and the stream.
     bindings : object
         A module with ``all_reduce(send, recv, count, dtype, op, comm, stream)``, ``group_start`` and ``group_end``.
     comm : object
-        What stands for the setting's communicator there.
+        The setting's communicator, as the module takes it.
     """
     call = "all_reduce(send, recv, count, dtype, op, comm, stream)"
     names = {
@@ -114,7 +115,7 @@ def binding_roads(setting: Setting, bindings: object, comm: object) -> list[Road
 def python_group(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:
     """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group.
 
-    Where it has `recvs` too, so many buffers, each call has a `recv` of its own.
+    If `names` has `recvs`, as many buffers, each call has a `recv` of its own.
     """
     each = "recv in recvs" if "recvs" in names else f"_ in range({GROUP})"
     source = f"with group():\n    for {each}:\n        {call}"

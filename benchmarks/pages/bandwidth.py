@@ -1,18 +1,18 @@
-"""Times over sizes, and the bus bandwidth that follows: the rows of a result that have bytes."""
+"""Times by size, and the bus bandwidth computed from them: the rows of a result that have bytes."""
 
 from __future__ import annotations
 
 from benchmarks.pages import summary
 from benchmarks.pages.markdown import number, size, spread, table
 
-#: Below, bandwidth says nothing.
+#: Bytes below which bandwidth is not shown.
 SMALLEST = 64 << 10
-#: Whose times the others' are divided by.
+#: The rival by which the others' times are divided.
 OURS = "ncclpy"
 
 
 def bus(row: dict, microseconds: float) -> float:
-    """Return the bus bandwidth in GB/s (10^9 bytes) that a time of `row` means, counted as nccl-tests does."""
+    """Return the bus bandwidth in GB/s (10^9 bytes) for a time of `row`, counted as in nccl-tests."""
     return row["bus_bytes"] / microseconds / 1e3
 
 
@@ -26,7 +26,7 @@ def series(result: dict, measure: str) -> dict[str, dict[str, dict[int, dict]]]:
 
 
 def tables(result: dict) -> list[str]:
-    """Return the page's parts on the rows that have bytes: a table for every collective, a line a size and rival."""
+    """Return the page's parts on the rows that have bytes: a table per collective, a line per size and rival."""
     times, latencies = series(result, "time"), series(result, "latency")
     return [f"### {operation}\n\n{_table(times[operation], latencies.get(operation, {}))}\n" for operation in times]
 
@@ -39,14 +39,14 @@ def _table(times: dict[str, dict[int, dict]], latencies: dict[str, dict[int, dic
             if nbytes not in rows:
                 continue
             row = rows[nbytes]
-            gigabytes = bus(row, summary.median(row["samples"])) if nbytes >= SMALLEST else 0.0  # of one rank 0 too
+            gigabytes = bus(row, summary.median(row["samples"])) if nbytes >= SMALLEST else 0.0  # 0 for one rank too
             cells = [size(nbytes), rival, *_measured(times, rival, nbytes), number(gigabytes) if gigabytes else ""]
             body.append([*cells, *(_measured(latencies, rival, nbytes) if latencies else [])])
     return table(head, body)
 
 
 def _measured(rivals: dict[str, dict[int, dict]], rival: str, nbytes: int) -> list[str]:
-    """Return a rival's median with its quartiles, and how many times ours that is, round by round."""
+    """Return a rival's median with its quartiles, and its ratio to ncclpy's, round by round."""
     row, ours = rivals.get(rival, {}).get(nbytes), rivals.get(OURS, {}).get(nbytes)
     if row is None:
         return ["", ""]

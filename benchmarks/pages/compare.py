@@ -1,14 +1,14 @@
-"""What changed between two results of one experiment, and whether by more than noise.
+"""The changes between two results of one experiment, and whether they exceed the noise.
 
 Rows of the same name are paired. A row is better or worse if both of these hold, else it is the same:
 
 - the 99% interval of the ratio of the medians, B over A, does not contain 1. It is found by bootstrap: the samples of
   either side are drawn anew, with replacement, thousands of times, and each draw has its ratio;
-- the ratio is further from 1 than --threshold. Two runs differ in more than the rounds of one run show: memory lies
-  elsewhere, the clock of a core or a GPU is another one. Two runs of the same program tell how large to make it.
+- the ratio is further from 1 than --threshold. Two runs differ by more than the rounds of one run: memory has other
+addresses, a core's or a GPU's clock differs. Two runs of one program show how large the threshold must be.
 
-A row with fewer than 4 samples on a side is not judged: so few separate by chance. Less is better, but for bandwidths
-and for what is done in a second.
+A row with fewer than 4 samples on a side is not judged: so few separate by chance. Less is better, except for
+bandwidths and rates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from benchmarks.pages import summary
 from benchmarks.pages.markdown import number, table
 
-#: Draws of the bootstrap, what part of their ratios the interval leaves out, and the seed that makes it repeatable.
+#: Draws of the bootstrap, the part of their ratios outside the interval, and the seed that makes it repeatable.
 DRAWS = 4000
 LEFT_OUT = 0.01
 SEED = 1
-#: With 4 samples a side, all of one above all of the other is chance in 3% of the cases; with 3, in 10%.
+#: With 4 samples on each side, all of one side exceed all of the other by chance in 3% of the cases; with 3, in 10%.
 FEWEST = 4
 #: Units of which more is better.
 MORE_IS_BETTER = ("GB/s", "1000/s")
-#: What names a row in its result.
+#: The fields that identify a row in its result.
 NAME = ("operation", "rival", "road", "measure", "unit")
 
 
@@ -67,7 +67,7 @@ def load(path: Path) -> dict:
     Raises
     ------
     ValueError
-        If there is none; the message names the file.
+        If the file has no result; the message names it.
     """
     try:
         result = json.loads(path.read_text())
@@ -164,5 +164,5 @@ def _text(a: dict, b: dict, pairs: list[tuple], *, changed_only: bool) -> str:
 
 
 def _reasons(result: dict) -> dict[str, str]:
-    """Return by rival why it is missing in a result, to stand behind a row that only the other has."""
+    """Return by rival why it is missing in a result, as a note to a row that only the other result has."""
     return {row["rival"]: f" ({row['missing']})" for row in result["rows"] if "missing" in row}

@@ -1,6 +1,6 @@
-"""The page that users read first: for each kind of user a few figures beside what they use today, and pictures.
+"""The first page on performance: for each kind of user a few figures compared with another package, and pictures.
 
-Which figures is said here; what they are comes from the results. A line whose result is not there is left out.
+The figures are chosen here, and their values come from the results. A line without a result is left out.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ A call is the CPU's time until it returns, of 8 bytes and with a process a GPU u
 better, but for bandwidth. Below each table are the commands that measure it on your machine, in a clone of ours.
 """
 
-#: A row of a result: its rival, its road and what was measured of it.
+#: A row of a result: rival, road and measure.
 Row = tuple[str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A figure of ours beside one of another package.
+    """A figure of ncclpy and one of another package.
 
     Attributes
     ----------
     text : str
-        What is measured. In `COSTLY` a sentence with places for `ours` and `theirs`.
+        The text of what is measured; in `COSTLY` a sentence with places for `ours` and `theirs`.
     result : str
         The name of the result's file, without its ending.
     ours, theirs : tuple
         The two rows.
     name : str
-        What the other is called.
+        The other package's name.
     """
 
     text: str
@@ -52,16 +52,16 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Bars beside each other, at most eight.
+    """A picture of bars, at most eight.
 
     Attributes
     ----------
     name, title, text : str
-        The file's name without its ending, what stands above the bars, and what the page says to them.
+        The file's name without its ending, the title above the bars, and the page's text on them.
     result : str
         The name of the result's file, without its ending.
     bars : dict
-        ``{label: row}``, from above.
+        ``{label: row}``, from top to bottom.
     """
 
     name: str
@@ -79,7 +79,7 @@ _C_GROUP = ("C loop", "a group from one thread")
 _OURS, _NCCL, _GLOO = (f'torch.distributed, "{name}"' for name in ("ncclpy", "nccl", "gloo"))
 _SMALL = "all_reduce of 8 B"
 
-#: By what somebody uses today.
+#: Figures by what a reader uses today.
 LINES = {
     "torch.distributed": [
         Line("`dist.all_reduce`, 2 GPUs", "torch-gpu2", (_OURS, _SMALL, "host"), (_NCCL, _SMALL, "host"), '"nccl"'),
@@ -219,7 +219,7 @@ def page(found: dict[str, dict], pages: dict[str, str], pictures: str) -> str:
     pages : dict
         ``{path of a page with tables: its title}``.
     pictures : str
-        The folder of the pictures, as seen from the page.
+        The folder of the pictures, relative to the page.
     """
     parts = [HEAD, *_lines(found), *_costly(found)]
     for picture in (picture for picture in PICTURES if bars(picture, found)):
@@ -249,7 +249,7 @@ def draw(found: dict[str, dict]) -> dict[str, Any]:
 
 
 def bars(picture: Picture, found: dict[str, dict]) -> tuple[dict[str, list[float]], str] | None:
-    """Return ``{label: samples}`` of a picture's bars and their unit; None where there is nothing to compare."""
+    """Return ``{label: samples}`` of a picture's bars and their unit; None if there is nothing to compare."""
     rows = _rows(found.get(picture.result))
     shown = {label: rows[row] for label, row in picture.bars.items() if row in rows}
     if len(shown) < 2:
@@ -271,7 +271,7 @@ def _lines(found: dict[str, dict]) -> list[str]:
 
 
 def _command(result: dict) -> str:
-    """Return what repeats a result, without the environment that it had."""
+    """Return the command that repeats a result, without its environment variables."""
     command = result["command"]
     return str(command[command.index("python -m") :])
 
@@ -297,7 +297,7 @@ def _costly(found: dict[str, dict]) -> list[str]:
 
 
 def _figures(lines: list[Line], found: dict[str, dict]) -> list[tuple[Line, str, str, str]]:
-    """Return each line with our figure, theirs, and the ratio, which is taken round by round."""
+    """Return each line with ncclpy's figure, the other's, and the ratio, which is taken round by round."""
     figures = []
     for line in lines:
         rows = _rows(found.get(line.result))

@@ -1,4 +1,4 @@
-"""How values grow with the number of ranks: a power law, fitted to the rows of a result that have ranks."""
+"""Growth with the number of ranks: a power law, fitted to the rows of a result that have ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Fit:
     Attributes
     ----------
     operation, rival, unit : str
-        What was measured, and in what.
+        The operation and rival that were measured, and the unit.
     ranks : list of int
         The numbers of ranks, ascending.
     medians : list of float
         The median at each of them.
     exponents : list of float
-        One fitted exponent a round.
+        One fitted exponent for each round.
     factors : list of float
-        With them, ``factor * ranks ** exponent`` is the fitted line of a round.
+        The fitted line of a round is ``factor * ranks ** exponent``.
     last : list of float
-        The exponent between the last two numbers of ranks alone, one a round: where a constant part hides the growth
-        among few ranks, it is above the fitted one.
+        The exponent between the last two numbers of ranks alone, one for each round: if a constant part hides the
+        growth among few ranks, it is above the fitted one.
     """
 
     operation: str
@@ -73,13 +73,13 @@ class Line:
     Attributes
     ----------
     operation, unit : str
-        What was measured, and in what.
+        The operation that was measured, and the unit.
     ranks : list of int
         The numbers of ranks, ascending.
     a, b : float
-        By least squares.
+        The coefficients, by least squares.
     off : float
-        How much of the median with the most ranks the line misses there.
+        The relative error of the line at the largest number of ranks.
     """
 
     operation: str
@@ -91,7 +91,7 @@ class Line:
 
 
 def lines(result: dict) -> list[Line]:
-    """Return the line of every series whose rows ask for one (``line``), if it has two numbers of ranks."""
+    """Return the line of every series with rows that ask for one (``line``), if it has two numbers of ranks."""
     wanted = [row for row in result["rows"] if row.get("line") and row.get("samples")]
     found = []
     for operation in dict.fromkeys(row["operation"] for row in wanted):
@@ -116,7 +116,7 @@ def line_table(result: dict) -> str:
 
 
 def tables(result: dict) -> list[str]:
-    """Return the page's parts on the rows that have ranks: a table an operation, then the fitted exponents."""
+    """Return the page's parts on the rows that have ranks: a table for each operation, then the fitted exponents."""
     operations: dict[str, dict[str, dict[int, dict]]] = {}
     for row in result["rows"]:
         if "ranks" in row and row.get("samples"):
@@ -146,7 +146,7 @@ def tables(result: dict) -> list[str]:
 
 
 def _exponent(value: float) -> str:
-    return f"{round(value, 2) + 0.0:.2f}"  # what does not grow has a slope of 1e-17 or -1e-17, by the numpy
+    return f"{round(value, 2) + 0.0:.2f}"  # a constant has a slope of 1e-17 or -1e-17, depending on numpy
 
 
 def _cell(row: dict | None) -> str:

@@ -6,7 +6,7 @@ from benchmarks.pages import summary
 
 
 def table(head: list[str], body: list[list[str]]) -> str:
-    """Return a Markdown table whose columns are also aligned as plain text."""
+    """Return a Markdown table with columns that are also aligned as plain text."""
     widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *body]
     return "\n".join(
@@ -15,7 +15,7 @@ def table(head: list[str], body: list[list[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Return `value` with three digits that mean something."""
+    """Return `value` with three significant digits."""
     return f"{value:#.3g}" if abs(value) < 100 else f"{value:.1f}"
 
 

@@ -1,7 +1,8 @@
 """PNG pictures of a result, drawn from its raw samples.
 
-Over sizes: bus bandwidth, time and latency, one picture a collective. Over ranks: one picture of each quantity with
-the fitted lines. Of anything else: a bar for each row with its quartiles, one picture an operation. Needs matplotlib.
+Over sizes: bus bandwidth, time and latency, one picture for each collective. Over ranks: one picture of each quantity
+with the fitted lines. For all other rows: a bar for each row with its quartiles, one picture for each operation. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from benchmarks.pages import bandwidth, compare, growth, summary
 from benchmarks.pages.markdown import number, size
 from benchmarks.work import results
 
-#: Pictures are as wide as the text of the site (736 pixels), and a little sharper.
+#: Pictures are as wide as the site's text (736 pixels), at a slightly higher resolution.
 SITE_WIDTH, SITE_DPI = 5.5, 200
-#: A bar so many times as long as most would squash them.
+#: A bar that is longer than the median bar by this factor would make the others too short to read.
 SQUASHED = 5.0
 
 
@@ -49,12 +50,12 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def draw(result: dict) -> dict[str, Any]:
-    """Return ``{name: figure}`` of all that a result holds."""
+    """Return ``{name: figure}`` of all rows of a result."""
     return {**over_sizes(result), **over_ranks(result), **bars(result)}
 
 
 def file_name(stem: str, name: str) -> str:
-    """Return what a picture's file is called: of the result, then of what it shows."""
+    """Return the name of a picture's file: the result's, then that of the content."""
     return f"{stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
 
 
@@ -138,7 +139,7 @@ def bars(result: dict) -> dict[str, Any]:
 
 
 def few(title: str, samples: dict[str, list[float]], unit: str) -> Any:
-    """Return a figure of some bars beside each other, ours in another colour."""
+    """Return a figure of some bars, ncclpy's in another colour."""
     if unit == "us" and min(map(summary.median, samples.values())) >= 1000:
         unit, samples = "ms", {label: [us / 1000 for us in each] for label, each in samples.items()}
     figure, (panel,) = _figure(title, height=0.7 + 0.24 * len(samples))
@@ -148,7 +149,7 @@ def few(title: str, samples: dict[str, list[float]], unit: str) -> Any:
 
 
 def _bars(panel: Any, labels: list[str], samples: list[list[float]]) -> None:
-    """Draw a bar for each label. Those that would squash all others run out of the panel, with their figure."""
+    """Draw a bar for each label. Bars much longer than the others are cut at the panel's edge, with their value."""
     medians, spread = _spread(samples)
     colors = ["tab:blue" if label.startswith("ncclpy") else "tab:gray" for label in labels]
     panel.barh(range(len(labels)), medians, xerr=spread, color=colors, ecolor="black", capsize=2)
@@ -179,7 +180,7 @@ def _nowhere() -> Any:
 
 
 def _few(sizes: list[int], most: int = 7) -> list[int]:
-    """Return those of the sizes whose names have room on a logarithmic axis, the first and the last among them."""
+    """Return the sizes that have room for a label on a logarithmic axis, including the first and the last."""
     apart = (sizes[-1] / sizes[0]) ** (1 / most) if sizes else 1.0
     chosen: list[int] = []
     for nbytes in sizes[:-1]:

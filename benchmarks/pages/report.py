@@ -1,7 +1,7 @@
 """The pages on performance, made from the results in benchmarks/results; nothing on them is typed by hand.
 
-docs/performance.md is `front`'s, and behind it stands a page a benchmark, with all tables. With matplotlib the
-pictures are drawn anew as well.
+docs/performance.md is made by `front`; a further page for each benchmark has all tables. With matplotlib the pictures
+are drawn anew as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.pages.markdown import number, spread, table
 from benchmarks.work import results
 
 PAGE = ROOT / "docs" / "performance.md"
-#: The pages behind it, in the folder of its name.
+#: The further pages, in the folder of its name.
 TITLES = {
     "overhead": "What a call costs",
     "instructions": "How many instructions a call takes",
@@ -35,10 +35,10 @@ TITLES = {
     "bootstrap": "What a store costs",
     "import": "What the import costs",
 }
-#: The operation of which an experiment's picture stands on its page.
+#: The operation of the picture on an experiment's page.
 PICTURED = {"collectives": "all_reduce", "scale": "init"}
 PICTURES = "figures/performance"
-#: As many figures a row as fit on the site, beside what the row is about.
+#: Figures that fit into a row on the site, besides the row's name.
 COLUMNS = 4
 ALONE = (
     "On one GPU an operation in place has nothing to do, and NCCL launches nothing for it. Rows marked with * are in "
@@ -90,10 +90,10 @@ def _draw(found: list[tuple[str, dict]], folder: Path) -> None:
 
 
 def _pictured(result: dict) -> str | None:
-    """Return the operation of a result whose picture stands on its page."""
+    """Return the operation of the picture on a result's page."""
     wanted = PICTURED.get(result["experiment"])
     if result["settings"].get("gpus") == 1:
-        return None  # nobody to talk to: no bandwidth
+        return None  # a single rank has no bandwidth
     operations = [row["operation"] for row in result["rows"] if row.get("samples")]
     return next((operation for operation in operations if wanted and operation.split(", ")[0] == wanted), None)
 
@@ -166,7 +166,7 @@ def _picture(name: str, result: dict) -> list[str]:
 def text(result: dict) -> str:
     """Return a result's tables: one for each operation, then the targets."""
     parts = []
-    # What goes over sizes or numbers of ranks has tables of its own.
+    # Rows with sizes or numbers of ranks have tables of their own.
     plain = [row for row in result["rows"] if "samples" in row and not {"ranks", "bytes"} & row.keys()]
     alone = result["experiment"] == "overhead" and result["settings"].get("gpus") == 1
     for operation in dict.fromkeys(row["operation"] for row in plain):
@@ -228,7 +228,7 @@ def _table(roads: dict, baselines: list[tuple[str, str]], measures: list[str]) -
 
 
 def _baselines(roads: dict) -> list[tuple[str, str]]:
-    """Return the roads that others are compared with: the first of the floor and of the closest rival."""
+    """Return the roads with which others are compared: the first of the lower bound and of the closest rival."""
     found = []
     for rival in ("C loop", "nccl4py bindings", "nccl-tests", "MPICH"):
         road = next((road for road in roads if road[0] == rival), None)
@@ -249,7 +249,7 @@ def _targets(judged: list[dict]) -> str:
         kept = "kept" if target["kept"] else "**missed**"
         reached = number(target["reached"])
         if not target["kept"] and float(reached) == float(number(target["limit"])):
-            reached = f"{target['reached']:.4g}"  # enough digits to see why
+            reached = f"{target['reached']:.4g}"  # enough digits to show the difference
         body.append([target["text"], limit, f"{reached} {unit}", spread, kept])
     reasons: dict[str, list[str]] = {}
     for target in judged:

@@ -18,7 +18,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def ratios(samples: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Divide round by round: what disturbs the machine in a round disturbs both, and falls out."""
+    """Divide round by round: a disturbance of the machine in a round affects both values, and cancels."""
     if len(samples) != len(baseline):
         raise ValueError(f"{len(samples)} samples cannot be compared round by round with {len(baseline)}")
     return [sample / base for sample, base in zip(samples, baseline, strict=True)]

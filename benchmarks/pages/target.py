@@ -1,4 +1,4 @@
-"""One promise of the project's speed."""
+"""One target of the project's speed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One promise.
+    """One target.
 
     Attributes
     ----------
     text : str
-        The promise in words.
+        The target in words.
     experiment, engine : str
-        Which results it speaks of; the engine is "" where an experiment has only one.
+        The results that it is about; the engine is "" if an experiment has only one.
     row : tuple
-        ``(rival, road, measure)`` of the row that has to keep it.
+        ``(rival, road, measure)`` of the row that must meet it.
     how : str
         ``"value"``, ``"ratio"`` or ``"difference"``; the latter two round by round against `over`.
     limit : float
@@ -26,10 +26,10 @@ class Target:
     at_least : bool
         Whether more is better.
     why : str
-        What is known of the reason where it is missed; shown then.
+        The known reason, shown if the target is missed.
     roads : tuple of str
-        Where several roads have to keep it: all of them, `row` and `over` having the first. The one that is furthest
-        off counts, and is named.
+        All roads that must meet it, if there are several; `row` and `over` have the first. The road furthest off
+        counts, and is named.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What the project promises of its speed, and whether a result keeps it."""
+"""The targets of the project's speed, and whether a result meets them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COMMUNICATOR = "ncclpy.Communicator"
 
 
 def _beside(text: str, rival: str, limit: float, over: str, road: str, why: str = "") -> Target:
-    """One of the host engine's promises: `rival`'s time against that of `over`, for the same collective."""
+    """A target of the host engine: the time of `rival` relative to that of `over`, for the same collective."""
     rows = (rival, road, "time"), (over, road, "time")
     return Target(f"{road}: {text}", "mpi", "", rows[0], "ratio", limit, "x", rows[1], why=why)
 
@@ -76,7 +76,7 @@ def _host_engine() -> list[Target]:
 
 
 def _by_size() -> list[Target]:
-    """What is promised on GPUs beside nccl-tests and torch.distributed."""
+    """Targets on GPUs, relative to nccl-tests and torch.distributed."""
     found = []
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
     for road in (f"{name} {size}" for name in collectives for size in ("256 MiB", "1 GiB")):
@@ -96,7 +96,7 @@ def _by_size() -> list[Target]:
 
 
 def _beside_nccl_tests() -> list[Target]:
-    """What is promised of memory that NCCL knows, beside nccl-tests with the same registration."""
+    """Targets of memory registered with NCCL, relative to nccl-tests with the same registration."""
     large = [f"{2**power} MiB" for power in range(10)] + ["1 GiB"]
     small = [f"{2**power} B" for power in range(3, 10)] + [f"{2**power} KiB" for power in range(10)]
     found = []
@@ -114,7 +114,7 @@ def _beside_nccl_tests() -> list[Target]:
 
 
 def _memory() -> list[Target]:
-    """What is promised of registered memory, beside plain memory and NCCL's own calls."""
+    """Targets of registered memory, relative to plain memory and NCCL's own calls."""
 
     def promise(text: str, row: tuple[str, str, str], limit: float, unit: str, **more: object) -> Target:
         more = {"how": "value", **more}
@@ -143,7 +143,7 @@ def _memory() -> list[Target]:
 
 
 def _coordinator() -> list[Target]:
-    """What is promised of named operations."""
+    """Targets of named operations."""
     ours, found = "ncclpy.Coordinator", []
 
     def promise(text: str, engine: str, road: str, how: str, limit: float, unit: str, **more: object) -> None:
@@ -188,7 +188,7 @@ _INTERPRETED = (
 
 
 def _recovery() -> list[Target]:
-    """What is promised of a group whose ranks are lost."""
+    """Targets of a group that has lost ranks."""
 
     def promise(text: str, engine: str, rival: str, nranks: int, operation: str, seconds: float) -> Target:
         row = (rival, f"{nranks} ranks", operation)
@@ -223,7 +223,7 @@ def _recovery() -> list[Target]:
 
 
 def _manager(engine: str) -> list[Target]:
-    """What the Manager promises on one engine, 8 devices in one process."""
+    """Targets of the Manager on one engine, 8 devices in one process."""
     us, plan = "ncclpy.Manager", "ncclpy.Plan"
 
     def promise(text: str, row: tuple[str, str], limit: float, unit: str = "us", **more: object) -> Target:
@@ -256,7 +256,7 @@ def _manager(engine: str) -> list[Target]:
         promise("nothing pending takes at most 0.5% of a core", ("nothing pending", "CPU"), 0.5, "% of a core"),
     ]
     if engine != "host":
-        # On the host engine a launch is the work of threads that have to be woken: its C loop takes longer than this.
+        # On the host engine threads have to be woken for a launch: its C loop alone takes longer than this.
         limit = 20.0 if engine == "gpu" else 10.0
         text = f"from the last add until all devices have their operation, at most {limit:g} us"
         found.append(promise(text, ("the last add", "until enqueued"), limit))
@@ -297,7 +297,7 @@ def _manager(engine: str) -> list[Target]:
 
 
 def _process_group() -> list[Target]:
-    """What is promised of works beside torch.distributed's, and of the way to the device through them."""
+    """Targets of works, relative to torch.distributed's, and of the way to the device through them."""
     us, torch, call = "ncclpy.ProcessGroup", "torch.distributed", "all_reduce(torch tensor), in place"
     waits = ", and the stream waits"
     beside = [
@@ -538,10 +538,10 @@ TARGETS = [
 
 
 def judge(result: dict) -> list[dict]:
-    """Return, for every target that `result` speaks of, what was reached.
+    """Return, for every target that is about `result`, the value reached.
 
-    It speaks of one if it has the target's row, or says why it has not. Each is a dict of text, limit, at_least, unit,
-    why, reached, spread and kept; the last three are None where there are no samples.
+    A result counts for a target if it has the target's row, or the reason why the row is missing. Each item is a dict
+    of text, limit, at_least, unit, why, reached, spread and kept; the last three are None without samples.
     """
     rows = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"] if "samples" in row}
     missing = {row["rival"] for row in result["rows"] if "missing" in row}
@@ -550,7 +550,7 @@ def judge(result: dict) -> list[dict]:
         if target.experiment != result["experiment"] or target.engine != result["settings"].get("engine", ""):
             continue
         if target.roads and result["settings"].get("gpus") == 1:
-            continue  # who is alone communicates with nobody: a call lasts as long as its launch
+            continue  # a single rank does not communicate: a call lasts as long as its launch
         here = [each for each in target.each() if each.row in rows]
         if not here and target.row[0] not in missing:
             continue

@@ -1,4 +1,4 @@
-"""What the project promises of its backend of torch.distributed."""
+"""The targets of the backend of torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUCKETS = (
 
 
 def promised() -> list[Target]:
-    """What is promised of the backend of torch.distributed."""
+    """Targets of the backend of torch.distributed."""
     found = []
 
     def promise(

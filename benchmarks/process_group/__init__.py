@@ -1,1 +1,1 @@
-"""What a process group costs."""
+"""The costs of a process group."""

@@ -1,4 +1,4 @@
-"""What it costs that ranks compare what they call: `check=` of a group of two processes."""
+"""The cost of comparing the ranks' calls: `check=` of a group of two processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from benchmarks.process_group.pairs import OURS
 from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.checks_side"
-#: What is timed of each, by the name that the other side knows it by; and what a row's road says of it, as promises
-#: know rows by their road.
+#: The operations that are timed, by their names on the other side; and their text in a row's road, by which targets
+#: find rows.
 OPERATIONS = {
     "all_reduce": ("all-reduce of 8 bytes and the wait for it, 2 processes", ""),
     "exchange": ("a send of 8 bytes there, one back and the waits for them, 2 processes", ", messages"),
@@ -23,10 +23,10 @@ ROADS = {
     'check="always"': ["always", True],
     'check="always", by the TCPStore': ["always", False],
 }
-#: Turns of a round, and calls of a turn: the ways take turns, so that what disturbs the machine disturbs all of them.
+#: Turns of a round, and calls of a turn: the ways take turns, so that disturbances of the machine hit all of them.
 TURNS = 10
 CALLS = 300
-#: By the store a call takes a hundred times as long.
+#: Fewer by the store, where a call takes a hundred times as long.
 CALLS_BY_STORE = 60
 NOTES = [
     f"Of comparing calls a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
@@ -57,7 +57,7 @@ class Checks:
                     times += workers.ask_all([(process, asked) for process in processes], "calls")[0]
             workers.ask_all([(process, {}) for process in processes], "close")
         finally:
-            for process in reversed(processes):  # the first one serves the other
+            for process in reversed(processes):  # the first process serves the other one
                 process.close()
         return [
             self._row(what, road, measure, value(times))
@@ -77,5 +77,5 @@ class Checks:
 
 
 def plan(chosen: argparse.Namespace) -> list[Checks]:
-    """Return what is measured in a round."""
+    """Return the measurements of a round."""
     return [Checks()]

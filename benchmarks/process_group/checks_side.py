@@ -1,4 +1,4 @@
-"""The child side of what comparing calls costs: one rank, with a group for each way to compare."""
+"""The child side of the cost of comparing calls: one rank, with a group for each way to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.work import worker
 
 #: Seconds for everything that waits.
 PATIENCE = 60
-#: Calls before the first that is timed: those that connect, and a processor's caches.
+#: Calls before the first that is timed, which connect and fill the caches.
 WARM = 50
 
 
@@ -31,7 +31,7 @@ class Side:
         return self.store.port
 
     def do_open(self, rank: int, port: int, roads: dict[str, list]) -> None:
-        """Make a group a road, which is the ``check=`` of one, and whether its ranks can share memory."""
+        """Make a group for each road: the value of ``check=``, and whether the ranks can share memory."""
         os.environ["NCCLPY_HOST_DEVICES"] = "8"
         import ncclpy
         from ncclpy.bootstrap import TCPStore
@@ -43,7 +43,7 @@ class Side:
         for road, (check, shares) in roads.items():
             group = ncclpy.ProcessGroup(store, rank, 2, device=rank, name=road, check=check, timeout=PATIENCE)
             self.groups[road] = group
-            with _apart(shares):  # where they compare is settled by the first calls
+            with _apart(shares):  # the first calls settle how the ranks compare
                 for what in ("all_reduce", "exchange"):
                     self.do_calls(what, road, WARM)
 
@@ -61,7 +61,7 @@ class Side:
         return lambda: all_reduce(array, op="max").wait(PATIENCE)
 
     def _exchange(self, group):
-        """Return what sends an array to the other rank and gets one back, or does so the other way round."""
+        """Return a function that sends an array to the other rank and receives one, or receives first."""
         first, second = (group.recv, group.send) if group.rank else (group.send, group.recv)
         array, peer = self.array, 1 - group.rank
 
@@ -78,7 +78,7 @@ class Side:
 
 
 def _apart(shares: bool):
-    """Let this rank take itself for one of a machine that nobody knows, unless it may share memory."""
+    """Make this rank's machine unknown, unless the ranks may share memory."""
     from ncclpy.process_group.check import agreement, messages
 
     patched = contextlib.ExitStack()

@@ -1,4 +1,4 @@
-"""What is measured of a group that goes on without a rank, or with a new one: names of rows, and the limits there."""
+"""Measurements of a group that continues without a rank, or with a new one: names of rows, and their limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOP_NOTICED = "from the SIGSTOP to the last survivor's error, a deadline of 2 s
 STOP = "from the SIGSTOP to the next finished all-reduce, deadline and patience 2 s each"
 JOIN = "from a new process's start to the all-reduce with it"
 JOINED = "of that in join() and the all-reduce"
-#: Seconds in which an operation must be done, and in which a rank must come to recover(), where one is stopped.
+#: Seconds for an operation, and for a rank to reach recover(), in the runs that stop a rank.
 STOPPED_DEADLINE = 2.0
-#: By how a rank is lost: to the error, from that to recover(), to the next all-reduce.
+#: By the way that a rank is lost: limits until the error, from the error through recover(), to the next all-reduce.
 LOSSES = {"kill": (NOTICED, WHOLE, KILL), "stop": (STOP_NOTICED, WHOLE + " after a SIGSTOP", STOP)}

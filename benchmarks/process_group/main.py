@@ -1,12 +1,12 @@
-"""What a process group costs beside its calls: until it stands, its memory, each pair of ranks, comparing calls.
+"""The costs of a process group besides its calls: its start, its memory, each pair of ranks, comparing calls.
 
-Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
-A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
+Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore. A
+group has started when the last rank has returned from `connect`, counted from the first that begins to make it. Every
 round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
-store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes tell
-what calls cost that are compared, by `check=`.
+store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes
+measure the cost of comparing calls (`check=`).
 
-With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop beside torch.distributed's, and
+With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop, also with torch.distributed, and
 the device memory of a pair.
 """
 
@@ -28,7 +28,7 @@ DEFAULTS = {
     "rounds": 5,
     "seed": 1,
 }
-#: What is measured of the host engine.
+#: The measurements on the host engine.
 ON_HOST = {"standing": standing, "pairs": pairs, "checks": checks}
 
 

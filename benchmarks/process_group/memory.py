@@ -1,4 +1,4 @@
-"""Device memory on GPUs: the peak of a training-like loop beside torch.distributed's, and what a pair needs."""
+"""Device memory on GPUs: the peak of a training-like loop, also with torch.distributed, and the memory of a pair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTES = [
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """One rival's loop, or the pair if it is None, of so many ranks."""
+    """The loop of one rival, or the pair if the rival is None, with so many ranks."""
 
     nranks: int
     rival: str | None
@@ -74,7 +74,7 @@ def nccl_version() -> str:
 
 
 def plan(chosen: argparse.Namespace) -> list[Memory]:
-    """Return what is measured in a round."""
+    """Return the measurements of a round."""
     import ncclpy
 
     measured = RIVALS if ncclpy.device_count() < chosen.gpu else (*RIVALS, None)

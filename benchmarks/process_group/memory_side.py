@@ -49,7 +49,7 @@ class Side:
         }
 
     def do_pair(self, rank: int, nranks: int, store: str) -> dict[str, float]:
-        """Make the pair of ranks 0 and 1; return the device memory, in MiB, and the milliseconds that this takes."""
+        """Make the pair of ranks 0 and 1; return its device memory, in MiB, and the milliseconds of making it."""
         setting.share_library()
         import torch
 
@@ -69,7 +69,7 @@ class Side:
 
     def _begin(self, torch, rank: int, nranks: int, store: str) -> None:
         self.torch, self.rank, self.nranks, self.store = torch, rank, nranks, store
-        self.device = rank % torch.cuda.device_count()  # NCCL says so if ranks may not share one
+        self.device = rank % torch.cuda.device_count()  # NCCL raises if ranks may not share a device
         torch.cuda.set_device(self.device)
 
     def _ours(self):
@@ -101,7 +101,7 @@ class Side:
         return lambda gradient: distributed.all_reduce(gradient, async_op=True).wait
 
     def _step(self, parameters: list, begin) -> None:
-        """Produce gradients, reduce each as soon as it is there, and let go of it when the stream waits for it."""
+        """Produce gradients, reduce each as soon as it exists, and drop it when the stream waits for the reduction."""
         pending = []
         for parameter in reversed(parameters):
             gradient = self.torch.full_like(parameter, self.rank + 1.0)

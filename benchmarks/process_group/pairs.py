@@ -1,4 +1,4 @@
-"""What a pair of ranks needs for its communicator: memory and threads, and how long it takes to be made."""
+"""The costs of a pair's communicator: memory, threads, and the time to make it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTES = ["Memory is what a process has alone plus its part of what it shares (Ps
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """One number of pairs: rank 0 of a group of threads with so many others."""
+    """One number of pairs: those of rank 0 with so many other ranks, as threads."""
 
     npairs: int
 
@@ -43,5 +43,5 @@ class Pairs:
 
 
 def plan(chosen: argparse.Namespace) -> list[Pairs]:
-    """Return what is measured in a round."""
+    """Return the measurements of a round."""
     return [Pairs(npairs) for npairs in chosen.pairs]

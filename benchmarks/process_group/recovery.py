@@ -1,12 +1,12 @@
-"""How long a process group takes to go on without a rank that was killed.
+"""How long a process group takes to continue without a rank that was killed.
 
 The ranks are processes of one machine, over a TCPStore on the loopback that another process serves. Each round kills
-one rank while all the others wait in an all-reduce of 8 bytes, which then go on by `ProcessGroup.recover`. Beside it:
-what NCCL's own way, `ncclCommShrink`, takes on a communicator that is well, and what making a communicator of as many
-ranks anew takes, as recover does; and `recover` of all ranks of a group at once, as threads of one process, to which
-the line a + b n is fitted.
+one rank while all the others wait in an all-reduce of 8 bytes; the others then continue by `ProcessGroup.recover`. For
+comparison: NCCL's own way, `ncclCommShrink`, on an intact communicator; making a communicator of as many ranks anew,
+as recover does; and `recover` of all ranks of a group at once, as threads of one process, to which the line a + b n is
+fitted.
 
-On GPUs a rank is killed, or stopped, so that only a deadline tells; the others go on, and a new process joins them.
+On GPUs a rank is killed, or stopped, which only a deadline detects; the others continue, and a new process joins them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def kill(nranks: int, victim: int) -> dict[str, float]:
-    """Kill one of so many processes, once it was measured what becomes of communicators; return seconds."""
+    """Kill one of so many processes, after measuring shrinking and making communicators; return seconds."""
     processes: list[workers.WorkerProcess] = []
     try:
         processes += [workers.WorkerProcess(SIDE) for _ in range(nranks + 1)]
@@ -103,14 +103,14 @@ def kill(nranks: int, victim: int) -> dict[str, float]:
         left = [(process, {}) for rank, process in enumerate(ranks) if rank != victim]
         moments = workers.ask_all(left, "survive", deadline=workers.FIRST_DEADLINE)
     finally:
-        for process in reversed(processes):  # the first one serves the others
+        for process in reversed(processes):  # the first process serves the others
             process.close()
     failed, whole, reduced = (max(each) for each in zip(*moments, strict=True))
     return {NOTICED: failed - at, WHOLE: whole - failed, KILL: reduced - at, SHRINK: shrink, ANEW: anew}
 
 
 def lose(how: str, nranks: int, victim: int, engine: str = "cuda") -> dict[str, float]:
-    """Kill or stop one of so many processes, and have a new one join those that are left; return seconds."""
+    """Kill or stop one of so many processes, and have a new one join the remaining ranks; return seconds."""
     processes: list[workers.WorkerProcess] = []
     try:
         processes += [workers.WorkerProcess(SIDE) for _ in range(nranks + 1)]
@@ -135,7 +135,7 @@ def lose(how: str, nranks: int, victim: int, engine: str = "cuda") -> dict[str, 
             process.receive("admit", time.monotonic() + workers.DEADLINE)
         together_again = time.monotonic()
     finally:
-        for process in reversed(processes):  # the first one serves the others
+        for process in reversed(processes):  # the first process serves the others
             process.close()
     failed, whole, reduced = (max(each) for each in zip(*moments, strict=True))
     to_error, to_whole, to_next = LOSSES[how]
@@ -149,7 +149,7 @@ def lose(how: str, nranks: int, victim: int, engine: str = "cuda") -> dict[str, 
 
 
 def together(nranks: int, _: int) -> dict[str, float]:
-    """Recover so many threads; return seconds."""
+    """Recover a group of so many threads; return seconds."""
     processes: list[workers.WorkerProcess] = []
     try:
         processes += [workers.WorkerProcess(SIDE) for _ in range(2)]
@@ -167,7 +167,7 @@ def _row(operation: str, rival: str, nranks: int) -> dict:
         "operation": operation,
         "rival": rival,
         "road": f"{nranks} ranks",
-        "measure": operation,  # by which a target finds it
+        "measure": operation,  # a target finds the row by it
         "unit": "ms",
         "ranks": nranks,
         "line": operation == RECOVER,

@@ -1,4 +1,4 @@
-"""The child side of how fast a group goes on: a process that serves the store, is one rank, or is all of them."""
+"""The child side of the benchmark of recovery: a process that serves the store, is one rank, or is all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.work import worker
 
-#: The host engine has no more.
+#: The host engine's most devices.
 MOST_DEVICES = 1024
 #: Seconds for everything that waits.
 PATIENCE = 60.0
@@ -36,19 +36,19 @@ class Side:
         return self.store.port
 
     def do_stand(self, rank: int, nranks: int, port: int, engine: str = "host") -> None:
-        """Be one rank, and do a collective."""
+        """Become one rank, and run a collective."""
         self.group = _group(rank, nranks, port, engine)
         self._reduce()
 
     def do_die(self, at: float, how: str = "kill") -> None:
-        """End or stop this process at a time of the monotonic clock, which is one for all processes of a machine."""
+        """Kill or stop this process at a time of the monotonic clock, which all processes of a machine share."""
         time.sleep(max(0.0, at - time.monotonic()))
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
     def do_survive(self, deadline: float = PATIENCE, patience: float = PATIENCE) -> list[float]:
-        """Begin a collective and go on without who is gone.
+        """Begin a collective, and continue without the lost ranks.
 
-        Returns when it failed, when the group was whole again, and when the next collective was done.
+        Return when it failed, when the group was complete again, and when the next collective was done.
         """
         from ncclpy import NcclError
 
@@ -62,13 +62,13 @@ class Side:
         return [failed, whole, time.monotonic()]
 
     def do_admit(self) -> None:
-        """Let a new process in, and do a collective with it."""
+        """Let a new process join, and run a collective with it."""
         while not self.group.admit(PATIENCE):
             time.sleep(0.001)
         self._reduce()
 
     def do_join(self, device: int, port: int, engine: str) -> float:
-        """Join the others, and do a collective with them; return the seconds."""
+        """Join the other ranks, and run a collective with them; return the seconds."""
         import ncclpy
 
         store = _store(port, engine)
@@ -85,7 +85,7 @@ class Side:
         self.group.all_reduce(self.array, timeout=deadline).wait(PATIENCE)
 
     def do_shrink(self, excluded: int) -> float:
-        """Shrink a communicator of all ranks by NCCL, and do a collective on what is left; return the seconds."""
+        """Shrink a communicator of all ranks by NCCL, and run a collective on the new one; return the seconds."""
         import ncclpy
 
         identity = self.group.store.gather(
@@ -105,7 +105,7 @@ class Side:
         return time.perf_counter() - begin
 
     def do_anew(self, excluded: int) -> float:
-        """Make a communicator of those that are left anew, by the group's way, and do a collective on it."""
+        """Make a communicator of the remaining ranks, as the group does, and run a collective on it."""
         members = [rank for rank in range(self.group.size) if rank != excluded]
         fewer = self.group.new_group(members)
         self.group.store.barrier("again", self.group.rank, self.group.size, PATIENCE)
@@ -116,7 +116,7 @@ class Side:
         return time.perf_counter() - begin
 
     def do_all_recover(self, nranks: int, port: int) -> list[float]:
-        """Be all ranks, as threads, and recover twice; return the seconds of recover() and of the first collective."""
+        """Become all ranks, as threads, and recover twice; return the seconds of that and of the first collective."""
         os.environ["NCCLPY_HOST_DEVICES"] = str(min(max(nranks, 8), MOST_DEVICES))
         with ThreadPoolExecutor(nranks) as pool:
             groups = list(pool.map(lambda rank: _group(rank, nranks, port), range(nranks)))

@@ -1,9 +1,9 @@
-"""What it costs, by the number of ranks, that a process group tells what each of them does.
+"""The cost of a process group's desync reports, by the number of ranks.
 
 All ranks are threads of one process, each with a connection of its own to a TCPStore that another process serves on
-the loopback: no network is in it, and one interpreter runs the Python of all ranks, which on machines of their own
-they would run beside each other. Every round measures every number of ranks once, in fresh processes. The line a + b n
-is fitted to the medians, by least squares.
+the loopback: no network is involved, and one interpreter runs the Python of all ranks, which on machines of their own
+would run in parallel. Every round measures every number of ranks once, in fresh processes. The line a + b n is fitted
+to the medians, by least squares.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(nranks: int) -> dict[str, tuple[float, str]]:
         state = ranks.ask("state", deadline=workers.FIRST_DEADLINE)
         aborted = ranks.ask("abort", deadline=workers.FIRST_DEADLINE)
     finally:
-        for process in reversed(processes):  # the first one serves the other
+        for process in reversed(processes):  # the first process serves the other one
             process.close()
     return {
         STATE: (state * 1e3, "ms"),

@@ -1,4 +1,4 @@
-"""The child side of what desync reports cost: a process that serves the store, or that has all ranks, as threads."""
+"""The child side of the cost of desync reports: a process that serves the store, or has all ranks as threads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmarks.work import worker
 if TYPE_CHECKING:
     from ncclpy.bootstrap.watch import Change
 
-#: The host engine has no more.
+#: The host engine's most devices.
 MOST_DEVICES = 1024
 #: Seconds for everything that waits.
 PATIENCE = 120.0
-#: Seconds until what all ranks have just done is told, and in which operations are counted then.
+#: Seconds until all ranks have published what they have just done, and seconds of counting operations after that.
 SETTLES, COUNTS = 1.5, 2.0
-#: How often a state is asked for.
+#: How often the state is requested.
 TIMES = 5
-#: States that a rank has told itself.
+#: States that a rank has published itself.
 HEARD = ("idle", "waits", "closed")
-#: What a client asks its server, each of them one operation there.
+#: A client's methods, each call of which is one operation of the server.
 OPERATIONS = ("set", "set_ephemeral", "get", "add", "compare_set", "wait", "check", "delete", "keys", "multi_get")
 
 
@@ -49,11 +49,11 @@ class Side:
         return self.store.port
 
     def do_spent(self) -> float:
-        """Return how many seconds of processors this process has taken."""
+        """Return the processor time of this process, in seconds."""
         return time.process_time()
 
     def do_stand(self, nranks: int, port: int) -> None:
-        """Be all ranks, each with a connection of its own, and do a collective."""
+        """Become all ranks, each with a connection of its own, and run a collective."""
         os.environ["NCCLPY_HOST_DEVICES"] = str(min(max(nranks, 8), MOST_DEVICES))
         import ncclpy
 
@@ -75,9 +75,9 @@ class Side:
         time.sleep(SETTLES)
 
     def do_idle(self) -> float:
-        """Return how many operations a second all ranks ask of the store while none does anything."""
+        """Return the store operations per second of all ranks while they are idle."""
         told = -1
-        while (now := self._count()) != told:  # on a busy machine some have yet to tell what they have done
+        while (now := self._count()) != told:  # on a busy machine some ranks have yet to publish what they have done
             told = now
             time.sleep(SETTLES)
         begin, before = time.perf_counter(), self._count()
@@ -85,12 +85,12 @@ class Side:
         return (self._count() - before) / (time.perf_counter() - begin)
 
     def do_busy(self) -> tuple[float, int]:
-        """Return the same while all ranks reduce without a pause, and how many operations that were."""
+        """Return the same while all ranks reduce without a pause, and the number of reductions."""
         begin, before = time.perf_counter(), self._count()
 
         def reduce(rank: int) -> None:
             over = np.zeros(1)
-            while not over[0]:  # by rank 0's clock, for all
+            while not over[0]:  # all ranks use rank 0's clock
                 over[0] = rank == 0 and time.perf_counter() - begin > COUNTS
                 self.groups[rank].all_reduce(over, op="max").wait(PATIENCE)
 
@@ -99,7 +99,7 @@ class Side:
         return count / (time.perf_counter() - begin), count
 
     def do_state(self) -> float:
-        """Return how many seconds it takes rank 0 to hear what all ranks do, the median of some times."""
+        """Return the seconds in which rank 0 learns the state of all ranks, the median of some times."""
         taken = []
         for _ in range(TIMES):
             begin = time.perf_counter()
@@ -113,8 +113,8 @@ class Side:
     def do_abort(self) -> dict[str, float]:
         """Have rank 0 end groups of all ranks; return the seconds until the last one has its error, and its notice.
 
-        The groups have made no communicators: those of all ranks would end in this one process, which takes longer
-        than the question, the answers and the news.
+        The groups have made no communicators: ending those of all ranks in this one process would take longer than the
+        request, the answers and the notice.
         """
         self._each(lambda rank: self.groups[rank].close())
         ends, told = [0.0] * self.nranks, [threading.Event() for _ in range(self.nranks)]
@@ -146,14 +146,14 @@ class Side:
         return {"seconds": max(ends) - begin, "heard": heard / self.nranks, "kib": len(notice) / 1024}
 
     def _hear(self, change: Change) -> None:
-        """Count what the stores tell by themselves: none of their methods is called for it."""
+        """Count what the stores publish by themselves, for which none of their methods is called."""
         if "/standing/" in change.key:
             next(self.asked)
 
     def _count(self) -> int:
-        """Return how many operations were asked of the store so far."""
+        """Return the number of store operations so far."""
         self.looks += 1
-        return next(self.asked) - (self.looks - 1)  # which counts looks as well
+        return next(self.asked) - (self.looks - 1)  # it counts polls as well
 
     def _each(self, function: Callable) -> list:
         """Call a function for each rank in a thread of its own."""
@@ -161,7 +161,7 @@ class Side:
 
 
 def _counted(count: itertools.count) -> type:
-    """Return a TCPStore that counts what it asks its server."""
+    """Return a TCPStore that counts its requests."""
     from ncclpy.bootstrap import TCPStore
 
     def counting(name: str) -> Callable:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.work import worker
 
-#: The host engine has no more.
+#: The host engine's most devices.
 MOST_DEVICES = 1024
 #: Seconds for everything that waits.
 PATIENCE = 120
@@ -31,7 +31,7 @@ class Side:
         return self.store.port
 
     def do_open(self, nranks: int, ranks: list[int], port: int | None) -> None:
-        """Be these of so many ranks, on the host engine, with the store at a port or, without one, for threads."""
+        """Become these of so many ranks on the host engine, with the store at a port or, without one, a LocalStore."""
         os.environ["NCCLPY_HOST_DEVICES"] = str(min(max(nranks, 8), MOST_DEVICES))
         import ncclpy
         from ncclpy.bootstrap import LocalStore, TCPStore
@@ -44,10 +44,10 @@ class Side:
         self.groups: list = [None] * len(ranks)
         self.arrays = [np.ones(1) for _ in ranks]
         self.times = 0
-        self._each(lambda place: None)  # the threads
+        self._each(lambda place: None)  # starts the threads
 
     def do_step(self, step: str) -> tuple[float, float]:
-        """Do a step in all ranks of this process; return when the first began and the last ended.
+        """Run a step in all ranks of this process; return when the first began and the last ended.
 
         The clock is the same in all processes of a machine.
         """
@@ -81,7 +81,7 @@ class Side:
         self.groups[place].close()
 
     def do_pairs(self, npairs: int) -> dict[str, float]:
-        """Make rank 0's pairs with so many others; return what they take and need, in KiB, threads and seconds."""
+        """Make rank 0's pairs with so many others; return their memory in KiB, threads and seconds."""
         self.do_open(npairs + 1, list(range(npairs + 1)), None)
         self._each(self._stand)
         before = _memory(), _threads()
@@ -90,7 +90,7 @@ class Side:
             self.groups[place].connect(peers=range(1, npairs + 1) if place == 0 else [0])
 
         begin, end = self._each(connect)
-        time.sleep(0.2)  # the threads that have made them end
+        time.sleep(0.2)  # the threads that have made them have ended
         after = _memory(), _threads()
         self._each(self._close)
         return {"kib": after[0] - before[0], "threads": after[1] - before[1], "seconds": end - begin}
@@ -103,7 +103,7 @@ def _memory() -> int:
 
 
 def _threads() -> int:
-    """Return how many threads this process has, Python's and others."""
+    """Return the number of threads of this process, Python's and others."""
     return len(os.listdir("/proc/self/task"))
 
 

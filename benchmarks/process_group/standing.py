@@ -1,4 +1,4 @@
-"""How long a group takes to stand, to reduce for the first time and again, and to close, by its number of ranks."""
+"""How long a group takes to start, to reduce for the first time and again, and to close, by its number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.side"
 THREADS, PROCESSES = "threads, LocalStore", "processes, TCPStore"
-#: What is measured, in the order of the steps.
+#: The steps, in order.
 STEPS = {
     "to stand": "stand",
     "first all-reduce of 8 bytes": "all_reduce",
@@ -27,7 +27,7 @@ class Standing:
     nranks: int
 
     def measure(self) -> list[dict]:
-        """Take every step once, in fresh processes."""
+        """Run every step once, in fresh processes."""
         own = [[rank] for rank in range(self.nranks)] if self.rival == PROCESSES else [list(range(self.nranks))]
         processes: list[workers.WorkerProcess] = []
         try:
@@ -48,7 +48,7 @@ class Standing:
                 found.append(self._row(operation, seconds * 1e3))
             return found
         finally:
-            for process in reversed(processes):  # the first one serves the others
+            for process in reversed(processes):  # the first process serves the others
                 process.close()
 
     def _row(self, operation: str, value: float) -> dict:
@@ -56,7 +56,7 @@ class Standing:
             "operation": operation,
             "rival": self.rival,
             "road": f"{self.nranks} ranks",
-            "measure": operation,  # by which a target finds it
+            "measure": operation,  # a target finds the row by it
             "unit": "ms",
             "ranks": self.nranks,
             "value": value,
@@ -64,6 +64,6 @@ class Standing:
 
 
 def plan(chosen: argparse.Namespace) -> list[Standing]:
-    """Return what is measured in a round."""
+    """Return the measurements of a round."""
     found = [Standing(THREADS, nranks) for nranks in chosen.ranks]
     return found + [Standing(PROCESSES, nranks) for nranks in chosen.ranks if nranks <= chosen.most_processes]

@@ -1,6 +1,6 @@
 """The rivals: one module each, all with the same interface.
 
-A rival's module has ``NAME``, what its rows are called, and ``open(setting) -> list[Road]``, which prepares it in
+A rival's module has ``NAME``, the name in its rows, and ``open(setting) -> list[Road]``, which prepares it in
 this process and may raise `Missing`. `open` is collective on GPUs: every rank calls it at the same time.
 """
 
@@ -25,7 +25,7 @@ MODULES = (
 
 
 class Missing(Exception):
-    """A rival cannot be measured here; the message says why, and becomes its row."""
+    """A rival cannot be measured here; the message has the reason, which becomes its row."""
 
 
 def load(name: str):

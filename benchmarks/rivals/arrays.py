@@ -1,4 +1,4 @@
-"""The arrays that rivals reduce: whatever framework is installed, on the setting's device."""
+"""The arrays that rivals reduce, of each framework that is installed, on the setting's device."""
 
 import importlib.util
 

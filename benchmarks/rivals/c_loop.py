@@ -54,7 +54,7 @@ def open(setting: Setting) -> list[Road]:
 def devices(
     library: str, gpu: bool, comms: list[int], streams: list[int], send: list[int], recv: list[int]
 ) -> Callable[[int], float]:
-    """Return what makes n groups of one all-reduce a device from one thread and returns the seconds, unwaited for."""
+    """Return a function that issues n groups of one all-reduce per device, without a wait, and returns the seconds."""
     loop, arguments, keep = _loop(library, gpu, False)
     lists = [(ctypes.c_void_p * len(comms))(*values) for values in (comms, streams, send, recv)]
     loop.c_loop_devices.restype = ctypes.c_double
@@ -69,7 +69,7 @@ def devices(
 
 
 def _loop(library: str, gpu: bool, cpu_time: bool, send=0, recv=0, comm=0, stream=0) -> tuple:
-    """Compile the loop and point it at a library; return it, its arguments, and what has to live as long."""
+    """Compile the loop for a library; return it, its arguments, and what must live as long."""
     with tempfile.TemporaryDirectory() as folder:
         loop = ctypes.CDLL(str(compiler.build(Path(__file__).with_name("c_loop.c"), Path(folder))))
     nccl = ctypes.CDLL(library)

@@ -22,7 +22,7 @@ def open(setting: Setting) -> list[Road]:
         raise Missing(f"this CuPy has no NCCL: {error}") from None
     arrays.cupy_pair(setting)  # the device and the stream become CuPy's
     unique_id = setting.ids.pop(0)
-    if int(cupy.__version__.partition(".")[0]) < 14:  # it took a tuple of signed chars then
+    if int(cupy.__version__.partition(".")[0]) < 14:  # older releases take a tuple of signed chars
         unique_id = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
     communicator = nccl.NcclCommunicator(setting.nranks, unique_id, setting.rank)
     setting.keep.append(communicator)

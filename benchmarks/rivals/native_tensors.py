@@ -1,4 +1,4 @@
-"""Torch tensors as an extension of ours reads them; the roads beside these are without it."""
+"""Torch tensors read by ncclpy's own extension; the other roads do not use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.work.setting import Setting
 
 
 def reading(setting: Setting) -> Callable[[Road], Road] | None:
-    """Return what makes of a road one whose tensors are read natively; None, and a note, where none can be."""
+    """Return a function that makes a road read its tensors natively; None, and a note, if that is not possible."""
     import torch
 
     from ncclpy.core.arguments.datatypes import read_by
@@ -18,7 +18,7 @@ def reading(setting: Setting) -> Callable[[Road], Road] | None:
 
     try:
         torch_extension.read_tensors_natively()
-    except RuntimeError as error:  # no compiler, say
+    except RuntimeError as error:  # no compiler, for example
         setting.notes.append(f"Torch tensors could not be read natively: {str(error).splitlines()[0]}")
         return None
     kinds = [torch.Tensor]

@@ -1,4 +1,4 @@
-"""What both nccl4py rivals need: the package, driving the setting's library and no other."""
+"""Shared by both nccl4py rivals: the package, made to drive the setting's library."""
 
 import ctypes
 import importlib.util

@@ -1,4 +1,4 @@
-"""nccl.bindings of nccl4py: one Python function a C function, ints only."""
+"""nccl.bindings of nccl4py: one Python function for each C function, ints only."""
 
 from benchmarks.overhead.road import Road, binding_roads
 from benchmarks.rivals import nccl4py

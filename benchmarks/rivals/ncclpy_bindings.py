@@ -1,4 +1,4 @@
-"""ncclpy.bindings: one Python function a C function, ints only."""
+"""ncclpy.bindings: one Python function for each C function, ints only."""
 
 from benchmarks.overhead.road import Road, binding_roads
 from benchmarks.rivals import Missing

@@ -12,7 +12,7 @@ TENSOR, NATIVE = "torch tensor", "torch tensor, read natively"
 
 
 def open(setting: Setting) -> list[Road]:
-    """Make a communicator, or take the setting's, and one pair of buffers of every kind that it takes."""
+    """Make a communicator, or take the setting's, and a pair of buffers of every kind that it accepts."""
     import ncclpy
 
     if setting.communicator is None:
@@ -39,7 +39,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
             name = f"all_reduce({kind}), in place"
             roads.append(python_road(setting, name, "all_reduce(recv, stream=stream)", **names))
         if kind != "int tuple" and (setting.sync is None or kind != "prepared buffer"):
-            # Where something runs, a prepared buffer would go to the default stream, which nobody here waits for.
+            # With a real engine, a prepared buffer would use the default stream, which no wait here covers.
             name = f"all_reduce({kind}), stream=None"
             roads.append(python_road(setting, name, "all_reduce(send, recv)", result=pointer, **names))
         found += map(natively, roads) if kind == NATIVE else roads
@@ -79,7 +79,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
 
 
 def _outputs(ncclpy, setting: Setting, pairs: dict, kind: str) -> list:
-    """Return `GROUP` buffers that receive, the pair's first: what one call of a group writes no other uses."""
+    """Return `GROUP` receive buffers, the pair's first: no two calls of a group write the same memory."""
     if kind == "prepared buffer":
         dtype = ncclpy.DataType(FLOAT32)
         return [ncclpy.Buffer(setting.recv + 4 * COUNT * i, COUNT, dtype, device=setting.device) for i in range(GROUP)]

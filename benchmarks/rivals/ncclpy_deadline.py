@@ -1,4 +1,4 @@
-"""ncclpy.Communicator with timeout=: a guard beside it, and the watcher's marks around every operation."""
+"""ncclpy.Communicator with timeout=: a watchdog, and its marks around every operation."""
 
 from benchmarks.overhead.road import Road
 from benchmarks.rivals.ncclpy_nonblocking import CALL, roads

@@ -1,4 +1,4 @@
-"""ncclpy.Manager: a participant that is added under a key; its work tells when it is done."""
+"""ncclpy.Manager: a participant that is added under a key; its work says when it is done."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Manager"
 ADD = "key = next(keys); keep(add(key, send, recv, device=device, num_local=1))"
-#: Across processes they share a communicator key, and each says when the others are ready: they call in one order.
+#: The same across processes: participants share a communicator key, and each rank signals that it is ready.
 ADD_OF_MANY = (
     "key = next(keys); keep(add(key, send, recv, device=device, num_local=1, num_global=nranks, "
     "communicator_key=shared, global_rank=rank)); ready(key)"

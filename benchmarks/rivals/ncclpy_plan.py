@@ -9,7 +9,7 @@ NAME = "ncclpy.Plan"
 def open(setting: Setting) -> list[Road]:
     """Record a group twice and capture one of them, each on a communicator of its own.
 
-    Once captured, a communicator is slower for other calls: NCCL has to order them with those of the graphs.
+    After a capture, other calls of a communicator are slower: NCCL has to order them with the graph's.
     """
     import ncclpy
 
@@ -29,7 +29,7 @@ def open(setting: Setting) -> list[Road]:
         setting.keep += [communicator, plans[-1]]
     graph = plans[1].capture()
     setting.keep.append(graph)
-    # A graph launches kernels: the library is called when it is captured, not when it is launched.
+    # A graph launches kernels: the library is called at the capture, not at a launch.
     return [
         Road(f"{name} of {GROUP} x all_reduce", f"group of {GROUP}", host, result=setting.recv, **calls)
         for name, launch, calls in (

@@ -1,4 +1,4 @@
-"""ncclpy.ProcessGroup: each operation is a work on a stream of the group, behind the one that produces its input."""
+"""ncclpy.ProcessGroup: each operation is a work on a stream of the group, after the one that produces its input."""
 
 from benchmarks.overhead.road import Road, timed
 from benchmarks.rivals import arrays
@@ -8,7 +8,7 @@ NAME = "ncclpy.ProcessGroup"
 
 
 def open(setting: Setting) -> list[Road]:
-    """Make a group of all ranks, which meet in a file; of this one alone on the no-op library."""
+    """Make a group of all ranks, which meet in a file; on the no-op library, of this rank alone."""
     import ncclpy
     from ncclpy.bootstrap import FileStore, LocalStore
 
@@ -21,7 +21,7 @@ def open(setting: Setting) -> list[Road]:
     dtype = ncclpy.DataType(FLOAT32)
     send, recv = (ncclpy.Buffer(at, COUNT, dtype, device=setting.device) for at in (setting.send, setting.recv))
     names = {"all_reduce": group.all_reduce, "send": send, "recv": recv, "stream": setting.stream}
-    # A prepared buffer names no framework whose current stream could be asked for.
+    # A prepared buffer has no framework that could be asked for its current stream.
     roads = [
         _road(setting, group, "all_reduce(prepared buffer)", "all_reduce(send, recv, stream=stream)", names),
     ]
@@ -37,7 +37,7 @@ def open(setting: Setting) -> list[Road]:
 
 
 def _road(setting: Setting, group, name: str, call: str, names: dict) -> Road:
-    """Return a road whose works nobody keeps; what is still on its way behind a sample is not timed."""
+    """Return a road that drops its works; what is still running after a sample is not timed."""
     run = timed(setting, call, **names)
 
     def host(n: int) -> float:

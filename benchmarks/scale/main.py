@@ -1,6 +1,6 @@
-"""What grows with the number of ranks on the host engine: init, split, barrier, a group of all, memory of a rank.
+"""Growth with the number of ranks on the host engine: init, split, barrier, a group of all ranks, memory of a rank.
 
-Ranks are all in one process, whose one thread starts each step for all of them in one group; and, up to
+Ranks are all in one process, in which one thread starts each step for all of them in one group; and, up to
 --most-processes, each in a process of its own. Every round measures every number of ranks once, in fresh processes. A
 step of several processes lasts from the first that begins to the last that ends. The exponent of each is fitted: time
 over ranks, both as logarithms, least squares, round by round.
@@ -23,7 +23,7 @@ DEFAULTS = {
     "seed": 1,
 }
 ONE_PROCESS, PROCESSES = "one process, one group", "a process a rank"
-#: What is measured, in the order of the steps, and how often in a row: the first time is a step of its own.
+#: The steps in order, and how often each is repeated in a row: the first time is a step of its own.
 STEPS = {
     "init": ("init", 1),
     "first all-reduce of 8 bytes": ("all_reduce", 1),
@@ -31,7 +31,7 @@ STEPS = {
     "barrier": ("barrier", 50),
     "split into two": ("split", 1),
 }
-#: Memory is read after these.
+#: The steps after which memory is read.
 MEMORY = {
     "init": "memory of a rank after init",
     "barrier": "memory of a rank after collectives",
@@ -87,7 +87,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def measure(rival: str, nranks: int) -> dict[str, tuple[float, str]]:
-    """Take every step once with so many ranks; return ``{operation: (value, unit)}``."""
+    """Run every step once with so many ranks; return ``{operation: (value, unit)}``."""
     own = [[rank] for rank in range(nranks)] if rival == PROCESSES else [list(range(nranks))]
     processes: list[workers.WorkerProcess] = []
     try:

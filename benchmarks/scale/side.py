@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.work import worker
 
-#: The host engine has no more.
+#: The host engine's most devices.
 MOST_DEVICES = 1024
 
 
@@ -33,7 +33,7 @@ class Side:
             return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
     def do_step(self, step: str, times: int, ranks: list[int], unique_id: str) -> tuple[float, float]:
-        """Do a step for the ranks of this process, in one group each time; return when it began and ended.
+        """Run a step for the ranks of this process, in one group each time; return when it began and ended.
 
         The clock is the same in all processes of a machine.
         """
@@ -43,7 +43,8 @@ class Side:
         function = getattr(self, f"_{step}")
         self.arrays = [np.ones(1) for _ in ranks]
         if step == "split" or times > 1:
-            # Requests reach the processes one after another. Not before a first time: it would be the first itself.
+            # Requests reach the processes one after another. Not before a first time: the barrier would be the first
+            # itself.
             self._barrier()
         begin = time.perf_counter()
         for _ in range(times):
@@ -73,7 +74,7 @@ class Side:
             self.parts = [comm.split(comm.rank % 2, comm.rank) for comm in self.comms]
 
     def _check(self, step: str, times: int) -> None:
-        """Raise if a step has not done what it says."""
+        """Raise if a step's result is wrong."""
         right = {
             "init": lambda: [comm.nranks for comm in self.comms] == [self.nranks] * len(self.ranks),
             # A sum over all ranks, of ones at first, in place.

@@ -1,1 +1,1 @@
-"""The backend of torch.distributed beside torch's own."""
+"""ncclpy's backend of torch.distributed, compared with torch's own."""

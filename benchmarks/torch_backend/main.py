@@ -1,9 +1,9 @@
-"""The backend "ncclpy" of torch.distributed beside torch's own: gloo on CPUs, or with --gpu nccl.
+"""The backend "ncclpy" of torch.distributed compared with torch's own: gloo on CPUs, or with --gpu nccl.
 
 Every round has fresh processes, in which the backends, a group each, take turns in an order of the round's own: an
-all-reduce of few bytes and one of many, and what the `ncclpy.ProcessGroup` below the backend takes for the same. With
---training the steps of a transformer of 100 million parameters under DDP and FSDP2 instead, and the same steps without
-communication; there each backend has its own processes.
+all-reduce of few bytes and one of many, and the same through the `ncclpy.ProcessGroup` below the backend. With
+--training instead: the steps of a transformer of 100 million parameters under DDP and FSDP2, and the same steps
+without communication; there each backend has its own processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.work import results, workers
 
 SIDE = side.__name__
 DEFAULTS = {"ranks": 2, "rounds": 5, "sizes": [8, 64 << 20], "layers": 12, "seed": 1}
-#: Backends by whether they are on GPUs; ours is the first.
+#: Backends by whether they are on GPUs; ncclpy's is the first.
 BACKENDS = {False: ("ncclpy", "gloo"), True: ("ncclpy", "nccl")}
 RIVALS = {
     "ncclpy": 'torch.distributed, "ncclpy"',
@@ -28,9 +28,9 @@ RIVALS = {
     "nccl": 'torch.distributed, "nccl"',
 }
 GROUP = "ncclpy.ProcessGroup"
-#: Bytes that a sample of many calls moves, and the calls of one of few bytes.
+#: Bytes that a sample of large calls moves, and the number of calls in a sample of small ones.
 BYTES, CALLS = 256 << 20, 400
-#: Steps of a training, and those before them.
+#: Steps of a training, and warm-up steps before them.
 STEPS, WARM = 4, 2
 DEADLINE = 300
 
@@ -91,7 +91,7 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
 
 
 class _Ranks:
-    """Processes that are one group."""
+    """The processes of one group."""
 
     def __init__(self, chosen: argparse.Namespace, backends: list[str]) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -126,7 +126,7 @@ def _row(operation: str, rival: str, road: str, measure: str, seconds: float, un
 
 
 def _calls(chosen: argparse.Namespace, backends: list[str]) -> list[dict]:
-    """Return what single calls take over all backends, in one pair of processes."""
+    """Measure single calls over all backends, in one pair of processes."""
     found = []
     ways = {RIVALS[each]: (each, "torch") for each in backends} | {GROUP: ("ncclpy", "group")}
     with _Ranks(chosen, backends) as ranks:
@@ -142,7 +142,7 @@ def _calls(chosen: argparse.Namespace, backends: list[str]) -> list[dict]:
 
 
 def _training(chosen: argparse.Namespace, backends: list[str]) -> list[dict]:
-    """Return what steps of a training take over the backends, one after the other."""
+    """Measure steps of a training over the backends, one after the other."""
     return [row for each in backends for row in _training_over(chosen, each)]
 
 

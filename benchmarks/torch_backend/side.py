@@ -15,10 +15,10 @@ from benchmarks.work import worker
 
 #: Seconds for everything that waits.
 PATIENCE = 120
-#: In how many turns the ways of a sample take their calls.
+#: Turns in which the ways of a sample make their calls.
 TURNS = 8
-#: Of the transformer: words, width, heads; of a rank's batch: words of an example, examples, by whether on GPUs. With
-#: twelve layers these are 100 million parameters.
+#: The transformer's words, width and heads; words of an example and examples of a rank's batch, by whether on GPUs.
+#: With twelve layers these are 100 million parameters.
 WORDS, WIDTH, HEADS = 20_000, 768, 12
 LENGTH, EXAMPLES = {False: 16, True: 512}, {False: 1, True: 8}
 
@@ -54,7 +54,7 @@ class Side:
             self.torch.cuda.synchronize()
 
     def _call(self, backend: str, layer: str, tensor: Any) -> Callable[[], Any]:
-        """Return what begins an all-reduce and returns its work."""
+        """Return a function that begins an all-reduce and returns its work."""
         group = self.groups[backend]
         if layer == "torch":
             return lambda: self.dist.all_reduce(tensor, group=group, async_op=True)
@@ -64,9 +64,9 @@ class Side:
         return lambda: below.all_reduce(tensor)
 
     def do_calls(self, nbytes: int, times: int, ways: list[tuple[str, str]]) -> list[tuple[float, float]]:
-        """Return the seconds of a call, and those of one that waits; medians, for each way: a backend and a layer.
+        """Return the median seconds of a call, and of a call that is waited for, for each way: a backend and a layer.
 
-        The ways take turns: what else happens on the machine meanwhile happens to all of them.
+        The ways take turns, so that other load of the machine affects all of them.
         """
         tensor = self.torch.zeros(max(1, nbytes // 4), dtype=self.torch.float32, device=self.device)
         calls = [self._call(backend, layer, tensor) for backend, layer in ways]
@@ -78,7 +78,7 @@ class Side:
                 self._sync()
                 some = self._some(call, times // TURNS)
                 for found, more in zip(kept, some, strict=True):
-                    found += more if turn else ()  # the first turn is to warm up
+                    found += more if turn else ()  # the first turn is for warming up
         return [(statistics.median(host), statistics.median(latency)) for host, latency in taken]
 
     def _some(self, call: Callable[[], Any], times: int) -> tuple[list[float], list[float]]:
@@ -101,9 +101,9 @@ class Side:
         return torch.nn.Sequential(*parts).to(self.device)
 
     def do_training(self, way: str, layers: int, steps: int, warm: int) -> tuple[dict[str, float], int, int]:
-        """Return the seconds of a step by what it does of communication, the peak of memory, and the parameters."""
+        """Return the seconds of a step by its kind of communication, the peak of memory, and how many parameters."""
         torch = self.torch
-        gc.collect()  # of a training before
+        gc.collect()  # left by an earlier training
         if self.gpu:
             torch.cuda.empty_cache()
         model = self._model(layers)
@@ -152,7 +152,7 @@ class Side:
 
 
 def _sent(buffer: Any) -> Any:
-    """Return what a hook of DDP's does for a bucket that it has reduced."""
+    """Return the function that a DDP hook runs for a bucket that it has reduced."""
     import torch
 
     done: torch.futures.Future[Any] = torch.futures.Future()

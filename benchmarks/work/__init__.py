@@ -1,1 +1,1 @@
-"""What all benchmarks share: workers, the machine, results."""
+"""Shared by all benchmarks: workers, the machine, results."""

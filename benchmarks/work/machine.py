@@ -1,4 +1,4 @@
-"""What a result was measured on: processor, memory, kernel, GPUs and the versions of the packages in play."""
+"""The machine of a result: processor, memory, kernel, GPUs and the versions of packages."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ PACKAGES = ("ncclpy", "numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "nccl4py
 
 
 def describe() -> dict[str, object]:
-    """Describe this machine, without anything that names it."""
+    """Describe this machine, without anything that identifies it."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -39,12 +39,12 @@ def _processor() -> str:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # no /proc: the platform module says less, but something
+        pass  # no /proc: the platform module knows a little
     return platform.processor() or platform.machine()
 
 
 def _gpus() -> list[str]:
-    """Return one line a GPU, as nvidia-smi names it; none without nvidia-smi."""
+    """Return one line for each GPU, as nvidia-smi names it; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

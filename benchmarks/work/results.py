@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file an experiment, with all samples."""
+"""Results on disk: one JSON file for each experiment, with all samples."""
 
 import argparse
 import datetime
@@ -14,16 +14,16 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 def new(experiment: str, command: list[str], **settings: object) -> dict:
-    """Start a result: what was run, when, on what.
+    """Start a result: what was run, when, and on which machine.
 
     Parameters
     ----------
     experiment : str
         The experiment's name on the command line.
     command : list of str
-        Its arguments as anyone would give them to repeat it.
+        Its arguments as typed to repeat it.
     **settings
-        What else decides the numbers: rounds, sizes, engine.
+        Other settings that decide the numbers: rounds, sizes, engine.
     """
     return {
         "experiment": experiment,
@@ -37,7 +37,7 @@ def new(experiment: str, command: list[str], **settings: object) -> dict:
 
 
 def options(chosen: argparse.Namespace, defaults: dict[str, object]) -> list[str]:
-    """Return those of the options in `defaults` that were given another value, as anyone would type them."""
+    """Return the options in `defaults` that were given another value, as typed on the command line."""
     typed: list[str] = []
     for name, default in defaults.items():
         value = getattr(chosen, name)
@@ -47,7 +47,7 @@ def options(chosen: argparse.Namespace, defaults: dict[str, object]) -> list[str
 
 
 def _environment() -> list[str]:
-    """Return the variables that change NCCL, as they stand before a command; a library's path is left out."""
+    """Return the environment variables that change NCCL, as typed before a command; a library's path is left out."""
     return [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -62,7 +62,7 @@ def gpus_used(result: dict) -> list[str]:
 
 
 def save(result: dict, path: Path) -> None:
-    """Write `result`, a row a line; samples keep five digits, more than any of them is good for."""
+    """Write `result`, one row a line; samples keep five digits, more than their precision."""
     for row in result["rows"]:
         for key, value in row.items():
             if key.startswith("samples"):

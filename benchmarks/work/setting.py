@@ -1,4 +1,4 @@
-"""What all rivals of one process share: the library, the communicator's place, buffers and a stream."""
+"""Shared by all rivals of one process: the library, the communicator's rank and device, buffers and a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CU_STREAM_NON_BLOCKING = 1
 
 @dataclasses.dataclass
 class Setting:
-    """Where the rivals meet.
+    """The library, buffers and communicator that all rivals use.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Setting:
     library : str
         Path of the library that every rival has to drive.
     rank, nranks, device : int
-        This process's place.
+        This process's rank, the number of ranks, and its device.
     comm, stream, send, recv : int
         A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints. At
         `recv` there is room for `GROUP` times as many.
@@ -45,12 +45,12 @@ class Setting:
     store : str
         Path of a file that does not exist yet, for the rivals that gather through one.
     keep : list
-        What has to live as long as the setting.
+        Objects that must live as long as the setting.
     clock : callable
-        What times the roads: the thread's CPU time on the no-op library, where nothing waits, so that a machine that
-        is busy with other work does not count; else the time that passes.
+        The clock of the roads: the thread's CPU time on the no-op library, where nothing waits, so that other work on
+        the machine does not count; else wall time.
     notes : list of str
-        What a reader of the figures has to know; rivals add to it.
+        Notes for the reader of the figures; rivals add to them.
     """
 
     gpu: bool
@@ -108,7 +108,7 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
     import ncclpy
     from ncclpy.core.runtime import device as devices
 
-    # Current for good, as in a program with one device: calls that name no device are this one's.
+    # Current from now on, as in a program with one device: calls that name no device use this one.
     current = devices.using(rank)
     current.__enter__()
     communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank)

@@ -1,7 +1,7 @@
-"""The child side: one process that holds rivals open and times their roads when told to.
+"""The child side: one process that holds rivals open and times their roads on request.
 
-It reads one JSON request a line and answers one JSON line. Answers have a file descriptor of their own, so that what
-libraries print cannot disturb them.
+It reads one JSON request per line and answers with one JSON line. Answers have a file descriptor of their own, so that
+output of libraries cannot disturb them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Worker:
         return {"rival": module.NAME, "missing": None, "roads": described, "notes": notes}
 
     def do_check(self, key: str) -> str | None:
-        """Run a road once more than once and see that it does what it says; return what is wrong, or None."""
+        """Run a road twice or more and check its result; return what is wrong, or None."""
         road = self.roads[key]
-        # Everything that is done once, at the first call, is over after this.
+        # After this, everything is done that only the first call does.
         road.host(2 * GROUP)
         return self._check_noop(road) if self.setting.sync is None else self._check_sum(road)
 
@@ -84,7 +84,7 @@ class Worker:
         return seconds
 
     def _copy(self, to, source) -> None:
-        """Copy one message between a pointer of the device's and an array of ours."""
+        """Copy one message between a device pointer and an array of this process."""
         size = ctypes.sizeof(ctypes.c_float) * setting.COUNT
         if not self.setting.gpu:
             ctypes.memmove(to, source, size)
@@ -96,7 +96,7 @@ class Worker:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for every stream of the device: a road may have used another than the setting's."""
+        """Wait for every stream of the device: a road may have used another stream than the setting's."""
         import ncclpy
 
         ncclpy.synchronize(self.setting.device)
@@ -145,5 +145,5 @@ def serve(worker: object) -> None:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    # Communicators are not destroyed: that is collective, and a rival's way to do so is not what is measured.
+    # Communicators are not destroyed: that is collective, and how a rival does it is not measured.
     os._exit(0)

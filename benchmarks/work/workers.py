@@ -1,4 +1,4 @@
-"""The parent side: fresh processes that hold the rivals, asked one by one or all at once."""
+"""The parent side: fresh processes that hold the rivals, and requests to one of them or to all at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import time
 
 from benchmarks import ROOT
 
-#: Seconds for one request. The first ones import frameworks, from a cold disk perhaps, and get more.
+#: Seconds for one request, and for the first ones, which import frameworks, perhaps from a cold disk.
 DEADLINE = 60
 FIRST_DEADLINE = 240
 
-# The root is on the path only while `benchmarks` is imported: ncclpy has to be the installed one.
+# The root is on the path only while `benchmarks` is imported: `ncclpy` must be the installed package.
 START = f"""
 import importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -27,15 +27,17 @@ module.main()
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised, died or did not answer; the message has its last words."""
+    """A worker raised, died or did not answer; the message has the end of its output."""
 
 
 class WorkerLost(WorkerFailed):
-    """A worker died or hangs: it, and whoever communicates with it, cannot be asked again."""
+    """A worker died or hangs: no more requests can go to it, or to workers that communicate with it."""
 
 
 class WorkerProcess:
-    """One child; `ask` is a call of what the ``main()`` of `module` serves. `variables` are for its environment."""
+    """One child process, which runs the ``main()`` of `module`; `ask` calls one of its methods.
+
+    `variables` extend its environment."""
 
     def __init__(self, module: str = "benchmarks.work.worker", variables: dict[str, str] | None = None):
         self._errors = tempfile.TemporaryFile("w+")
@@ -65,7 +67,7 @@ class WorkerProcess:
         """Read one answer; `until` is on `time.monotonic`'s clock."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            # Answers are one line for one request: nothing can wait in Python's buffer when the next is read.
+            # Each request has one answer of one line, so Python's buffer is empty when the next is read.
             if not selector.select(max(0.0, until - time.monotonic())):
                 raise WorkerLost(f"a worker did not answer {do!r} in time:\n{self._last_words()}")
         line = self._process.stdout.readline()
@@ -77,7 +79,7 @@ class WorkerProcess:
         return answer["value"]
 
     def close(self) -> None:
-        """End the child: politely, then not."""
+        """End the child: by closing its pipe, then by killing it."""
         try:
             self._process.stdin.close()
             self._process.wait(5)
@@ -108,7 +110,7 @@ def ask_all(requests: list[tuple[WorkerProcess, dict]], do: str, *, deadline: fl
         except WorkerFailed as failure:
             failures.append(failure)
     if any(isinstance(failure, WorkerLost) for failure in failures):
-        # One rank's exception is why the others hang: both belong in the message.
+        # One rank's exception makes the others hang: both belong in the message.
         raise WorkerLost("\n".join(map(str, failures)))
     if failures:
         raise failures[0]

@@ -1,15 +1,16 @@
-"""Cython for one folder's modules in one process: cythonize.py ROOT DEPFILE MODULE.pyx… OUTPUT.c|.cpp…
+"""Run Cython for one folder's modules in one process: cythonize.py ROOT DEPFILE MODULE.pyx… OUTPUT.c|.cpp…
 
-cythonize.py --shared OUTPUT.c writes the module that holds what Cython would otherwise put into each of the others.
-With --lines before all that, the C says of each line which one of the .pyx it is, so that gcov counts those.
+cythonize.py --shared OUTPUT.c writes the module with the functions that Cython would otherwise put into each module.
+With --lines before all other arguments, the C names the line of the .pyx for each line, so that gcov counts these.
 
-Cython needs 0.7 s before it reads its first line, as long as most modules take: a process for each module, which is
-what meson's own support for Cython starts, doubles the time. Modules whose output is newer than everything it was
-made from are left alone, so that ninja, which looks at the outputs again, compiles only what has changed.
+Cython needs 0.7 s before it reads its first line, as long as most modules take: one process for each module, as in
+meson's own support for Cython, doubles the time. Modules with an output that is newer than all its inputs are left
+alone, so that ninja, which checks the outputs again, compiles only what has changed.
 
-A third of the rest is the .pxd files, which Cython reads again for each module: here the process reads them once, and
-forks for each module, since Cython changes what it has read. This uses functions that Cython does not document. Where
-it fails, in a newer Cython or because the module has an error, Cython's own way follows, and says the error.
+A third of the remaining time is for the .pxd files, which Cython reads again for each module: here the process reads
+them once, and forks for each module, since Cython changes what it has read. This uses functions that Cython does not
+document. If it fails, in a newer Cython or because the module has an error, Cython's own way is tried next, and
+reports the error.
 """
 
 import contextlib
@@ -25,12 +26,13 @@ import Cython
 from Cython.Build.Dependencies import create_dependency_tree
 from Cython.Compiler import Errors, Main, Options
 
-#: Before it, what an attribute held went before the attribute had its new value. To let go of a tensor gives the GIL
-#: up: another thread found the dying object there, took a reference to it and had it die twice.
+#: Older releases release an attribute's old value before the attribute has its new one. Freeing a tensor releases the
+#: GIL: another thread then found the dying object in the attribute, took a reference to it and freed it twice.
 OLDEST = (3, 3, 1)
-#: Where all modules find Cython's own functions: compiled once, they cost gcc a fifth less time than in each module.
+#: The module with Cython's own functions: compiling them once takes gcc a fifth less time than in each module.
 SHARED = "ncclpy._cython_shared"
-#: On the path of every call: gcc inlines what a module has of its own, which is 2% of the instructions of a call.
+#: Modules on the path of every call, which have the functions themselves: gcc inlines these, 2% of a call's
+#: instructions.
 UNSHARED = tuple(
     f"ncclpy/core/{name}.pyx"
     for name in (
@@ -44,13 +46,13 @@ UNSHARED = tuple(
         "start",
     )
 )
-#: Without methods for pickle: the classes hold pointers and locks, so that Python itself refuses to pickle them; those
-#: that can be pickled have a __reduce__ of their own. Cython's two methods a class are a tenth of the C.
+#: No methods for pickle: the classes hold pointers and locks, so Python itself refuses to pickle them; classes that
+#: can be pickled have a __reduce__ of their own. Cython's two methods for each class are a tenth of the C.
 DIRECTIVES = {"auto_pickle": False}
 
 
 def read_dependencies(output):
-    """Return what an output was made from, as Cython noted it beside the output; none if it was never made."""
+    """Return an output's inputs, as Cython noted them beside the output; none if it was never made."""
     try:
         text = Path(f"{output}.dep").read_text()
     except FileNotFoundError:
@@ -60,7 +62,7 @@ def read_dependencies(output):
 
 
 def is_current(output):
-    """Return whether an output is newer than all that it was made from, Cython and this file included."""
+    """Return whether an output is newer than all its inputs, Cython and this file included."""
     made_from = read_dependencies(output)
     try:
         made = output.stat().st_mtime_ns
@@ -72,7 +74,7 @@ def is_current(output):
 
 
 def options_of(root, source, output, lines):
-    """Return what Cython is told for a module."""
+    """Return Cython's options for a module."""
     return Options.CompilationOptions(
         Options.default_options,
         language_level=3,
@@ -87,7 +89,7 @@ def options_of(root, source, output, lines):
 
 
 def declarations(tree, file, found):
-    """Add to found each .pxd that a file needs, and its module's name, in the order in which Cython ends them."""
+    """Add each .pxd that a file needs, and its module's name, to `found`, in the order in which Cython ends them."""
     own = [tree.fully_qualified_name(file)] if file.endswith(".pyx") else []
     for name in own + [name.split()[0] for name in tree.parse_dependencies(file)[0]]:
         pxd = None if name.partition(".")[0] == "cython" else tree.find_pxd(name, file)
@@ -100,19 +102,19 @@ def declarations(tree, file, found):
 
 
 def read_declarations(root, modules, lines):
-    """Return a context of Cython's that has read each .pxd that the modules need, all of C or all of C++."""
+    """Return a Cython context that has read each .pxd that the modules need; all modules are C, or all C++."""
     context = Main.Context.from_options(options_of(root, *modules[0], lines))
     tree = create_dependency_tree(context)
     with Errors.local_errors(ignore=True) as errors:
         for source, _ in modules:
-            tree.all_dependencies(source)  # for the .dep; it remembers what it has seen
+            tree.all_dependencies(source)  # for the .dep; it caches what it has seen
             for name in declarations(tree, source, {}).values():
                 context.find_module(name)
     return None if errors else context
 
 
 def translate(root, source, output, lines, context):
-    """Write a module's C or C++, with the .pxd files that a context has read; return whether that went well."""
+    """Write a module's C or C++, with the .pxd files that a context has read; return whether that succeeded."""
     options, said = options_of(root, source, output, lines), io.StringIO()
     with contextlib.suppress(Exception), contextlib.redirect_stderr(said):
         context.options = options
@@ -128,7 +130,7 @@ def translate(root, source, output, lines, context):
 
 
 def translate_all(root, modules, lines):
-    """Write the C or C++ of each module, as many at once as there are processors; return whether all went well."""
+    """Write the C or C++ of each module, as many at once as there are processors; return whether all succeeded."""
     contexts, well, most = {}, True, len(os.sched_getaffinity(0))
     for suffix in {output.suffix for _, output in modules}:
         with contextlib.suppress(Exception):
@@ -152,10 +154,11 @@ def translate_all(root, modules, lines):
 
 
 def mark_lines(root, output):
-    """Have every line of the C say which line of a .pyx it is, by a path from the root on.
+    """Have every line of the C name its line of a .pyx, by a path relative to the root.
 
-    Cython says so at the first of several, and gcc counts on: a docstring, or the statement six lines below a `def`,
-    would be code that runs with each call. And gcov looks for what a relative path names where the C is.
+    Cython names only the first of several lines, and gcc counts up from there: a docstring, or the statement six lines
+    below a `def`, would count as code that runs with each call. And gcov resolves a relative path from the folder of
+    the C.
     """
     marked, mark = [], None
     for line in output.read_text().split("\n"):
@@ -170,8 +173,8 @@ def mark_lines(root, output):
 
 
 def write_shared(output):
-    """Write the C of the module that all others share."""
-    from Cython.Build.SharedModule import generate_shared_module  # older releases, which are refused, have none
+    """Write the C of the module with the shared functions."""
+    from Cython.Build.SharedModule import generate_shared_module  # older releases, which are refused, do not have it
 
     options = Options.CompilationOptions(
         Options.default_options, language_level=3, shared_c_file_path=output, module_name=SHARED
@@ -181,7 +184,7 @@ def write_shared(output):
 
 
 def main():
-    """Translate what is not current, and write the one depfile that ninja reads."""
+    """Translate modules that are not current, and write the one depfile that ninja reads."""
     lines = sys.argv[1] == "--lines"
     root, depfile, *names = sys.argv[2 if lines else 1 :]
     if tuple(map(int, re.findall(r"\d+", Cython.__version__)[:3])) < OLDEST:
@@ -196,7 +199,7 @@ def main():
         return 0 if write_shared(depfile) else 1
     sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
     Options.fast_fail = True
-    gc.disable()  # a quarter of Cython's time; what it would have freed is 250 MB
+    gc.disable()  # garbage collection is a quarter of Cython's time, and would free 250 MB
     pairs = zip(sources, outputs, strict=True)
     modules = [(os.path.abspath(source), output) for source, output in pairs if not is_current(output)]
     if not translate_all(root, modules, lines):

@@ -1,4 +1,4 @@
-"""Run the checks that are named, else all, and print what they find as path:line: message."""
+"""Run the named checks, or all, and print their findings as path:line: message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECKS = ("borrowed", "foreign", "gil", "includes", "layers", "layout")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 1 if anything is wrong."""
+    """Return 1 if there are findings."""
     parser = argparse.ArgumentParser(prog="python -m tools.checks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(CHECKS)}")
     names = parser.parse_args(arguments).names or CHECKS

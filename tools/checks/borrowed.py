@@ -1,8 +1,8 @@
-"""No object is used by a reference that another thread may take away.
+"""No object is used through a reference that another thread may release.
 
-``self.member.method()`` of a method that Python does not see is called without a reference of its own: if it gives the
-GIL away, even for one line of Python, another thread may set ``member`` to None, and the object is freed meanwhile. So
-what is ever set to None is called by a local name.
+Cython calls ``self.member.method()``, for a method that Python does not see, without a reference of its own to the
+member. If the method releases the GIL, even for one line of Python, another thread may set ``member`` to None, and the
+object is freed during the call. So a member that is ever set to None is called through a local name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(root: Path) -> Iterator[Problem]:
 
 
 class Declared:
-    """The extension classes of some sources: whose member is of which class, and what is ever set to None."""
+    """The extension classes of some sources: the classes of members, and the members that are ever set to None."""
 
     def __init__(self, sources: dict[str, str]):
         self.bases: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Other packages are imported in ncclpy/interop alone, and no bytes of others are unpickled."""
+"""Frameworks are imported in ncclpy/interop alone, and no bytes from other processes are unpickled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from .source import Problem, imports, python_sources
 
 FRAMEWORKS = ("torch", "cupy", "jax", "rmm", "mpi4py", "redis", "tensorflow", "cuda.core", "cuda.bindings")
-#: These packages read bytes that other processes have sent or left.
+#: Packages that read bytes which other processes have sent or stored.
 READ_BYTES = ("bootstrap", "peers", "manager", "process_group", "coordinator", "interop", "cli")
-#: To read bytes with one of these is to run what they say.
+#: Modules that execute code contained in the bytes which they read.
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield each import of a framework outside of interop, and each of an unpickler where bytes are read."""
+    """Yield each import of a framework outside of interop, and of an unpickler in a package that reads bytes."""
     for path in python_sources(root):
         package = path.relative_to(root / "ncclpy").parts[0]
         for line, name in imports(root, path):

@@ -1,8 +1,8 @@
-"""No call of the driver that can wait is made with the GIL held.
+"""No driver call that can wait is made with the GIL held.
 
-When memory is given back to a device, as a destroy and an abort of NCCL do, the driver lets no other call in until all
-work there has ended: recording, asking for or making an event waits too. Some of that work may end by an abort alone,
-and the thread that aborts needs the GIL.
+While memory is returned to a device, as NCCL's destroy and abort do, the driver admits no other call until all work on
+the device has ended: recording, querying or making an event waits too. Some of that work may end only by an abort, and
+the thread that aborts needs the GIL.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from .source import Problem, sources
 
-#: They read or set what is the thread's or constant.
+#: Driver calls that read or set only thread-local or constant state.
 AT_ONCE = re.compile(
     r"cuCtx(Get|Set)Current|cuCtxGetDevice|cuDevice(Get|Can|Total)\w*|cuDriverGetVersion|cuGetError\w+|"
     r"cuThreadExchangeStreamCaptureMode|cuStreamIsCapturing|cuPointerGetAttribute"
 )
-#: The comment above a call that is made with the GIL on purpose, when the monitor's thread has ended.
+#: The comment above a call that holds the GIL on purpose, when the monitor's thread has ended.
 AT_EXIT = "any thread may be here then, and nothing else guards"
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield each call of the driver outside of ``with nogil`` blocks and ``nogil`` functions."""
+    """Yield each driver call outside of ``with nogil`` blocks and ``nogil`` functions."""
     for path in sources(root, "pyx"):
         lines = path.read_text().split("\n")
         for number, line in enumerate(lines):
@@ -33,7 +33,7 @@ def check(root: Path) -> Iterator[Problem]:
 
 
 def _is_free(lines: list[str], number: int) -> bool:
-    """Return whether a line is run without the GIL, by the lines above it that are indented less."""
+    """Return whether a line runs without the GIL, by the less indented lines above it."""
     indent = len(lines[number]) - len(lines[number].lstrip())
     for before in reversed(lines[:number]):
         outer = len(before) - len(before.lstrip())

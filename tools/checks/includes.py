@@ -1,4 +1,4 @@
-"""Native code includes neither Python nor CUDA, and no files of the host engine include each other in a circle."""
+"""Native code includes neither Python nor CUDA, and the host engine has no cycle of includes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from .source import Problem, sources
 
-#: Folders of C++ that is built and tested without Python.
+#: Folders of C++ that are built and tested without Python.
 NATIVE = ("host", "bootstrap/native")
 #: A stream's tasks, the threads that run them and the graphs that record them are one unit in three files.
 ONE_UNIT = {"crew": "stream", "graph": "stream"}
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield each include of Python's or CUDA's headers, and each circle of includes."""
+    """Yield each include of Python's or CUDA's headers, and each cycle of includes."""
     files = sources(root, "cpp", "hpp", "c", "h")
     for folder in NATIVE:
         inside = [path for path in files if path.is_relative_to(root / "ncclpy" / folder)]
@@ -36,7 +36,7 @@ def _includes(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _circles_of_files(folder: Path, files: list[Path]) -> Iterator[Problem]:
-    uses: dict[Path, dict[Path, tuple[Path, int]]] = {}  # unit -> units it uses -> where
+    uses: dict[Path, dict[Path, tuple[Path, int]]] = {}  # unit -> units it includes -> the line of the include
     for path in files:
         if path.suffix not in (".cpp", ".hpp") or not path.is_relative_to(folder):
             continue
@@ -56,7 +56,7 @@ def _unit(path: Path) -> Path:
 
 
 def circles(uses: dict[Path, set[Path]]) -> list[list[Path]]:
-    """Return the shortest way back to itself of each unit that has one."""
+    """Return the shortest cycle through each unit that has one."""
     found = []
     for start in uses:
         came_from = dict.fromkeys(uses[start], start)

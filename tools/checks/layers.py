@@ -1,7 +1,7 @@
-"""Packages use only packages of lower layers, also where they import by a string, and no modules import each other.
+"""Packages use only packages of lower layers, also by imports from strings, and no modules import each other.
 
-The layers are in layers.toml: a new module needs no line there, a new package does. A folder of a package may have a
-layer of its own ("core.calls"); what is in no such folder has the package's.
+The layers are in layers.toml, in which a new package needs a line, but a new module does not. A folder of a package
+may have a layer of its own ("core.calls"); all other modules have the package's layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from .source import LAYERS, Import, Problem, imports, python_sources, settings
 
-#: The package's own __init__.py and what else lies beside the packages: the public names.
+#: The public names: the package's own __init__.py and the modules beside the packages.
 PUBLIC = "ncclpy"
 _BY_NAME = re.compile(r"""(?:import_module|__import__)\(f?["'](ncclpy\b[\w.]*)""")
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield each import of what is not below, and each package or module without a place."""
+    """Yield each import from a layer that is not lower, and each package or module without a layer."""
     known = settings(root)
     layers = known["layers"]
     yield from _without_a_layer(root, layers)
@@ -55,7 +55,7 @@ def _not_below(
         if used == package or (used == PUBLIC and package in users):
             continue
         if parts == ["ncclpy"] and any(other.line == line and other.name.startswith("ncclpy.") for other in found):
-            continue  # the parent of `from ncclpy import core`, not the public names
+            continue  # `ncclpy` of `from ncclpy import core`, not the public names
         if used == PUBLIC:
             yield Problem(path, line, f"{package} uses {name}, which is one of the public names")
         elif layers[used] >= layers[package]:
@@ -65,28 +65,28 @@ def _not_below(
 
 
 def _by_name(path: Path) -> Iterator[Import]:
-    """Yield what a file imports by a string; of an f-string what stands before its first field."""
+    """Yield the imports of a file from strings; of an f-string the part before its first field."""
     for line, text in enumerate(path.read_text().splitlines(), 1):
         yield from (Import(line, found[1].rstrip(".")) for found in _BY_NAME.finditer(text))
 
 
 def _part_of(name: str, layers: dict[str, int]) -> str:
-    """Return the part of the package that has a layer and holds this dotted name, or `PUBLIC`."""
+    """Return the part of the package that has a layer and contains a dotted name, or `PUBLIC`."""
     parts = name.split(".")[1:]
     prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((prefix for prefix in prefixes if prefix in layers), PUBLIC)
 
 
 def _circles(root: Path, imported: dict[Path, list[Import]]) -> Iterator[Problem]:
-    """Yield each set of modules of which every one imports another, directly or over more of them."""
+    """Yield each set of modules that import each other, directly or through others of the set."""
     paths = {path: _module_of(root, path) for path in imported}
-    names = set(paths.values()) - {PUBLIC}  # the public names come from everywhere, and testing uses them
+    names = set(paths.values()) - {PUBLIC}  # the public names are from all packages, and testing uses them
     used: dict[str, set[str]] = {name: set() for name in (*names, PUBLIC)}
     for path, name in paths.items():
         found = [each for each in imported[path] if each.name in names]
         used[name] |= {
             each.name
-            for each in found  # without the package of `from package import module`
+            for each in found  # leaves out the package of `from package import module`
             if not any(other.line == each.line and other.name.startswith(f"{each.name}.") for other in found)
         } - {name}
     places = {name: path for path, name in paths.items()}

@@ -1,6 +1,6 @@
-"""Folders and modules are of a size that a reader can hold: not too many modules, not too many in a folder, none tiny.
+"""Folders and modules have readable sizes: not too many modules, not too many in a folder, few tiny ones.
 
-The limits are in layers.toml. Where today's tree is above the aim, the limit is what it has: it may fall, not rise.
+The limits are in layers.toml. If the tree exceeds an aim, the limit is today's number, which may fall but not rise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .source import LAYERS, Problem, settings, sources
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield each number that is not what layers.toml says it may be."""
+    """Yield each number that exceeds its limit in layers.toml."""
     limits = settings(root)["limits"]
     package = root / "ncclpy"
     extensions = sources(root, "pyx")

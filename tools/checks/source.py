@@ -1,4 +1,4 @@
-"""What all checks share: how a problem is told, and what the files of the package import."""
+"""Shared by all checks: a finding, and the files of the package and their imports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest and mypy bring it
+    import tomli as tomllib  # a dependency of pytest and mypy
 
-#: The layers, and how many modules there may be.
+#: The layers, and the limits on modules.
 LAYERS = Path("tools/checks/layers.toml")
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong."""
+    """One finding."""
 
     path: Path
     line: int
@@ -34,12 +34,12 @@ class Import(NamedTuple):
 
 
 def settings(root: Path) -> dict[str, Any]:
-    """Return what layers.toml says."""
+    """Return the content of layers.toml."""
     return tomllib.loads((root / LAYERS).read_text())
 
 
 def sources(root: Path, *suffixes: str) -> list[Path]:
-    """Return the package's files with these suffixes; to find none is an error, as nothing would be checked."""
+    """Return the package's files with these suffixes; raise if there are none, as nothing would be checked."""
     found = sorted(path for suffix in suffixes for path in (root / "ncclpy").rglob(f"*.{suffix}"))
     if not found:
         raise FileNotFoundError(f"no files {', '.join(suffixes)} below {root / 'ncclpy'}")
@@ -47,12 +47,12 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
 
 
 def python_sources(root: Path) -> list[Path]:
-    """Return all files of Python and of Cython."""
+    """Return all Python and Cython files."""
     return sources(root, "py", "pyx", "pxd", "pyi")
 
 
 def imports(root: Path, path: Path) -> list[Import]:
-    """Return what a .py, .pyx, .pxd or .pyi file imports or cimports; of ``from a import b`` both a and a.b."""
+    """Return the imports and cimports of a .py, .pyx, .pxd or .pyi file; of ``from a import b`` both a and a.b."""
     text = path.read_text()
     if path.suffix in (".py", ".pyi"):
         return sorted(set(_python_imports(ast.parse(text), path.relative_to(root).parts)))

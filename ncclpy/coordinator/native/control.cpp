@@ -77,7 +77,7 @@ bool Control::start() {
   return running_;
 }
 
-// What this rank does.
+// Calls of this rank.
 
 Brought Control::bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
                        bool joinable) {

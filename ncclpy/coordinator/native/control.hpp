@@ -3,7 +3,8 @@
 //
 // A thread that brings an operation sends the frame upwards itself. Received frames are processed by the thread that
 // waits for the next one in next(), as it would have to be woken for the frame in any case. The Control's own thread
-// does so while no thread has called next() for long, and at the end. The one that does so is the attending thread.
+// does so while no thread has called next() for long, and at the end. Whichever of the two processes frames is called
+// the attending thread.
 // While nothing is brought, both wake only for heartbeats.
 #pragma once
 

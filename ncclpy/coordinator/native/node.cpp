@@ -219,7 +219,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       }
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
-          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // the slot was reused: it comes in full
+          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // slot reused: they bring it in full
           if (was_done(slots_[slot].name, seen)) continue;
           Bits who = *members(slots_[slot].name);
           who.keep(theirs);

@@ -100,7 +100,7 @@ def names(keys: Sequence[str], limit: int = 6) -> str:
 def absent_keys(what: object, missing: Sequence[str], asked: int, timeout: float) -> NcclTimeout:
     """Return the error of a wait for keys that were not set; its `missing` lists them."""
     of = f" (of {asked} keys)" if asked > len(missing) else ""
-    error = NcclTimeout(f"{what}: nobody has set {names(missing)}{of} within {as_text(timeout)}")
+    error = NcclTimeout(f"{what}: not set within {as_text(timeout)}: {names(missing)}{of}")
     error.missing = list(missing)
     return error
 

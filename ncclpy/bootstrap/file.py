@@ -212,7 +212,7 @@ class FileStore(Store):
     def _taken_away(self, meanwhile: str) -> StoreError:
         if self._closed:
             return StoreError(f"{self} was closed while {meanwhile}")
-        return StoreError(f"{self}: somebody has taken the folder away")
+        return StoreError(f"{self}: the folder was removed")
 
     def _file(self, key: str) -> str:
         return os.path.join(self._keys_folder, hashlib.sha256(_utf8(key)).hexdigest())

@@ -140,7 +140,7 @@ class Store:
 
     def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
         """Set a key that is deleted when this store's connection, or its process, ends."""
-        raise StoreError(f"{self}: cannot keep an ephemeral key, since it does not know who is alive; TCPStore does")
+        raise StoreError(f"{self}: cannot keep an ephemeral key, since it cannot tell which processes are alive; TCPStore does")
 
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
         """Return the values of keys as `_get` does each."""

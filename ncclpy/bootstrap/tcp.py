@@ -144,9 +144,9 @@ class TCPStore(Store):
         outside = [address for address in addresses if not loopback(address)]
         if outside and not secret and not allow_unauthenticated:
             raise ValueError(
-                f"token: other machines can reach {shown(self.host, self.port)}, and whoever does could change the "
-                "store: pass `token`, or set NCCLPY_STORE_TOKEN, to the same secret in all processes; on a network "
-                "where nobody else is, allow_unauthenticated=True does without"
+                f"token: other machines can reach {shown(self.host, self.port)}, and could then change the store: "
+                "pass `token`, or set NCCLPY_STORE_TOKEN, to the same secret in all processes; on a private network, "
+                "allow_unauthenticated=True serves without one"
             )
         sockets = listen(self.host, addresses)
         self.port = sockets[0].getsockname()[1]

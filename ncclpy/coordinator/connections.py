@@ -333,7 +333,7 @@ def _call(
                 nonce, number = secrets.token_bytes(_NONCE), rank.to_bytes(4, "little")
                 line.sendall(number + nonce + _proof(token, number, _receive(line, _NONCE)))
                 if not hmac.compare_digest(_receive(line, _PROOF), _proof(token, b"parent", nonce)):
-                    raise OSError("somebody else listens there")
+                    raise OSError("another program listens there")
                 _sharpen(line)
                 return line
             except OSError as error:

@@ -138,7 +138,7 @@ bool Server::next_line(std::string& line, double seconds) {
   line = std::move(lines_.front());
   lines_.pop_front();
   if (lines_lost_ && lines_.empty()) {
-    lines_.push_back("and " + std::to_string(lines_lost_) + " lines more, which nobody took in time");
+    lines_.push_back("and " + std::to_string(lines_lost_) + " more lines, which were not read in time");
     lines_lost_ = 0;
   }
   return true;

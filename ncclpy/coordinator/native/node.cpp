@@ -183,7 +183,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
         const Members all = members(name);
-        if (!all) throw Malformed("a set of ranks that nobody has defined");
+        if (!all) throw Malformed("a set of ranks that is not defined");
         Bits allowed = *all;
         allowed.keep(theirs);
         const bool joinable = in.below(2) != 0;
@@ -251,7 +251,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         Name name;
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
-        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
+        if (!members(name)) throw Malformed("a set of ranks that is not defined");
         std::string fixed = in.text();
         const Bits have = Bits::read(in, place_.size);
         const double age = static_cast<double>(in.below(uint64_t{1} << 52)) * 1e-3;

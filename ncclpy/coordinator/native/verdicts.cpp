@@ -159,7 +159,7 @@ void Node::apply(Reader& in, double now) {
       case kDownAfterJoin:
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
-        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
+        if (!members(name)) throw Malformed("a set of ranks that is not defined");
         record.kind = Kind::after_join;
         record.fixed = in.text();
         record.have = *members(name);
@@ -173,7 +173,7 @@ void Node::apply(Reader& in, double now) {
         record.fixed = in.text();
         record.have = Bits::read(in, place_.size);
         record.missing = Bits::read(in, place_.size);
-        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
+        if (!members(name)) throw Malformed("a set of ranks that is not defined");
         if (!place_.children.empty()) done_[name] = current_;  // parts that cross this frame on their way up are late
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;

@@ -1,8 +1,9 @@
-/* Mutexes with a place in one global lock order. A normal build uses plain mutexes. With -Ddebug_locks=true each mutex
- * has its place, each thread a list of the locks that it holds, and a wait for a lock out of order ends the process
- with * a message. * * The list is that of docs/design.md, "Locks", from the outermost lock inwards, and a test
- compares the two: the name of a * lock, its name on the page, which locks may be taken under it (and under those, and
- so on), and its rules for the GIL. */
+/* Mutexes with a place in one order. A normal build has the plain ones. With -Ddebug_locks=true each knows its place,
+ * each thread the locks that it holds, and one that is waited for in a wrong order ends the process with a message.
+ *
+ * The list is that of docs/locks.md, from the outside in, and a test compares the two: a lock's name, what the
+ * page calls it, what may be taken under it (and under that, and so on), and how it meets the GIL.
+ */
 #ifndef NCCLPY_ORDERED_MUTEX_H
 #define NCCLPY_ORDERED_MUTEX_H
 

@@ -1,4 +1,5 @@
-// Frames: the messages of a store's server and its clients after the handshake; the reasons are in docs/design.md.
+// Frames: what a store's server and its clients say to each other once they have met; why it is so:
+// docs/decisions/038-store-server.md.
 //
 // A frame is a header of 24 bytes and a body. Numbers are little-endian:
 //

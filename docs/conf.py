@@ -25,10 +25,10 @@ nitpicky = False
 
 myst_heading_anchors = 3  # so that [text](page.md#heading) works here as on GitHub
 
-# A name in single backticks is linked if it is one of ours; what is none stays as it is.
+# A name in single backticks is linked if the package has it; any other text stays as it is.
 default_role = "py:obj"
-autodoc_typehints = "none"  # the docstrings say it in words
-# Sphinx 9.0 fails where the hook below gives a signature to an object that has none.
+autodoc_typehints = "none"  # the docstrings have the types in words
+# Sphinx 9.0 fails if the hook below gives a signature to an object without one.
 autodoc_use_legacy_class_based = True
 autodoc_member_order = "groupwise"
 napoleon_google_docstring = False
@@ -41,7 +41,7 @@ for name in ("group", "faults"):
 
 
 def mend_docstring(app, what, name, obj, options, lines):
-    """Link C functions to NVIDIA's pages, and give each of several attributes in one line its own."""
+    """Link C functions to NVIDIA's pages, and put attributes that share a line on lines of their own."""
     mended = []
     for line in lines:
         shared = re.match(r":(ivar|vartype) (\w+(?:, \w+)+):(.*)", line)
@@ -51,7 +51,7 @@ def mend_docstring(app, what, name, obj, options, lines):
 
 
 def sign_class(app, what, name, obj, options, signature, returned):
-    """Take the signature of a compiled class from its stub: a Cython constructor does not tell its own."""
+    """Take the signature of a compiled class from its stub: a Cython constructor has none."""
     if what != "class" or signature:
         return None
     for base in obj.__mro__:
@@ -68,7 +68,7 @@ def sign_class(app, what, name, obj, options, signature, returned):
 
 
 def constructor(arguments):
-    """Write a stub's arguments without self and without types; where nobody may pass any, nothing."""
+    """Write a stub's arguments without self and without types; nothing if the constructor takes none."""
     del arguments.args[0]
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):

@@ -38,6 +38,20 @@ SIZED = {
     "ncclpy/core/b.py": "\n" * 3, "ncclpy/core/c.py": "\n" * 2, "ncclpy/core/__init__.py": "",
     "ncclpy/engine/d.py": "\n" * 3, "ncclpy/engine/e.py": "\n" * 3,
 }  # fmt: skip
+WORDED = {
+    "tools/checks/layers.toml": """
+[prose]
+agents = 100
+areas = ["ncclpy", "README.md"]
+replaced = ["[Tt]enant"]
+history = ["old.py"]
+tests = ["who"]
+""",
+    "ncclpy/a.py": '"""Return who of ten words is one of a hundred."""\nx = "who nobody somebody"\n',
+    "ncclpy/b.cpp": "// One rank, which is named: it waits, and nobody else.\n", "ncclpy/old.py": "# a tenant\n",
+    "README.md": "Words, ten of them, of which one is who, or so.\n\n```\nwho who who who\n```\n",
+    "tests/test_a.py": "def test_rank_alone_waits():\n    pass\n",
+}  # fmt: skip
 NATIVE = {"ncclpy/host/nccl/comm.hpp": "", "ncclpy/bootstrap/native/wire.hpp": ""}
 BORROWED = """
 cdef class Awaited:
@@ -134,6 +148,18 @@ CASES = [
             "tools/checks/layers.toml:1: there are 2 extension modules, 1 may be",
             "tools/checks/layers.toml:1: there are 2 modules of less than 3 lines (core/c, core/f), 1 may be",
             "tools/checks/layers.toml:1: there are 4 modules in core, 3 may be",
+        ],
+    ),
+    ("prose", WORDED, {}, []),
+    (
+        "prose", WORDED,
+        {"ncclpy/b.cpp": "/* Who? Nobody. */ int x;\n", "README.md": "Somebody `who`\n",
+         "ncclpy/c.pyx": "cdef int tenant = 1\n", "tests/test_a.py": "def test_who_waits():\n    pass\n"},
+        [
+            "tools/checks/layers.toml:1: ncclpy: 214.29 of 1,000 words are who, nobody and the like; 100 may be",
+            "tools/checks/layers.toml:1: README.md: 1000.00 of 1,000 words",
+            "ncclpy/c.pyx:1: tenant: docs/glossary.md has another word for it",
+            "tests/test_a.py:1: test_who_waits: a test's name is subject_condition_expectation",
         ],
     ),
     ("foreign", {"ncclpy/interop/jax.py": "import jax.numpy\n", "ncclpy/core/low.pyx": "import torchless\n"}, {}, []),

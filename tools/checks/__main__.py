@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CHECKS = ("borrowed", "foreign", "gil", "includes", "layers", "layout")
+CHECKS = ("borrowed", "foreign", "gil", "includes", "layers", "layout", "prose")
 
 
 def main(arguments: list[str] | None = None) -> int:

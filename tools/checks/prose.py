@@ -1,8 +1,8 @@
-"""Comments, docstrings and pages name what acts, in the words of docs/glossary.md; names of tests say what is tested.
+"""Comments, docstrings and pages name what acts, and use the words of docs/glossary.md; tests say what they test.
 
-Checked are comments and docstrings of code, and pages without their code: how often who, nobody and the like stand for
-what acts, by a thousand words of an area; and words and names of earlier trees that the glossary has replaced.
-layers.toml has the limits. Where today's tree is above the aim, the limit is what it has: it may fall, not rise.
+Three things are checked, with limits in layers.toml: how often "who", "nobody" and the like stand for what acts, by a
+thousand words of an area's comments, docstrings and pages; names of earlier trees that the glossary has replaced; and
+names of tests that begin with such a word instead of a subject.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _NATIVE = re.compile(
     | (?P<short>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+')""",
     re.VERBOSE | re.DOTALL,
 )
-_FENCE = re.compile(r"^(```|~~~|:::).*?^\1[ \t]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+#: Code in a page.
+_CODE = re.compile(r"^(```|~~~|:::).*?^\1[ \t]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+_OF_PYTHON = (".py", ".pyx", ".pxd", ".pyi")
+_OF_C = (".c", ".cpp", ".h", ".hpp")
 
 
 class Passage(NamedTuple):
@@ -47,9 +51,9 @@ def passages(path: Path) -> Iterator[Passage]:
     """Yield the prose of a file."""
     text = path.read_text()
     if path.suffix == ".md":
-        yield Passage(1, _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text))
+        yield Passage(1, _CODE.sub(lambda found: "\n" * found[0].count("\n"), text))
         return
-    python = path.suffix in (".py", ".pyx", ".pxd", ".pyi")
+    python = path.suffix in _OF_PYTHON
     for found in (_PYTHON if python else _NATIVE).finditer(text):
         before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
         if found["comment"] or (python and found["long"] and not before.strip()):
@@ -57,32 +61,28 @@ def passages(path: Path) -> Iterator[Passage]:
 
 
 def files(root: Path, area: str) -> Iterator[Path]:
-    """Yield the files of an area that have prose."""
-    suffixes = {".py", ".pyx", ".pxd", ".pyi", ".c", ".cpp", ".h", ".hpp", ".md"}
+    """Yield the files of an area, a folder or one file, that have prose."""
     for path in sorted((root / area).rglob("*")) if (root / area).is_dir() else [root / area]:
-        if path.suffix in suffixes and "__pycache__" not in path.parts:
+        if path.suffix in (*_OF_PYTHON, *_OF_C, ".md") and "__pycache__" not in path.parts:
             yield path
 
 
 def check(root: Path) -> Iterator[Problem]:
-    """Yield the areas with too many such words, and each place of a name that the glossary has replaced."""
+    """Yield areas with too many such words, and each place of a replaced name or of a test's name that says nothing."""
     limits = settings(root)["prose"]
-    for area, limit in limits["agents"].items():
+    for area in limits["areas"]:
         words = agents = 0
-        for path in files(root, area):
-            for passage in passages(path):
-                words += len(_WORD.findall(passage.text))
-                agents += len(AGENTS.findall(passage.text))
+        for passage in (each for path in files(root, area) for each in passages(path)):
+            words += len(_WORD.findall(passage.text))
+            agents += len(AGENTS.findall(passage.text))
         rate = 1000 * agents / max(1, words)
-        if rate > limit:
-            yield Problem(root / LAYERS, 1, f"{area}: {rate:.2f} of 1,000 words are who, nobody and the like; {limit} may be")
-        elif rate < limit - 0.5:
-            yield Problem(root / LAYERS, 1, f"{area}: only {rate:.2f} of 1,000 words: lower the limit, which is {limit}")
+        if rate > limits["agents"]:
+            text = f"{area}: {rate:.2f} of 1,000 words are who, nobody and the like; {limits['agents']} may be"
+            yield Problem(root / LAYERS, 1, text)
     replaced = re.compile(rf"\b(?:{'|'.join(limits['replaced'])})\b")
-    for area in limits["agents"]:
-        for path in files(root, area):
-            if path.name not in limits["apart"]:
-                yield from _found(path, replaced, "the glossary has another word for {}")
+    for path in (each for area in limits["areas"] for each in files(root, area)):
+        if path.name not in limits["history"]:
+            yield from _found(path, replaced, "{}: docs/glossary.md has another word for it")
     names = re.compile(rf"\bdef (test_(?:{'|'.join(limits['tests'])})_\w*)")
     for path in files(root, "tests"):
         yield from _found(path, names, "{}: a test's name is subject_condition_expectation")

@@ -18,13 +18,13 @@ from ncclpy.bootstrap import LocalStore, StoreError, StoreLost, as_store
 from ncclpy.interop.torch.store import TorchStore
 
 
-def test_a_store_is_returned_as_it_is():
+def test_store_is_returned_unchanged():
     with LocalStore() as store:
         assert as_store(store) is store
 
 
 @pytest.mark.parametrize("thing", [None, "tcp://host:1", {}, LocalStore])
-def test_what_is_no_store_is_refused(thing):
+def test_object_that_is_no_store_is_refused(thing):
     with pytest.raises(
         TypeError, match=r"torch\.distributed\.Store, a redis\.Redis client or an mpi4py .* got builtins"
     ):
@@ -40,7 +40,7 @@ def torch_store():
     return store
 
 
-def test_other_things_of_torch_are_refused(torch_store):
+def test_other_torch_objects_are_refused(torch_store):
     import torch
 
     with pytest.raises(TypeError, match=r"got torch\.Tensor"):
@@ -59,7 +59,7 @@ class Old:
         return getattr(self._theirs, name)
 
 
-def test_keys_where_torch_cannot_list_them():
+def test_keys_when_torch_cannot_list_them():
     dist = pytest.importorskip("torch.distributed")
     with TorchStore(Old(dist.HashStore()), 5) as store:
         store.set("folder/b", b"1")
@@ -75,7 +75,7 @@ def test_keys_where_torch_cannot_list_them():
             store.keys("fol")
 
 
-def test_a_group_where_torch_cannot_list_keys(host_engine):
+def test_group_when_torch_cannot_list_keys(host_engine):
     """It says who has not come, and goes on."""
     dist = pytest.importorskip("torch.distributed")
     theirs = Old(dist.HashStore())
@@ -96,7 +96,7 @@ def test_a_group_where_torch_cannot_list_keys(host_engine):
     assert testing.run_threads(2, rank, 60) == [(0, 1)] * 2
 
 
-def test_values_in_torchs_store_are_torchs(torch_store):
+def test_torch_store_values_are_shared_with_torch(torch_store):
     with as_store(torch_store) as store:
         assert store.timeout == 20
         torch_store.set("theirs", b"\0\xff")
@@ -109,7 +109,7 @@ def test_values_in_torchs_store_are_torchs(torch_store):
     assert torch_store.get("ours") == b"4", "it stays open"
 
 
-def test_torchs_limits_are_told(torch_store):
+def test_torch_store_limits_are_errors(torch_store):
     with as_store(torch_store) as store:
         store.set("k" * 8192, b"v" * (8 << 20))
         with pytest.raises(StoreError, match="8193 bytes, and stores of torch take 8 KiB"):
@@ -118,7 +118,7 @@ def test_torchs_limits_are_told(torch_store):
             store.set("key", b"v" * ((8 << 20) + 1))
 
 
-def test_who_died_with_a_lock_of_torchs_store_is_named(torch_store):
+def test_dead_holder_of_torch_store_lock_is_named(torch_store):
     torch_store.set("\0ncclpy/lock/key", b"4711/x")
     with as_store(torch_store) as store:
         store.timeout = 0.2
@@ -126,7 +126,7 @@ def test_who_died_with_a_lock_of_torchs_store_is_named(torch_store):
             store.compare_set("key", None, b"1")
 
 
-def test_torchs_server_that_is_gone_is_lost():
+def test_lost_torch_server_is_store_lost():
     dist = pytest.importorskip("torch.distributed")
     timeout = datetime.timedelta(seconds=5)
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -179,7 +179,7 @@ def test_torch_write_returns_when_the_server_has_carried_it_out(call):
         server.communicate()
 
 
-def test_values_in_redis_are_rediss(redis, tmp_path):
+def test_redis_values_are_shared_with_redis_clients(redis, tmp_path):
     with foreign_stores.redis_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as client:
         with as_store(client) as store:
             client.set("theirs", b"\0\xff")
@@ -192,7 +192,7 @@ def test_values_in_redis_are_rediss(redis, tmp_path):
         assert client.get("ours") == b"2", "the client stays open"
 
 
-def test_what_other_clients_set_is_seen_by_who_waits(redis, tmp_path):
+def test_waiter_sees_value_set_by_plain_redis_client(redis, tmp_path):
     """They tell nobody of it, as clients of this kind do."""
     with foreign_stores.redis_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as client:
         with as_store(client) as store:
@@ -230,7 +230,7 @@ def test_redis_with_password_and_tls(redis, tmp_path):
             store.get("key")
 
 
-def test_a_redis_server_that_is_gone_is_lost(redis, tmp_path):
+def test_lost_redis_server_is_store_lost(redis, tmp_path):
     with contextlib.ExitStack() as stack:
         with foreign_stores.redis_server(tmp_path) as path:
             client = stack.enter_context(redis.Redis(unix_socket_path=str(path)))

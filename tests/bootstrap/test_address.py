@@ -42,7 +42,7 @@ class WithoutV6(socket.socket):
         super().__init__(family, *args, **kwargs)
 
 
-def test_a_system_without_v6_serves_and_finds_a_name_that_has_an_address_there(name, monkeypatch):
+def test_system_without_v6_serves_and_finds_name_with_v6_address(name, monkeypatch):
     monkeypatch.setattr(socket, "socket", WithoutV6)
     host = name("::1", "127.0.0.1")
     with TCPStore(host, 0, serve=True, timeout=LONG, linger=0) as served:
@@ -56,7 +56,7 @@ def test_a_system_without_v6_serves_and_finds_a_name_that_has_an_address_there(n
     meeting._reserve(host, LONG).close()
 
 
-def test_the_launcher_s_port_is_at_an_address_of_this_machine(name):
+def test_launcher_port_is_at_address_of_this_machine(name):
     with meeting._reserve(name("192.0.2.1", "127.0.0.1"), LONG) as held:
         assert held.getsockname()[0] == "127.0.0.1" and held.getsockname()[1] > 0
     with pytest.raises(OSError, match=r"Cannot assign requested address"):
@@ -79,11 +79,11 @@ def silent(monkeypatch):
     over.set()
 
 
-def test_launcher_whose_resolver_is_silent_ends_at_its_deadline(silent):
+def test_launcher_with_silent_resolver_ends_at_its_deadline(silent):
     with pytest.raises(ncclpy.NcclTimeout, match="resolver has not answered"):
         testing.run_with_deadline(lambda: meeting._reserve("silent.test", 0.1), LONG / 2)
 
 
-def test_coordinator_whose_resolver_is_silent_goes_on_without_a_name(silent, monkeypatch):
+def test_coordinator_with_silent_resolver_continues_without_name(silent, monkeypatch):
     monkeypatch.setattr(connections, "_HANDSHAKE", 0.1)
     assert testing.run_with_deadline(lambda: connections._own_addresses(None), LONG / 2) == ["127.0.0.1"]

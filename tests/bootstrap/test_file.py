@@ -44,7 +44,7 @@ OPEN = """
 """
 
 
-def test_the_last_one_takes_the_store_away(path):
+def test_last_user_removes_the_store(path):
     first, second = FileStore(path), FileStore(str(path))
     first.set("a", b"1")
     first.close()
@@ -53,7 +53,7 @@ def test_the_last_one_takes_the_store_away(path):
     assert not path.exists()
 
 
-def test_what_a_killed_process_has_left_is_not_taken_for_the_next_run_s(path, caplog):
+def test_leftovers_of_killed_process_do_not_reach_next_run(path, caplog):
     with program(OPEN, path) as process:
         process.stdout.readline()
         with FileStore(path, timeout=LONG) as store:
@@ -66,7 +66,7 @@ def test_what_a_killed_process_has_left_is_not_taken_for_the_next_run_s(path, ca
     assert "taking away 1 keys of a run that did not end well" in caplog.text
 
 
-def test_a_killed_process_gives_its_lock_up(path):
+def test_killed_process_releases_its_lock(path):
     hold = "    with store._locked(float('inf')): print('locked', flush=True), sys.stdin.readline()\n"
     with FileStore(path, timeout=LONG) as store:
         with program(OPEN + hold, path) as it:
@@ -84,7 +84,7 @@ def test_a_killed_process_gives_its_lock_up(path):
             store.set("a", b"1")
 
 
-def test_a_fork_does_not_keep_its_parent_s_store(path):
+def test_fork_does_not_keep_store_of_its_parent(path):
     testing.run_python(
         f"""
         import os, sys, time, warnings
@@ -107,7 +107,7 @@ def test_a_fork_does_not_keep_its_parent_s_store(path):
     )
 
 
-def test_what_is_no_place_for_a_store_is_refused(tmp_path):
+def test_invalid_place_for_store_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("somebody's")
     with pytest.raises(StoreError, match="is a file, and a store is a folder"):
@@ -119,7 +119,7 @@ def test_what_is_no_place_for_a_store_is_refused(tmp_path):
     assert file.read_text() == "somebody's"
 
 
-def test_many_open_and_close_it_at_once(path):
+def test_many_threads_open_and_close_at_once(path):
     """Who comes when the last one goes finds a store, its own or that one's, and never half of one."""
 
     def body(i):
@@ -134,7 +134,7 @@ def test_many_open_and_close_it_at_once(path):
     assert not path.exists()
 
 
-def test_who_comes_too_late_for_a_store_does_not_unlock_another_threads_file(path, monkeypatch):
+def test_filestore_late_opener_keeps_other_threads_lock(path, monkeypatch):
     """A mark that was taken away meanwhile is let go of; its descriptor's number is somebody else's at once."""
     os.makedirs(path.parent)
     theirs = path.parent / "theirs"
@@ -165,7 +165,7 @@ def test_who_comes_too_late_for_a_store_does_not_unlock_another_threads_file(pat
             os.close(new)
 
 
-def test_nothing_but_keys_is_left_in_the_folder(path):
+def test_folder_holds_only_keys(path):
     with FileStore(path) as store:
         for _ in range(20):
             store.add("n", 1)
@@ -175,7 +175,7 @@ def test_nothing_but_keys_is_left_in_the_folder(path):
 
 
 @pytest.mark.parametrize("told", [True, False, None], ids=["inotify", "no inotify", "network"])
-def test_who_waits_is_woken_with_inotify_and_without(path, monkeypatch, told):
+def test_waiter_is_woken_with_and_without_inotify(path, monkeypatch, told):
     """On a network inotify tells only what comes through this kernel, so there the folder is looked at."""
     if told is False:
         monkeypatch.setattr(folder, "_watch", lambda path: -1)
@@ -219,7 +219,7 @@ def test_file_systems_are_told_apart(tmp_path, monkeypatch):
     assert kinds == {"/x": True, "/nfs": False, "/nfs/x": False, "/nfsx": True, "/a b/c": True, "/nfs/local/x": True}
 
 
-def test_a_write_that_a_kill_has_torn_does_not_spoil_the_folder(path):
+def test_write_torn_by_kill_does_not_spoil_the_folder(path):
     with program(OPEN, path) as process:
         process.stdout.readline()
         torn = path / "new-host-1-2-3"  # as the killed process would leave it
@@ -233,7 +233,7 @@ def test_a_write_that_a_kill_has_torn_does_not_spoil_the_folder(path):
     assert not path.exists(), "and whoever is last takes all of it away"
 
 
-def test_who_waits_for_the_lock_of_a_store_that_is_closed_is_told(path):
+def test_waiter_for_lock_of_closed_store_gets_error(path):
     store = FileStore(path, timeout=LONG)
     with open(path / "ncclpy-store", "rb+") as holder, ThreadPoolExecutor(4) as pool:
         fcntl.flock(holder, fcntl.LOCK_EX)  # a process that is stopped, say
@@ -248,7 +248,7 @@ def test_who_waits_for_the_lock_of_a_store_that_is_closed_is_told(path):
         closing.join()
 
 
-def test_a_folder_that_somebody_has_taken_away_is_told_at_once(path):
+def test_removed_folder_is_an_error_at_once(path):
     with FileStore(path, timeout=LONG) as store, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "a")
         time.sleep(0.2)
@@ -268,7 +268,7 @@ def modes(path):
     return {each.name: stat.S_IMODE(each.lstat().st_mode) for each in [path, *path.rglob("*")]}
 
 
-def test_what_a_store_makes_is_for_its_user_alone(path, monkeypatch):
+def test_files_of_store_are_for_its_user_alone(path, monkeypatch):
     mask = os.umask(0)
     try:
         with FileStore(path) as store:
@@ -281,7 +281,7 @@ def test_what_a_store_makes_is_for_its_user_alone(path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["another user's", "open to others", "a link"])
-def test_folder_that_is_not_this_users_alone_is_refused(tmp_path, monkeypatch, what):
+def test_folder_shared_with_other_users_is_refused(tmp_path, monkeypatch, what):
     """As where a container runs as root and its folder is a user's of the machine."""
     path = tmp_path / "store"
     path.mkdir(0o700)
@@ -303,7 +303,7 @@ def test_folder_that_is_not_this_users_alone_is_refused(tmp_path, monkeypatch, w
 
 
 @pytest.mark.parametrize("name", ["ncclpy-store", "alive", "keys"])
-def test_link_in_the_place_of_a_store_s_file_is_not_followed(tmp_path, name):
+def test_symlink_in_place_of_store_file_is_not_followed(tmp_path, name):
     path, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     FileStore(path).close()
     path.mkdir(0o700)
@@ -316,7 +316,7 @@ def test_link_in_the_place_of_a_store_s_file_is_not_followed(tmp_path, name):
 
 
 @pytest.mark.parametrize("what", ["a pipe", "a link", "a folder", "another key", "nothing", "a torn key", "too long"])
-def test_what_is_no_value_of_the_store_is_told_at_once(path, tmp_path, monkeypatch, what):
+def test_file_that_is_no_store_value_is_an_error_at_once(path, tmp_path, monkeypatch, what):
     with FileStore(path, timeout=LONG) as store:
         store.set("uid", b"1")
         store.set("other", b"2")

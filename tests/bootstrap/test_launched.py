@@ -94,7 +94,7 @@ def met(size):
     return [f"mpich {rank}/{size}: {' '.join(map(str, range(size)))}" for rank in range(size)]
 
 
-def test_the_ranks_of_one_machine_meet_by_a_file(launch, tmp_path):
+def test_ranks_of_one_machine_meet_by_file(launch, tmp_path):
     assert ended(launch(3, MEET)) == met(3)
     folder = tmp_path / f"ncclpy-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir()) == []
@@ -105,7 +105,7 @@ def test_two_jobs_at_a_time_do_not_meet(launch):
     assert [ended(job) for job in jobs] == [met(2), met(2)]
 
 
-def test_the_file_is_gone_before_any_rank_goes_on(launch):
+def test_meeting_file_is_removed_before_any_rank_continues(launch):
     """Rank 0 is held up as it takes the file away: a program that rank 1 ran meanwhile would take it for its own."""
     program = """
     import glob, os, pathlib, tempfile, time
@@ -118,18 +118,18 @@ def test_the_file_is_gone_before_any_rank_goes_on(launch):
     assert ended(launch(2, program)) == ["[]", "[]"]
 
 
-def test_a_rank_that_comes_long_before_rank_0_waits(launch):
+def test_rank_that_starts_before_rank_0_waits(launch):
     assert ended(
         launch(2, 'import os, time; time.sleep(0 if int(os.environ["PMI_RANK"]) else 0.4)\n' + textwrap.dedent(MEET))
     ) == met(2)
 
 
-def test_where_there_is_an_address_rank_0_serves_there(launch, tmp_path):
+def test_rank_0_serves_at_given_address(launch, tmp_path):
     assert ended(launch(2, MEET, MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{free_port()}")) == met(2)
     assert not list(tmp_path.glob("ncclpy-*"))
 
 
-def test_who_does_not_come_is_named(launch):
+def test_missing_rank_is_named(launch):
     program = """
     import ncclpy
     from ncclpy.bootstrap import environment, rendezvous
@@ -165,13 +165,13 @@ def test_several_machines_need_an_address(ranks):
         rendezvous(1)
 
 
-def test_a_launcher_that_is_not_found_is_told(ranks):
+def test_unknown_launcher_process_is_an_error(ranks):
     ranks(0, 2, 0, 2)
     with pytest.raises(ValueError, match=r"its process is not found above this one\. Set MASTER_ADDR=127"):
         rendezvous(1)
 
 
-def test_a_folder_that_others_can_read_is_refused(ranks, tmp_path, monkeypatch):
+def test_folder_readable_by_others_is_refused(ranks, tmp_path, monkeypatch):
     ranks(0, 2, 0, 2)
     monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
     monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -180,7 +180,7 @@ def test_a_folder_that_others_can_read_is_refused(ranks, tmp_path, monkeypatch):
         rendezvous(1)
 
 
-def test_rank_0_that_does_not_serve_is_told(ranks, tmp_path, monkeypatch):
+def test_rank_0_that_does_not_serve_is_named(ranks, tmp_path, monkeypatch):
     ranks(1, 2, 1, 2)
     monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
     monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -251,12 +251,12 @@ def test_ranks_of_each_machine_are_numbered_in_their_order(monkeypatch):
     assert locate("abaa", 4, LONG) == {0: (0, 3), 1: (0, 1), 2: (1, 3), 3: (2, 3)}
 
 
-def test_rank_that_does_not_tell_its_machine_is_the_same_error_on_all():
+def test_rank_without_machine_is_same_error_on_all():
     late = "rank 2 of 3 did not come to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
     assert locate("aa", 3, 1.0) == {0: ([2], late), 1: ([2], late)}
 
 
-def test_rank_and_world_size_without_an_address_are_told_what_is_missing(monkeypatch):
+def test_rank_and_world_size_without_address_name_missing_variables(monkeypatch):
     for name in [name for name in os.environ if name.startswith(VARIABLES)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RANK", "1")
@@ -267,6 +267,6 @@ def test_rank_and_world_size_without_an_address_are_told_what_is_missing(monkeyp
 
 
 @pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), (-1, ValueError), (float("nan"), ValueError)])
-def test_what_is_no_timeout_is_told(timeout, error):
+def test_invalid_timeout_is_refused(timeout, error):
     with pytest.raises(error, match="timeout: expected seconds >= 0 or None"):
         rendezvous(timeout)

@@ -108,7 +108,7 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_a_communicator_of_mpi4py_is_a_store(tmp_path, program, name):
+def test_mpi4py_communicator_is_a_store(tmp_path, program, name):
     path = program("""
 import sys
 from mpi4py import MPI
@@ -150,7 +150,7 @@ def test_torchrun_that_serves_no_store(host_engine, tmp_path, program):
     check(launch(command, tmp_path, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}), "torchrun", 2)
 
 
-def test_after_a_restart_of_torchrun_keys_are_new(host_engine, tmp_path, program):
+def test_torchrun_restart_uses_new_keys(host_engine, tmp_path, program):
     """The agent's store outlives the first attempt, in which rank 1 fails when rank 0 has left its id there."""
     path = program(
         """
@@ -269,7 +269,7 @@ def test_srun(host_engine, tmp_path, program, slurm, options):
     check(out, "slurm", 3)
 
 
-def test_the_guides_srun(host_engine, tmp_path, slurm):
+def test_srun_command_of_guide(host_engine, tmp_path, slurm):
     guide = (ROOT / "docs" / "guides" / "processes.md").read_text()
     command = re.findall(r"^srun .*from_env.py$", guide, re.M)
     assert len(command) == 1
@@ -289,7 +289,7 @@ def test_srun_with_reserved_ports(tmp_path, program, slurm):
     assert port and int(low) <= int(port[1]) <= int(high), out
 
 
-def test_the_script_of_a_batch_job_is_no_rank(tmp_path, program, slurm):
+def test_batch_script_is_no_rank(tmp_path, program, slurm):
     path = program("from ncclpy.bootstrap import environment; environment()")
     script = tmp_path / "job"
     script.write_text(f"#!/bin/sh\n{sys.executable} {path}\n")

@@ -9,7 +9,7 @@ LONG = 20.0  # that only a hang meets
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
-def test_a_number_is_one_in_every_store_or_in_none(kind, tmp_path):
+def test_stores_agree_on_valid_numbers(kind, tmp_path):
     with KINDS[kind](tmp_path) as made:
         for value in (b"", b" 3", b"3\n", b"+3", b"1_0", b"-", b"0x1", b"\xd9\xa3", b"9" * 5000):
             made.store.set("n", value)
@@ -22,7 +22,7 @@ def test_a_number_is_one_in_every_store_or_in_none(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
-def test_no_append_makes_a_value_too_large(kind, tmp_path, monkeypatch):
+def test_append_beyond_value_limit_is_refused(kind, tmp_path, monkeypatch):
     for module in local, file, tcp:
         monkeypatch.setattr(module, "MAX_VALUE", 1000)
     with KINDS[kind](tmp_path) as made:
@@ -57,17 +57,17 @@ def test_more_keys_than_fit_a_request_are_refused_and_the_connection_stays(small
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1\0.example"])
-def test_what_can_be_no_host_is_refused_at_once(host):
+def test_invalid_host_is_refused_at_once(host):
     with pytest.raises(ValueError, match="expected a name or an address"):
         TCPStore(host, 29400, timeout=LONG)
 
 
-def test_an_address_of_v4_may_be_written_as_one_of_v6():
+def test_v4_address_may_be_written_as_v6():
     with TCPStore("::ffff:127.0.0.1", 0, serve=True, timeout=LONG, linger=0) as served:
         for host in "127.0.0.1", "::ffff:127.0.0.1":
             TCPStore(host, served.port, timeout=LONG).close()
 
 
-def test_a_class_that_hides_its_module_is_no_store():
+def test_class_without_module_is_no_store():
     with pytest.raises(TypeError, match=r"expected an ncclpy\.bootstrap\.Store"):
         as_store(type("Hidden", (), {"__module__": None})())

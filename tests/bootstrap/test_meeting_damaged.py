@@ -21,7 +21,7 @@ def store():
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"", b"-1", b"1e3", "\u0663".encode()])
-def test_number_of_a_round_that_is_none_is_an_error(store, junk):
+def test_invalid_round_number_is_an_error(store, junk):
     store.set(BASE + "round", junk)
     with pytest.raises(StoreDamaged, match=r"meeting/m.*round") if junk else pytest.raises(ncclpy.NcclTimeout):
         gather(store, "m", 0, 2, b"mine", 0.05)
@@ -39,13 +39,13 @@ def test_number_of_a_round_that_is_none_is_an_error(store, junk):
         struct.pack("<QQQ", 2, 1, 1) + b"abc",
     ],
 )
-def test_values_of_a_meeting_that_are_none_are_an_error(store, junk):
+def test_invalid_values_of_meeting_are_an_error(store, junk):
     store.set(BASE + "0/done", junk)
     with pytest.raises(StoreDamaged, match=r"meeting/m.*done"):
         gather(store, "m", 0, 2, b"mine", LONG)
 
 
-def test_count_and_who_was_late_that_are_no_numbers_are_an_error(store):
+def test_invalid_count_and_late_ranks_are_an_error(store):
     store.set(BASE + "0/count", b"1")  # of a rank that does not go on
     for key, junk in (("late", b"1 two"), ("count", b"many")):
         store.set(BASE + "0/" + key, junk)
@@ -54,7 +54,7 @@ def test_count_and_who_was_late_that_are_no_numbers_are_an_error(store):
         assert isinstance(caught.value, StoreDamaged) == (key == "late"), caught.value
 
 
-def test_key_of_no_rank_is_no_rank_that_has_come(store):
+def test_key_without_rank_counts_as_no_rank(store):
     store.set(BASE + "0/value/x", b"")
     store.set(BASE + "0/value/" + "9" * 30, b"")
     with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):

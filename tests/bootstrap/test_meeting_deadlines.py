@@ -27,15 +27,15 @@ def with_each_kind(folder, check):
     assert not failed, failed
 
 
-def test_all_who_wait_as_long_name_who_is_absent_and_not_each_other(tmp_path):
-    with_each_kind(tmp_path, check_all_name_who_is_absent)
+def test_ranks_with_same_deadline_name_absent_rank_and_not_each_other(tmp_path):
+    with_each_kind(tmp_path, check_all_name_absent_ranks)
 
 
-def test_who_has_left_is_named_where_nobody_else_is_absent(tmp_path):
-    with_each_kind(tmp_path, check_who_has_left_is_named)
+def test_rank_that_left_is_named_when_no_other_is_absent(tmp_path):
+    with_each_kind(tmp_path, check_rank_that_left_is_named)
 
 
-def check_all_name_who_is_absent(made, pool):
+def check_all_name_absent_ranks(made, pool):
     stores = [made.store, made.another(), made.another(), made.another()]
     waiting = [pool.submit(each.barrier, "name", rank, 5, 2.0) for rank, each in enumerate(stores, 1)]
     for each in waiting:
@@ -50,7 +50,7 @@ def check_all_name_who_is_absent(made, pool):
     assert caught.value.missing == [0, 2, 3, 4]
 
 
-def check_who_has_left_is_named(made, pool):
+def check_rank_that_left_is_named(made, pool):
     long = pool.submit(made.store.barrier, "name", 0, 3, 2.5)
     time.sleep(0.3)
     for rank in 1, 2:

@@ -88,14 +88,14 @@ def test_slurm_has_as_many_tasks_here_as_its_list_says(env, tasks, node, count):
         ({name: TORCHRUN[name] for name in TORCHRUN if name[:5] != "TORCH"}, "torchrun"),
     ],
 )
-def test_of_several_launchers_the_inner_one_counts(env, variables, launcher):
+def test_innermost_of_several_launchers_counts(env, variables, launcher):
     env(variables)
     place = environment()
     assert place.launcher == launcher and place[:4] == (5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, OPENMPI, MPICH, SLURM], ids=["torchrun", "openmpi", "mpich", "slurm"])
-def test_a_half_set_environment_names_what_is_there_and_what_is_not(env, variables):
+def test_incomplete_environment_names_set_and_missing_variables(env, variables):
     numbers = [name for name in variables if re.search("RANK|SIZE|PROCID|LOCALID|TASKS", name)]
     assert len(numbers) == 4
     for absent in numbers[:2] if variables is TORCHRUN else numbers:
@@ -136,7 +136,7 @@ def test_one_rank_is_alone_on_its_machine(env):
         (SLURM | {"SLURM_STEP_RESV_PORTS": "12000-12003"}, ("slurm", "gpu03", 12000)),
     ],
 )
-def test_white_space_around_values_is_left_out(env, variables, rest, blank):
+def test_white_space_around_values_is_ignored(env, variables, rest, blank):
     env({name: f"{blank}{value}{blank}" for name, value in variables.items()})
     assert environment() == Place(5, 8, 1, 4, *rest)
 
@@ -174,13 +174,13 @@ def test_white_space_around_values_is_left_out(env, variables, rest, blank):
         (OPENMPI | MPICH | {"PMI_RANK": "2"}, "OMPI_COMM_WORLD_RANK=5 but PMI_RANK=2"),
     ],
 )
-def test_a_contradictory_environment_names_the_variables_with_their_values(env, variables, message):
+def test_contradictory_environment_names_variables_and_values(env, variables, message):
     env(variables)
     with pytest.raises(ValueError, match=message):
         environment()
 
 
-def test_which_variables_count_can_be_said(env):
+def test_launcher_can_be_chosen(env):
     left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env(left_over | OPENMPI | {"NCCLPY_LAUNCHER": "openmpi"})
     assert environment().rank == 5

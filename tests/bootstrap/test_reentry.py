@@ -60,7 +60,7 @@ LOCAL = "from ncclpy.bootstrap import LocalStore; store = LocalStore()"
 
 
 @pytest.mark.parametrize("name", ["local", "file", "tcp", "prefix-local"])
-def test_a_handler_may_come_at_any_moment(tmp_path, name):
+def test_signal_handler_may_run_at_any_moment(tmp_path, name):
     if name.endswith("local"):
         text = LOCAL
         if name == "prefix-local":
@@ -71,7 +71,7 @@ def test_a_handler_may_come_at_any_moment(tmp_path, name):
         testing.run_python(PROGRAM.format(store=made.program, watches=made.watches, times=300), timeout=120, warm=True)
 
 
-def test_who_was_torn_from_waking_others_lets_nobody_sleep_on(monkeypatch):
+def test_interrupted_wake_still_wakes_all_waiters(monkeypatch):
     store = LocalStore(timeout=LONG)
     found = []
     sleeping = [threading.Thread(target=lambda: found.append(store.get("a")), daemon=True) for _ in range(2)]

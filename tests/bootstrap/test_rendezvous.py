@@ -29,7 +29,7 @@ ALONE = """
 """
 
 
-def test_each_thread_has_the_deadline_that_it_has_asked_for():
+def test_each_thread_has_its_own_deadline():
     testing.run_python(ALONE + """
     started = time.monotonic()
     try:
@@ -43,7 +43,7 @@ def test_each_thread_has_the_deadline_that_it_has_asked_for():
     """, warm=True)  # fmt: skip
 
 
-def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have():
+def test_fork_does_not_wait_for_thread_of_its_parent():
     testing.run_python(ALONE + """
     child = os.fork()
     if child == 0:

@@ -67,7 +67,7 @@ def started(code):
 
 # It takes twice the heartbeat and more, which is as long as a loaded machine may stop one process alone.
 @pytest.mark.slow
-def test_whoever_was_stopped_with_all_others_lives_on():
+def test_processes_stopped_together_are_not_taken_for_dead():
     """Two sets at a time: in one the server is the first to be stopped and to go on, in the other the last."""
 
     def told(program):
@@ -96,7 +96,7 @@ def test_whoever_was_stopped_with_all_others_lives_on():
 
 # Twice the heartbeat here too: on a loaded machine a second may come that much later than the first has stopped.
 @pytest.mark.parametrize(("heartbeat", "count"), [(1.0, 1), pytest.param(3.0, 2, marks=pytest.mark.slow)])
-def test_who_is_stopped_as_soon_as_it_has_come_lives_on(heartbeat, count):
+def test_process_stopped_right_after_connect_is_not_taken_for_dead(heartbeat, count):
 
     def told(program):
         return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()

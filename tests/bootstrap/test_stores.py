@@ -56,7 +56,7 @@ KEYS = [
 ]
 
 
-def test_any_text_is_a_key_of_its_own(made):
+def test_any_text_is_a_distinct_key(made):
     for number, key in enumerate(KEYS):
         made.store.set(key, b"%d" % number)
     other = made.another()
@@ -81,7 +81,7 @@ def test_values_are_anything_with_bytes(store):
         assert store.get("key") == b"abc"
 
 
-def test_a_get_waits_and_is_woken(made, pool):
+def test_get_waits_and_is_woken(made, pool):
     other = made.another()
     found = pool.submit(other.get, "key", LONG)
     time.sleep(0.05)
@@ -92,7 +92,7 @@ def test_a_get_waits_and_is_woken(made, pool):
 
 @each_waiting
 @pytest.mark.parametrize("timeout", [0, 0.1])
-def test_what_is_absent_is_named(store, timeout):
+def test_absent_key_is_named(store, timeout):
     store.set("here", b"")
     for call, missing in (
         (lambda: store.get("some key", timeout), ["some key"]),
@@ -108,7 +108,7 @@ def test_what_is_absent_is_named(store, timeout):
 
 
 @each_waiting
-def test_the_store_s_own_timeout_counts_where_none_is_given(store):
+def test_default_timeout_of_store_applies(store):
     store.timeout = 0.05
     for call in (
         lambda: store.get("key"),
@@ -120,7 +120,7 @@ def test_the_store_s_own_timeout_counts_where_none_is_given(store):
             call()
 
 
-def test_a_waiting_get_holds_up_nobody(store, pool):
+def test_waiting_get_blocks_no_other_call(store, pool):
     waiting = [pool.submit(store.get, "never", LONG) for _ in range(4)]
     testing.run_with_deadline(lambda: [store.set("key", b"1"), store.get("key"), store.add("n", 1)], timeout=LONG / 2)
     assert not any(each.done() for each in waiting)
@@ -137,7 +137,7 @@ def test_sums(made):
     assert store.add("m", 0) == 0 and other.get("m", 0) == b"0"
 
 
-def test_what_has_no_sum_is_refused_and_stays(store):
+def test_value_that_is_no_number_cannot_be_added_to(store):
     store.set("text", b"twelve")
     with pytest.raises(StoreError, match=r"text'.*no number"):
         store.add("text", 1)
@@ -183,7 +183,7 @@ def test_compare_set_by_many(made, pool):
     assert made.store.get("n") == b"120"
 
 
-def test_a_get_is_atomic(made, pool):
+def test_get_is_atomic(made, pool):
     """Who gets while others set and delete sees one of the values, or waits."""
     store, other, ended = made.store, made.another(), threading.Event()
     values = [b"a" * 10, b"b" * 70000]
@@ -212,7 +212,7 @@ def test_appended_bytes_stay_together(made, pool):
     assert made.store.get("new", 0) == b""
 
 
-def test_a_wait_for_several_keys_ends_with_the_last(made, pool):
+def test_wait_for_several_keys_ends_with_the_last(made, pool):
     other = made.another()
     waiting = pool.submit(other.wait, ["a", "b", "c", "a"], LONG)
     for key in ("c", "a"):
@@ -226,7 +226,7 @@ def test_a_wait_for_several_keys_ends_with_the_last(made, pool):
 
 
 @pytest.mark.parametrize("how", ["set", "add", "append", "compare_set", "multi_set"])
-def test_whatever_makes_a_key_wakes_those_who_wait(made, pool, how):
+def test_every_way_to_make_a_key_wakes_waiters(made, pool, how):
     other = made.another()
     waiting = [pool.submit(other.get, "key", LONG), pool.submit(other.wait, ["key"], LONG)]
     time.sleep(0.03)
@@ -240,7 +240,7 @@ def test_whatever_makes_a_key_wakes_those_who_wait(made, pool, how):
     assert [each.result(LONG) for each in waiting] == [b"1", None]
 
 
-def test_what_is_there(made):
+def test_check_keys_and_delete(made):
     store, other = made.store, made.another()
     assert store.check([]) and not store.check(["a"])
     store.multi_set([("a", b"1"), ("ab", b"2"), ("b", b"3")])
@@ -266,7 +266,7 @@ def test_many_at_once(made):
     made.store.multi_set({})
 
 
-def test_a_multi_get_waits_for_all(made, pool):
+def test_multi_get_waits_for_all(made, pool):
     other = made.another()
     made.store.set("a", b"1")
     waiting = pool.submit(other.multi_get, ["b", "a", "c"], LONG)
@@ -284,7 +284,7 @@ def meet(pool, stores, call):
     return [each.result(LONG) for each in [pool.submit(call, rank, store) for rank, store in enumerate(stores)]]
 
 
-def test_a_gather_gives_all_values_by_rank_as_often_as_one_likes(made, pool):
+def test_gather_gives_all_values_by_rank_repeatedly(made, pool):
     stores = [made.store, made.another(), made.store, made.another(), made.store]
 
     def body(rank, store):
@@ -295,12 +295,12 @@ def test_a_gather_gives_all_values_by_rank_as_often_as_one_likes(made, pool):
     assert made.store.keys() == [], "what a meeting leaves is nobody's to see"
 
 
-def test_a_meeting_of_one(store):
+def test_meeting_of_one(store):
     assert store.gather("name", 0, 1, b"x", 0) == [b"x"]
     store.barrier("name", 0, 1)
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(made, pool):
+def test_barrier_returns_only_when_all_have_come(made, pool):
     stores, came = [made.store, made.another(), made.store, made.another()], []
 
     def body(rank, store):
@@ -315,7 +315,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(made, pool):
 
 
 @each_waiting
-def test_who_is_absent_is_named(made, pool):
+def test_absent_rank_is_named(made, pool):
     other = made.another()  # which may take longer than the first one waits
     first = pool.submit(made.store.barrier, "name", 1, 6, 0.3)
     second = pool.submit(other.barrier, "name", 3, 6, 0.8)
@@ -331,7 +331,7 @@ def test_who_is_absent_is_named(made, pool):
         third.result(LONG)  # nobody was there any more: that was another time
 
 
-def test_who_leaves_early_was_not_there_and_may_come_again(made, pool):
+def test_rank_that_leaves_early_is_not_counted_and_may_return(made, pool):
     with pytest.raises(ncclpy.NcclTimeout):
         made.store.gather("name", 0, 2, b"first", 0.1)
     other = made.another()
@@ -343,7 +343,7 @@ def test_who_leaves_early_was_not_there_and_may_come_again(made, pool):
     assert [each.result(LONG) for each in again] == [[b"second", b"third"]] * 2
 
 
-def test_what_does_not_fit_a_meeting_is_refused(made, pool):
+def test_meeting_refuses_duplicate_rank_and_other_size(made, pool):
     other = made.another()
     waiting = pool.submit(made.store.barrier, "name", 0, 3, LONG)
     time.sleep(0.1)
@@ -356,7 +356,7 @@ def test_what_does_not_fit_a_meeting_is_refused(made, pool):
     assert [each.result(LONG) for each in [waiting, *rest]] == [None] * 3
 
 
-def test_meetings_of_other_names_are_others(made, pool):
+def test_meetings_of_other_names_are_separate(made, pool):
     other = made.another()
     waiting = pool.submit(other.barrier, "x", 1, 2, LONG)
     with pytest.raises(ncclpy.NcclTimeout):
@@ -368,7 +368,7 @@ def test_meetings_of_other_names_are_others(made, pool):
 # The end, and ways out.
 
 
-def test_who_waits_is_told_that_the_store_was_closed(made, pool):
+def test_waiter_gets_error_when_store_closes(made, pool):
     store = made.store
     calls = [lambda: store.get("a", 60), lambda: store.wait(["b"], 60), lambda: store.barrier("c", 0, 2, 60)]
     waiting = [pool.submit(call) for call in calls]
@@ -379,7 +379,7 @@ def test_who_waits_is_told_that_the_store_was_closed(made, pool):
             each.result(LONG)
 
 
-def test_a_closed_store_says_so(made):
+def test_closed_store_refuses_calls(made):
     other = made.another()
     made.closes.close()
     made.closes.close()
@@ -395,7 +395,7 @@ def test_a_closed_store_says_so(made):
         assert other.get("a") == b"1"
 
 
-def test_a_block_closes(made):
+def test_with_block_closes_store(made):
     with made.store as store:
         store.set("a", b"1")
     assert made.store.closed
@@ -438,7 +438,7 @@ WAITS = {
 
 @each_waiting
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_handler_that_raises_ends_a_wait(made, alarm, wait):
+def test_signal_handler_that_raises_ends_wait(made, alarm, wait):
     rung = alarm(raises=True)
     with pytest.raises(Rung):
         WAITS[wait](made.store, 60)
@@ -452,14 +452,14 @@ def test_a_handler_that_raises_ends_a_wait(made, alarm, wait):
 
 @each_waiting
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_handler_runs_in_a_wait_that_goes_on(store, alarm, wait):
+def test_signal_handler_runs_during_wait(store, alarm, wait):
     rung = alarm(raises=False)
     with pytest.raises(ncclpy.NcclTimeout):
         WAITS[wait](store, 0.3)
     assert len(rung) == 1
 
 
-def test_a_forked_child_is_told_to_make_its_own(made):
+def test_forked_child_must_make_its_own_store(made):
     if made.program is None:
         pytest.skip("only threads can use this store")
     testing.run_python(
@@ -512,7 +512,7 @@ def test_processes_meet(made):
         assert 3 in [int(run.result(LONG * 3).stdout) for run in runs]
 
 
-def test_what_is_no_key_and_no_value_is_told(store):
+def test_invalid_keys_and_values_are_refused(store):
     for call, error, words in (
         (lambda: store.set(b"key", b""), TypeError, "key: expected a str"),
         (lambda: store.set("key", "text"), TypeError, "value: expected bytes.*encode"),
@@ -539,7 +539,7 @@ def test_what_is_no_key_and_no_value_is_told(store):
 # What only some can.
 
 
-def test_a_watch_tells_what_changes_from_now_on(made):
+def test_watch_reports_later_changes(made):
     if not made.watches:
         with pytest.raises(StoreError, match="cannot tell of changes"):
             made.store.watch("w")
@@ -569,7 +569,7 @@ def test_a_watch_tells_what_changes_from_now_on(made):
     assert watch.next(0.1) is None
 
 
-def test_a_watch_calls_back_and_survives_a_callback_that_fails(made, caplog):
+def test_watch_calls_back_and_survives_failing_callback(made, caplog):
     if not made.watches:
         pytest.skip("this store cannot watch")
     seen = []
@@ -590,7 +590,7 @@ def test_a_watch_calls_back_and_survives_a_callback_that_fails(made, caplog):
     assert len(seen) == 2
 
 
-def test_a_watch_ends_with_its_store(made, pool):
+def test_watch_ends_with_its_store(made, pool):
     if not made.watches:
         pytest.skip("this store cannot watch")
     watch = made.store.watch("")

@@ -40,7 +40,7 @@ def test_many_threads_on_one_client(serve, pool):
     client.close()
 
 
-def test_a_thread_that_waits_sleeps(serve, pool):
+def test_waiting_thread_sleeps(serve, pool):
     """Handlers of signals run in the main thread; a thousand others that look for them would keep it from doing so."""
     store, waiting = serve(), []
 
@@ -64,7 +64,7 @@ def woken(task):
         return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.MULTILINE)[1])
 
 
-def test_stores_that_nobody_closed_end_silently():
+def test_unclosed_stores_end_silently():
     done = testing.run_python(
         """
         from ncclpy.bootstrap import TCPStore
@@ -80,7 +80,7 @@ def test_stores_that_nobody_closed_end_silently():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_nothing_is_left_of_a_store(serve):
+def test_closed_store_leaves_nothing_behind(serve):
     """Neither descriptors nor threads."""
 
     def count():
@@ -111,7 +111,7 @@ def threads():
     return names
 
 
-def test_lines_of_the_log_are_the_package_s(serve, caplog):
+def test_log_lines_come_from_package_logger(serve, caplog):
     store = serve()
     with caplog.at_level(logging.WARNING, logger="ncclpy"), wire.connect(store.port) as it:
         it.sendall(b"GET / HTTP/1.1\r\n")

@@ -29,7 +29,7 @@ needs_v6 = pytest.mark.skipif(not has_v6(), reason="needs an address ::1 on this
 # Where it serves.
 
 
-def test_it_binds_the_address_that_it_is_given_and_no_other(serve):
+def test_server_binds_only_the_given_address(serve):
     store = serve()
     assert store.port > 0 and store.host == "127.0.0.1"
     assert wire.listening(store.port) == {"0100007F"}
@@ -48,7 +48,7 @@ def test_v6_only(serve):
 
 
 @needs_v6
-def test_all_of_v6_is_not_all_of_v4(serve):
+def test_v6_wildcard_does_not_serve_v4(serve):
     store = serve("::", token="t")
     TCPStore("::1", store.port, token="t", timeout=LONG).close()
     with pytest.raises(ncclpy.NcclTimeout, match="refused"):
@@ -71,7 +71,7 @@ def both_families(monkeypatch, name, addresses):
 
 @needs_v6
 @pytest.mark.parametrize("served", ["127.0.0.1", "::1"])
-def test_a_name_of_both_families_finds_a_server_of_one(serve, monkeypatch, served):
+def test_name_of_both_families_finds_server_of_one(serve, monkeypatch, served):
     store = serve(served)
     both_families(monkeypatch, "both.test", ["::1", "127.0.0.1"])
     with TCPStore("both.test", store.port, timeout=LONG) as client:
@@ -80,7 +80,7 @@ def test_a_name_of_both_families_finds_a_server_of_one(serve, monkeypatch, serve
 
 
 @needs_v6
-def test_a_name_of_both_families_is_served_at_both(serve, monkeypatch):
+def test_name_of_both_families_is_served_at_both(serve, monkeypatch):
     both_families(monkeypatch, "both.test", ["::1", "127.0.0.1"])
     store = serve("both.test")
     for host in ("::1", "127.0.0.1", "both.test"):
@@ -99,7 +99,7 @@ def test_addresses_are_tried_together(serve, monkeypatch):
             assert time.monotonic() - started < LONG / 4
 
 
-def test_nobody_is_looked_up_by_number(serve, monkeypatch):
+def test_server_makes_no_reverse_lookup(serve, monkeypatch):
     def never(*args):
         raise AssertionError("a reverse look-up")
 
@@ -109,14 +109,14 @@ def test_nobody_is_looked_up_by_number(serve, monkeypatch):
     TCPStore("127.0.0.1", store.port, timeout=LONG).close()
 
 
-def test_a_port_that_is_taken_is_told(serve):
+def test_taken_port_is_an_error(serve):
     store = serve()
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{store.port}: the port is taken.*port 0"):
         serve(port=store.port)
     store.set("a", b"1")
 
 
-def test_a_port_can_be_served_again_at_once(serve):
+def test_port_can_be_served_again_at_once(serve):
     for _ in range(3):
         store = serve()
         TCPStore("127.0.0.1", store.port, timeout=LONG)
@@ -125,13 +125,13 @@ def test_a_port_can_be_served_again_at_once(serve):
         again.close()
 
 
-def test_an_address_of_another_machine_is_told(serve):
+def test_address_of_other_machine_is_an_error(serve):
     with pytest.raises(OSError, match=r"192\.0\.2\.1.*no address of this machine"):
         serve("192.0.2.1", token="t")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_where_others_can_reach_it_a_token_is_needed(serve, monkeypatch, host):
+def test_reachable_address_needs_token(serve, monkeypatch, host):
     monkeypatch.delenv("NCCLPY_STORE_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"NCCLPY_STORE_TOKEN.*allow_unauthenticated=True"):
         serve(host)
@@ -141,7 +141,7 @@ def test_where_others_can_reach_it_a_token_is_needed(serve, monkeypatch, host):
     assert all(address.loopback(each) for each in address.resolve("::1", 0, time.monotonic() + 1))
 
 
-def test_who_asks_for_it_by_name_serves_others_without_a_token(serve, monkeypatch):
+def test_allow_unauthenticated_serves_without_token(serve, monkeypatch):
     monkeypatch.delenv("NCCLPY_STORE_TOKEN", raising=False)
     store = serve("0.0.0.0", allow_unauthenticated=True)
     TCPStore("127.0.0.1", store.port, timeout=LONG).close()
@@ -156,7 +156,7 @@ def test_who_asks_for_it_by_name_serves_others_without_a_token(serve, monkeypatc
         ((b"127.0.0.1", 1), TypeError), (("127.0.0.1", True), TypeError), (("a" * 70 + ".test", 1), ValueError),
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_told(arguments, error):
+def test_invalid_address_is_refused(arguments, error):
     with pytest.raises(error):
         TCPStore(*arguments, timeout=1)
 
@@ -175,7 +175,7 @@ def test_early_clients_wait_for_their_server(serve, pool):
         each.result(LONG).close()
 
 
-def test_a_server_that_does_not_come_is_told(serve):
+def test_missing_server_is_named_in_timeout(serve):
     store = serve()
     store.close()
     started = time.monotonic()
@@ -197,7 +197,7 @@ def resolver(monkeypatch, say):
 
 
 @pytest.mark.parametrize("answers", ["always", "once"])
-def test_unknown_host_is_told_in_the_resolver_s_words(monkeypatch, caplog, answers):
+def test_unknown_host_error_has_words_of_resolver(monkeypatch, caplog, answers):
     """Also where the last look-up is still under way at the deadline."""
     asked, over = [], threading.Event()
 
@@ -219,7 +219,7 @@ def test_unknown_host_is_told_in_the_resolver_s_words(monkeypatch, caplog, answe
     assert "not known yet (Name or service not known); looking again" in caplog.text
 
 
-def test_resolver_that_does_not_answer_is_told(monkeypatch):
+def test_silent_resolver_is_named_in_timeout(monkeypatch):
     over = threading.Event()
 
     def say():
@@ -253,7 +253,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("host", IMPOSSIBLE)
-def test_what_can_be_no_host_is_refused_with_what_to_write(monkeypatch, host):
+def test_invalid_host_is_refused_with_correction(monkeypatch, host):
     def never():
         raise AssertionError("it was looked up")
 
@@ -266,12 +266,12 @@ def test_what_can_be_no_host_is_refused_with_what_to_write(monkeypatch, host):
 @pytest.mark.parametrize(
     "host", ["localhost", "::1", "[::1]", "fe80::1%lo", "127.1", "1.2.3.4", "gpu_3", "b\u00fccher.example", "x."]
 )
-def test_what_may_be_a_host_is_not_refused(host):
+def test_possible_host_is_not_refused(host):
     assert address.as_host(host) == host
 
 
 @pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"], ids=["nothing", "NCCL", "greeting", "proof"])
-def test_a_server_that_ends_at_any_step_is_tried_again(serve, pool, said):
+def test_server_that_ends_at_any_step_is_retried(serve, pool, said):
     """What is torn at first, by a server that is killed and started again say, is not the end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -299,7 +299,7 @@ def test_a_server_that_ends_at_any_step_is_tried_again(serve, pool, said):
     [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01"],
     ids=["HTTP", "SSH", "TLS"],
 )
-def test_what_is_no_store_is_told_at_once(words, pool):
+def test_server_of_other_protocol_is_an_error_at_once(words, pool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], timeout=60)
         it, _ = listener.accept()
@@ -311,7 +311,7 @@ def test_what_is_no_store_is_told_at_once(words, pool):
                 client.result(LONG)
 
 
-def test_a_server_of_another_version_is_told(pool):
+def test_server_of_other_version_is_an_error(pool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], timeout=60)
         it, _ = listener.accept()

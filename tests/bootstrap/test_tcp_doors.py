@@ -54,7 +54,7 @@ def test_closing_server_refuses_new_clients_at_once(serve, pool):
 
 
 @pytest.mark.parametrize("said", ["nothing", "greeting", "proof"])
-def test_closing_server_lets_nobody_in_who_was_on_the_way(said):
+def test_closing_server_refuses_connections_in_progress(said):
     with native_server() as (server, port), wire.connect(port) as it:
         ours = wire.greeting()
         if said != "nothing":
@@ -116,7 +116,7 @@ def test_silent_connections_leave_descriptors_to_a_process_that_has_few():
     assert done.stdout == "fine\n", done.stderr
 
 
-def test_refusals_are_said_once_a_second_with_their_number():
+def test_refusals_are_logged_once_a_second_with_count():
     with native_server() as (server, port):
         began = time.monotonic()
         for _ in range(40):

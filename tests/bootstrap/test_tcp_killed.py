@@ -49,7 +49,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_whatever_a_client_does_it_is_told_that_its_server_was_killed(seed):
+def test_client_gets_store_lost_in_any_call_when_server_is_killed(seed):
     """Neither kept waiting nor told anything else."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, cwd="/")
     told = {}

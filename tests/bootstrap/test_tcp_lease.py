@@ -60,7 +60,7 @@ def served_elsewhere(programs, linger=0.0):
     return server, int(line(server))
 
 
-def test_a_killed_server_is_known_to_those_who_wait_and_to_those_who_ask_later(programs, pool):
+def test_killed_server_fails_waiting_and_later_calls(programs, pool):
     server, port = served_elsewhere(programs)
     client, other = TCPStore("127.0.0.1", port, timeout=60), TCPStore("127.0.0.1", port, timeout=60)
     calls = [lambda: client.get("a"), lambda: client.wait(["b"]), lambda: client.barrier("c", 0, 2)]
@@ -83,7 +83,7 @@ def test_a_killed_server_is_known_to_those_who_wait_and_to_those_who_ask_later(p
     other.close()
 
 
-def test_a_stopped_server_is_lost_after_the_heartbeat(programs):
+def test_stopped_server_is_lost_after_heartbeat(programs):
     server, port = served_elsewhere(programs)
     with TCPStore("127.0.0.1", port, timeout=60, heartbeat=0.7) as client:
         client.set("a", b"1")
@@ -92,7 +92,7 @@ def test_a_stopped_server_is_lost_after_the_heartbeat(programs):
             client.get("never", LONG)
 
 
-def test_a_server_that_is_closed_says_farewell(serve):
+def test_closed_server_says_farewell(serve):
     store = serve()
     client = TCPStore("127.0.0.1", store.port, timeout=LONG)
     store.close()
@@ -101,7 +101,7 @@ def test_a_server_that_is_closed_says_farewell(serve):
     client.close()
 
 
-def test_who_serves_waits_at_its_end_for_those_who_have_not_left(programs):
+def test_server_lingers_at_exit_for_remaining_clients(programs):
     server, port = served_elsewhere(programs, linger=LONG * 2)
     client = TCPStore("127.0.0.1", port, timeout=LONG)
     server.stdin.close()
@@ -112,7 +112,7 @@ def test_who_serves_waits_at_its_end_for_those_who_have_not_left(programs):
     assert server.wait(LONG) == 0
 
 
-def test_who_leaves_says_goodbye_and_breaks_nobody(serve, caplog):
+def test_exiting_client_says_goodbye(serve, caplog):
     store = serve(heartbeat=1)
     program = f"""
         import ctypes
@@ -149,7 +149,7 @@ def rank(programs, port, more="", end="time.sleep(100)", heartbeat=10.0):
     return program
 
 
-def test_a_killed_process_is_known_at_once(serve, programs, pool, caplog):
+def test_killed_process_is_known_at_once(serve, programs, pool, caplog):
     store = serve()
     program = rank(programs, store.port)
     watch = store.watch("alive")
@@ -162,7 +162,7 @@ def test_a_killed_process_is_known_at_once(serve, programs, pool, caplog):
     assert not store.check(["alive"])
 
 
-def test_a_fork_does_not_keep_its_killed_parent_alive(serve, programs):
+def test_fork_does_not_keep_lease_of_killed_parent(serve, programs):
     store = serve()
     more = 'child = os.fork(); child or time.sleep(60); store.set("child", b"%d" % child)'
     program = rank(programs, store.port, more=more)
@@ -174,7 +174,7 @@ def test_a_fork_does_not_keep_its_killed_parent_alive(serve, programs):
         os.kill(int(store.get("child")), signal.SIGKILL)
 
 
-def test_the_others_of_a_barrier_are_told_who_was_killed(serve, programs, pool):
+def test_barrier_names_killed_rank(serve, programs, pool):
     store = serve()
     program = programs(f"""
         from ncclpy.bootstrap import TCPStore
@@ -190,7 +190,7 @@ def test_the_others_of_a_barrier_are_told_who_was_killed(serve, programs, pool):
         waiting.result(LONG)
 
 
-def test_a_host_that_is_lost_is_known_after_the_heartbeat(serve, programs):
+def test_lost_host_is_known_after_heartbeat(serve, programs):
     """A stopped process looks like a host whose cable was pulled: its connection stands and nothing comes."""
     store = serve(heartbeat=1.0)
     program = rank(programs, store.port)
@@ -212,7 +212,7 @@ ASKS = {"asks later": "store.check(['alive'])", "waits": "store.get('never', 60)
 
 
 @pytest.mark.parametrize(("server_dies", "asks"), [(False, "asks later"), (False, "waits"), (True, "waits")])
-def test_process_stopped_for_longer_than_its_lease_is_told_so(programs, server_dies, asks):
+def test_process_stopped_longer_than_its_lease_gets_that_error(programs, server_dies, asks):
     server, port = served_elsewhere(programs)
     with TCPStore("127.0.0.1", port, timeout=LONG) as store:
         program = rank(programs, port, end=STOPPED.format(asks=ASKS[asks]), heartbeat=0.5)
@@ -234,7 +234,7 @@ def test_process_stopped_for_longer_than_its_lease_is_told_so(programs, server_d
     assert issubclass(LeaseEnded, StoreLost)
 
 
-def test_lease_that_ended_without_a_stop_is_told_so():
+def test_lease_lost_without_stop_is_told_apart():
     ours, theirs = socket.socketpair()
     client = native.Client(ours.detach(), 60.0, 1 << 20)
     with theirs:
@@ -249,7 +249,7 @@ def test_lease_that_ended_without_a_stop_is_told_so():
 BUSY = 'import ctypes; ctypes.PyDLL(None).usleep(1_500_000); print("over", flush=True)'
 
 
-def test_a_client_that_never_gives_the_gil_up_is_not_taken_for_dead(serve, programs):
+def test_client_that_holds_gil_is_not_taken_for_dead(serve, programs):
     store = serve(heartbeat=1.0)
     watch = store.watch("alive")
     program = rank(programs, store.port, end=BUSY + '; store.set("after", b"1"); time.sleep(100)')
@@ -260,7 +260,7 @@ def test_a_client_that_never_gives_the_gil_up_is_not_taken_for_dead(serve, progr
         watch.next(0.1)
 
 
-def test_a_server_whose_process_never_gives_the_gil_up_serves(programs):
+def test_server_of_process_that_holds_gil_serves(programs):
     server = programs(f"""
         import time
         from ncclpy.bootstrap import TCPStore

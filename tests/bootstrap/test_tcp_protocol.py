@@ -36,7 +36,7 @@ def still_serves(store):
 
 
 @pytest.mark.parametrize("size", [0, 1, 55, 56, 63, 64, 65, 119, 120, 5000])
-def test_the_digest_is_python_s(size):
+def test_digest_matches_hashlib(size):
     import hashlib
     import hmac
 
@@ -61,7 +61,7 @@ def test_the_digest_is_python_s(size):
     ],
     ids=["HTTP", "TLS", "zero", "almost", "version 2", "version 256", "token"],
 )
-def test_who_is_not_one_of_ours_is_refused_at_once(served, caplog, said, words):
+def test_foreign_client_is_refused_at_once(served, caplog, said, words):
     with wire.connect(served.port) as it:
         it.sendall(said)
         started = time.monotonic()
@@ -71,7 +71,7 @@ def test_who_is_not_one_of_ours_is_refused_at_once(served, caplog, said, words):
     assert still_serves(served)
 
 
-def test_another_version_hears_which_one_is_spoken(served):
+def test_other_version_gets_version_of_server(served):
     with wire.connect(served.port) as it:
         it.sendall(wire.greeting(version=9))
         assert wire.GREETING.unpack(wire.receive(it, wire.GREETING.size))[:2] == (wire.MAGIC, 1)
@@ -81,7 +81,7 @@ def test_another_version_hears_which_one_is_spoken(served):
 @pytest.mark.parametrize(
     "said", [b"", b"NC", wire.greeting(), wire.greeting() + bytes(31)], ids=["nothing", "NC", "greeting", "almost"]
 )
-def test_who_says_nothing_or_not_all_is_let_go_of(caplog, said):
+def test_silent_or_partial_handshake_is_closed(caplog, said):
     with TCPStore("127.0.0.1", 0, serve=True, token=TOKEN, linger=0, heartbeat=0.3) as served:
         with wire.connect(served.port) as it:
             it.sendall(said)
@@ -90,7 +90,7 @@ def test_who_says_nothing_or_not_all_is_let_go_of(caplog, said):
         assert still_serves(served)
 
 
-def test_who_was_not_let_in_cannot_ask(served):
+def test_requests_before_handshake_are_ignored(served):
     """Requests sent along with a wrong proof are not looked at."""
     with wire.connect(served.port) as it:
         it.sendall(wire.greeting() + bytes(32) + wire.frame(wire.SET, 1, wire.fields(b"evil", b"1", 0)))
@@ -101,7 +101,7 @@ def test_who_was_not_let_in_cannot_ask(served):
 # Frames.
 
 
-def test_a_conversation(inside, served):
+def test_conversation(inside, served):
     """The protocol as it is written down, byte by byte."""
     inside.sendall(bytes.fromhex("160000000000000007000000000000000100" + "00" * 6) + wire.fields(b"k", b"\0v", 0))
     assert wire.answer(inside) == (wire.SET, 0, 7, b"")
@@ -119,7 +119,7 @@ def test_a_conversation(inside, served):
     assert wire.ended(inside)
 
 
-def test_a_conversation_about_many_keys(inside, served):
+def test_conversation_about_many_keys(inside, served):
     inside.sendall(wire.frame(wire.MULTI_SET, 1, wire.fields(3, b"k", b"v", b"l", bytes(5 << 20), b"m", b"")))
     assert wire.answer(inside) == (wire.MULTI_SET, 0, 1, b"")
     assert served.keys() == ["k", "l", "m"]
@@ -135,7 +135,7 @@ def test_a_conversation_about_many_keys(inside, served):
     ]
 
 
-def test_a_conversation_about_a_meeting(inside, served):
+def test_conversation_about_meeting(inside, served):
     """Where nobody has brought anything, as to a barrier, the answer is as short for many ranks as for few."""
     come = [wire.frame(wire.GATHER, rank, wire.fields(b"name", rank, 1000, -1, b"")) for rank in range(1000)]
     inside.sendall(b"".join(come))
@@ -145,7 +145,7 @@ def test_a_conversation_about_a_meeting(inside, served):
     assert [wire.answer(inside)[3] for _ in come] == [wire.fields(2, b"", b"x")] * 2
 
 
-def test_answers_come_when_they_are_there_not_in_the_order_of_requests(inside):
+def test_answers_are_sent_when_ready_not_in_request_order(inside):
     inside.sendall(
         wire.frame(wire.GET, 1, wire.fields(b"k", -1)) + wire.frame(wire.SET, 2, wire.fields(b"k", b"v", 0))
     )
@@ -156,7 +156,7 @@ def test_answers_come_when_they_are_there_not_in_the_order_of_requests(inside):
     assert wire.answer(inside)[2] == 6, "3 was given up"
 
 
-def test_a_frame_may_come_in_any_pieces(inside, served):
+def test_frame_may_arrive_in_any_pieces(inside, served):
     value = os.urandom(700)
     for byte in wire.frame(wire.SET, 1, wire.fields(b"k", value, 0)):
         inside.sendall(bytes([byte]))
@@ -195,7 +195,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_no_frame_ends_the_connection_at_once(inside, served, caplog, name):
+def test_invalid_frame_ends_connection_at_once(inside, served, caplog, name):
     data, words = MALFORMED[name]
     inside.sendall(data)
     started = time.monotonic()
@@ -205,7 +205,7 @@ def test_what_is_no_frame_ends_the_connection_at_once(inside, served, caplog, na
     assert still_serves(served)
 
 
-def test_a_frame_that_is_announced_takes_no_memory_before_it_comes(inside, served):
+def test_announced_frame_takes_no_memory_before_it_arrives(inside, served):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -216,7 +216,7 @@ def test_a_frame_that_is_announced_takes_no_memory_before_it_comes(inside, serve
     assert resident() - before < 100 << 20
 
 
-def test_a_connection_that_ends_within_a_frame(served):
+def test_connection_that_ends_within_frame(served):
     whole = wire.frame(wire.SET, 1, wire.fields(b"torn", b"v" * 100, 0))
     for cut in (1, 23, 24, 30, len(whole) - 1):
         with wire.let_in(served.port, TOKEN) as it:
@@ -224,13 +224,13 @@ def test_a_connection_that_ends_within_a_frame(served):
     assert still_serves(served) and not served.check(["torn"])
 
 
-def test_of_many_keys_that_are_torn_none_is_set(inside, served):
+def test_torn_multi_set_sets_no_key(inside, served):
     inside.sendall(wire.frame(wire.MULTI_SET, 1, wire.fields(2, b"whole", b"", b"torn")))
     assert wire.ended(inside)
     assert still_serves(served) and not served.check(["whole"])
 
 
-def test_a_connection_whose_other_half_is_closed(served):
+def test_half_closed_connection_is_gone(served):
     """Who will say nothing more is gone: nobody half-way here is waited for."""
     with wire.let_in(served.port, TOKEN) as it:
         it.sendall(wire.frame(wire.SET, 1, wire.fields(b"mine", b"", 1)))
@@ -240,7 +240,7 @@ def test_a_connection_whose_other_half_is_closed(served):
     testing.wait_for(lambda: not served.check(["mine"]))
 
 
-def test_a_silent_client_is_lost_after_the_lesser_heartbeat(served):
+def test_silent_client_is_lost_after_shorter_heartbeat(served):
     with wire.let_in(served.port, TOKEN, heartbeat=300) as it:
         it.sendall(wire.frame(wire.SET, 1, wire.fields(b"mine", b"", 1)))
         assert wire.answer(it)[2] == 1
@@ -248,7 +248,7 @@ def test_a_silent_client_is_lost_after_the_lesser_heartbeat(served):
     testing.wait_for(lambda: not served.check(["mine"]))
 
 
-def test_who_does_not_read_is_dropped_at_a_limit(caplog):
+def test_client_that_does_not_read_is_dropped_at_limit(caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         port = listener.getsockname()[1]
@@ -280,7 +280,7 @@ def test_who_does_not_read_is_dropped_at_a_limit(caplog):
     ],
     ids=["1 TiB", "HTTP", "no such op", "reserved"],
 )
-def test_a_client_leaves_a_server_that_sends_what_is_no_frame(frame):
+def test_client_leaves_server_that_sends_invalid_frame(frame):
     ours, theirs = socket.socketpair()
     client = native.Client(ours.detach(), 60.0, 1 << 20)
     with theirs:
@@ -351,12 +351,12 @@ def run_noise(served, seeds):
         assert served.gather(name, 0, 1, b"", LONG) == [b""]
 
 
-def test_noise(served):
+def test_random_frames_are_rejected_or_valid(served):
     run_noise(served, range(400))
 
 
 @pytest.mark.campaign
-def test_noise_for_a_minute(served):
+def test_random_frames_for_a_minute(served):
     first, end = random.randrange(1 << 32), time.monotonic() + testing.share(60)
     print(f"seeds from {first}")
     while time.monotonic() < end:
@@ -365,7 +365,7 @@ def test_noise_for_a_minute(served):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_before_it_is_let_in(served, seed):
+def test_random_bytes_before_handshake(served, seed):
     chance = random.Random(seed)
     for _ in range(10):
         said = bytearray(wire.greeting() + chance.randbytes(chance.randrange(60)))
@@ -378,7 +378,7 @@ def test_noise_before_it_is_let_in(served, seed):
     assert still_serves(served)
 
 
-def test_noise_from_a_server():
+def test_random_bytes_from_server():
     """A client survives whatever its server says: it takes it, or is lost."""
     for seed in range(150):
         chance = random.Random(seed)

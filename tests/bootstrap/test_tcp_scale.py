@@ -59,7 +59,7 @@ def test_4096_clients_meet():
     assert testing.run_python(MEET.format(clients=4096), timeout=250, warm=True).stdout == "met\n"
 
 
-def test_a_server_without_descriptors_says_so_and_goes_on():
+def test_server_without_descriptors_logs_it_and_continues():
     done = testing.run_python(
         """
         import logging, resource, subprocess, sys, threading

@@ -14,7 +14,7 @@ SOURCES = [ROOT / "tests/bootstrap/store_stress.cpp", *sorted(NATIVE.glob("*.cpp
 
 
 @pytest.mark.slow  # its compilation, and 300 forks beside busy threads
-def test_a_child_makes_clients_whatever_its_parent_s_threads_were_at(tmp_path):
+def test_child_makes_clients_whatever_its_parent_threads_did(tmp_path):
     sources = [ROOT / "tests/bootstrap/store_fork.cpp", *(NATIVE / f"{name}.cpp" for name in CLIENT)]
     build(tmp_path / "fork", ["-O0", "-g0", f"-I{NATIVE}"], sources)
     assert subprocess.run([tmp_path / "fork"], timeout=100).returncode == 0

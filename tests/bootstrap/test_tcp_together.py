@@ -58,7 +58,7 @@ def between(serve):
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_they_take_one_message_each_way(between, prefixed):
+def test_many_keys_take_one_message_each_way(between, prefixed):
     client, frames = between
     store = PrefixStore("some", client) if prefixed else client
     items = {f"key {i}": b"%d" % i * (i % 50) for i in range(2000)}
@@ -69,7 +69,7 @@ def test_they_take_one_message_each_way(between, prefixed):
     assert client.check(["some/late" if prefixed else "late"])
 
 
-def test_a_message_has_limits(between):
+def test_message_has_limits(between):
     """So that nobody else waits for long; also those that one has to exceed are short of the server's."""
     client, frames = between
     items = [(f"key {i}", bytes(i % 3)) for i in range(3 * 40_000)]
@@ -83,13 +83,13 @@ def test_a_message_has_limits(between):
     assert 2 <= len(lengths[wire.MULTI_GET]) < 10 and max(lengths[wire.MULTI_GET]) <= tcp.TOGETHER + 100
 
 
-def test_more_keys_than_a_message_may_name(serve):
+def test_more_keys_than_message_limit(serve):
     store = serve()
     store.set("k", b"1")
     assert store.multi_get(["k"] * (tcp.MAX_TOGETHER + 1)) == [b"1"] * (tcp.MAX_TOGETHER + 1)
 
 
-def test_values_that_have_no_room_in_one_answer_come_in_several(between):
+def test_values_beyond_one_answer_arrive_in_several(between):
     client, frames = between
     items = {f"{i}": bytes([i]) * (1 << 20) for i in range(7)} | {f"small {i}": b"%d" % i for i in range(5)}
     items["huge"] = bytes(9 << 20)
@@ -101,7 +101,7 @@ def test_values_that_have_no_room_in_one_answer_come_in_several(between):
     assert 3 <= asked.count(wire.MULTI_GET) <= 5
 
 
-def test_who_waits_for_many_is_told_which_have_not_come(serve, pool):
+def test_wait_for_many_names_absent_keys(serve, pool):
     store = serve()
     client = TCPStore("127.0.0.1", store.port, timeout=LONG)
     store.multi_set({"a": b"1", "c": bytes(5 << 20)})
@@ -119,7 +119,7 @@ def test_who_waits_for_many_is_told_which_have_not_come(serve, pool):
     client.close()
 
 
-def test_who_waits_for_many_is_told_that_the_server_is_gone(serve, pool):
+def test_wait_for_many_ends_with_lost_server(serve, pool):
     store = serve()
     client = TCPStore("127.0.0.1", store.port, timeout=60)
     waiting = pool.submit(client.multi_get, ["a", "b"])
@@ -132,7 +132,7 @@ def test_who_waits_for_many_is_told_that_the_server_is_gone(serve, pool):
     client.close()
 
 
-def test_each_of_many_is_told_to_those_who_watch(serve):
+def test_each_key_of_multi_set_reaches_watchers(serve):
     store = serve()
     with store.watch("a") as watch:
         store.multi_set([("a1", b"1"), ("b", b""), ("a2", b"2"), ("a1", b"3")])
@@ -170,7 +170,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_what_has_no_room_is_refused_and_nothing_is_lost(small, call):
+def test_value_beyond_capacity_is_refused_and_nothing_is_lost(small, call):
     with TCPStore("127.0.0.1", small.port, timeout=LONG) as client:
         with pytest.raises(StoreError, match=FULL) as caught:
             REFUSED[call](client)
@@ -188,13 +188,13 @@ def test_what_has_no_room_is_refused_and_nothing_is_lost(small, call):
         client.multi_set({"new": bytes(1000), "rest": b""})
 
 
-def test_who_sets_many_is_told_how_many_had_room(small):
+def test_multi_set_beyond_capacity_tells_how_many_were_set(small):
     with pytest.raises(StoreError, match="set: 2 of 4 keys are set, and there is no room for 203 bytes more"):
         small.multi_set([("kept", b"a"), ("number", b"1"), ("new", b""), ("other", b"")])
     assert small.multi_get(["kept", "number"]) == [b"a", b"1"] and not small.check(["other"])
 
 
-def test_room_is_given_back_whatever_took_it(serve):
+def test_capacity_is_given_back_for_every_kind_of_entry(serve):
     store = serve(capacity=ROOM)
 
     def all_of_it():
@@ -227,6 +227,6 @@ def test_room_is_given_back_whatever_took_it(serve):
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, 1 << 63])
-def test_what_is_no_capacity_is_told(capacity):
+def test_invalid_capacity_is_refused(capacity):
     with pytest.raises((TypeError, ValueError), match="capacity"):
         TCPStore("127.0.0.1", 0, serve=True, capacity=capacity)

@@ -25,13 +25,13 @@ def test_tokens(serve, monkeypatch, caplog):
     assert "the secret" not in caplog.text and "another" not in caplog.text.replace("another token", "")
 
 
-def test_a_token_for_a_server_that_has_none_is_an_error(serve):
+def test_token_for_server_without_one_is_an_error(serve):
     store = serve(token="")
     with pytest.raises(StoreError, match="does not know the token"):
         TCPStore("127.0.0.1", store.port, token="t", timeout=60)
 
 
-def test_a_server_that_only_claims_to_know_the_token_is_found_out(pool):
+def test_server_that_echoes_proof_of_client_is_refused(pool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], token="t", timeout=60)
         it, _ = listener.accept()
@@ -46,7 +46,7 @@ def test_a_server_that_only_claims_to_know_the_token_is_found_out(pool):
                 client.result(LONG)
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing(serve):
+def test_replayed_proof_is_refused(serve):
     store = serve(token="t")
     it = wire.connect(store.port)
     ours = wire.greeting()

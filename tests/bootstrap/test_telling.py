@@ -32,7 +32,7 @@ def heard(store, key, asked, seconds=20.0):
         return None
 
 
-def test_it_is_told_when_it_is_asked_for_until_it_is_closed():
+def test_source_answers_questions_until_closed():
     with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
         telling = PrefixStore("here", store)._tell("key", b',"more":1}', "asked", Source())
         for _ in range(2):
@@ -42,7 +42,7 @@ def test_it_is_told_when_it_is_asked_for_until_it_is_closed():
         assert heard(other, "here/key", "here/asked", 0.5) is None
 
 
-def test_what_is_dropped_in_a_cycle_tells_nothing_more():
+def test_source_dropped_in_cycle_answers_no_more():
     before = Source.gone
     with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
         cycle = [store._tell("key", b"}", "asked", Source())]
@@ -54,7 +54,7 @@ def test_what_is_dropped_in_a_cycle_tells_nothing_more():
         assert heard(other, "key", "asked", 0.25) is None
 
 
-def test_it_ends_with_its_client():
+def test_source_ends_with_its_client():
     with TCPStore("127.0.0.1", 0, serve=True) as store:
         other = TCPStore("127.0.0.1", store.port)
         telling = other._tell("key", b"}", "asked", Source())
@@ -64,5 +64,5 @@ def test_it_ends_with_its_client():
         telling.close()
 
 
-def test_a_store_without_such_a_thread_has_none():
+def test_store_without_thread_has_no_source():
     assert LocalStore()._tell("key", b"}", "asked", Source()) is None

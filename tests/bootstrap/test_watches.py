@@ -23,7 +23,7 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
-def test_a_watch_that_nobody_refers_to_ends(store):
+def test_unreferenced_watch_ends(store):
     value = bytes(1 << 20)
     store.set("warm", value)
     before = resident()
@@ -36,7 +36,7 @@ def test_a_watch_that_nobody_refers_to_ends(store):
     testing.wait_for(lambda: resident() - before < 300 << 20, "what was told to nobody to be let go of")
 
 
-def test_what_is_watched_is_told_when_nobody_refers_to_the_watch_but_its_callback(store):
+def test_watch_referenced_only_by_its_callback_reports_changes(store):
     seen = []
     store.watch("a", seen.append)
     gc.collect()
@@ -44,7 +44,7 @@ def test_what_is_watched_is_told_when_nobody_refers_to_the_watch_but_its_callbac
     testing.wait_for(lambda: seen == [("a", b"1")])
 
 
-def test_a_callback_that_ends_its_thread_ends_the_watch(store):
+def test_callback_that_ends_its_thread_ends_the_watch(store):
     called = threading.Event()
 
     def callback(change):
@@ -57,7 +57,7 @@ def test_a_callback_that_ends_its_thread_ends_the_watch(store):
     assert testing.run_with_deadline(lambda: watch.next(LONG)) is None
 
 
-def test_a_callback_may_close_its_watch_and_the_store(store):
+def test_callback_may_close_its_watch_and_the_store(store):
     seen = []
 
     def callback(change):
@@ -72,12 +72,12 @@ def test_a_callback_may_close_its_watch_and_the_store(store):
 
 
 @pytest.mark.parametrize("timeout", ["1", True, float("nan"), -1.0])
-def test_what_is_no_timeout_of_a_watch_is_refused(store, timeout):
+def test_invalid_watch_timeout_is_refused(store, timeout):
     with store.watch("") as watch, pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
         watch.next(timeout)
 
 
-def test_a_watch_without_a_thread_for_its_callback_is_none(store, monkeypatch):
+def test_watch_without_thread_for_callback_is_an_error(store, monkeypatch):
     made = []
     real = type(store)._watch
     monkeypatch.setattr(type(store), "_watch", lambda self, prefix: (made.append(real(self, prefix)), made[-1])[1])

@@ -55,7 +55,7 @@ def test_all_types_operators_and_roots():
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "f8e4m3", "float8_e4m3fn"])
-def test_a_type_under_several_names(name):
+def test_type_has_several_names(name):
     assert parse(f"all_reduce -d {name}").datatypes == ("f8e4m3",)
 
 
@@ -90,21 +90,21 @@ def test_bad_arguments_are_explained(line, words, capsys):
     assert "Traceback" not in said
 
 
-def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, capsys, tmp_path):
+def test_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         parse(f"all_reduce --plot {tmp_path}/figure.png")
     assert "ncclpy[perf]" in capsys.readouterr().err
 
 
-def test_the_version_is_told(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         main.main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"ncclpy {ncclpy.__version__}\n"
 
 
-def test_without_a_command_all_are_listed(capsys):
+def test_commands_are_listed_without_a_command(capsys):
     assert main.main([]) == 2
     said = capsys.readouterr().err
     assert all(f"\n    {name} " in said for name in ("info", "perf", "trace")), said

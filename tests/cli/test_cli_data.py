@@ -48,7 +48,7 @@ def reader(array: np.ndarray):
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg", "mulsum"])
-def test_a_reduction_in_any_order_is_right_and_poison_is_not(name, op):
+def test_reduction_in_any_order_is_right_and_poison_is_wrong(name, op):
     kind = TYPES[name]
     for nranks in (1, 2, 3, 4, 5, 8, 16, 17, 33):
         made = data.make(name, op, nranks, 2000, (1, nranks))
@@ -61,7 +61,7 @@ def test_a_reduction_in_any_order_is_right_and_poison_is_not(name, op):
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])
-def test_a_rank_left_out_is_seen(name, op):
+def test_omitted_rank_is_detected(name, op):
     made = data.make(name, op, 4, 2000, (2,))
     result = reduced(name, op, [block.bits for block in made.inputs[:3]])
     assert check.count_wrong(TYPES[name], reader(result), 0, 2000, made.reduced, 0) > 100
@@ -112,14 +112,14 @@ def test_long_outputs_are_checked_to_the_last_element(name):
     assert wrong() == 0, "what lies behind the output is not part of it"
 
 
-def test_data_at_the_wrong_offset_are_seen():
+def test_data_at_wrong_offset_are_detected():
     made = data.make("uint8", None, 1, 1 << 20, (4,))
     output = np.resize(made.inputs[0].bits, 1 << 20)
     output[: 1 << 19] = output[1 << 19 :].copy()
     assert check.count_wrong(TYPES["uint8"], reader(output), 0, 1 << 20, made.inputs[0], 0) > 1 << 18
 
 
-def test_what_must_stay_untouched():
+def test_memory_outside_the_output_must_stay_untouched():
     output = np.full(4096, check.POISON, np.uint8).view(np.float32)
     assert check.count_touched(TYPES["float"], reader(output), 0, 1024) == 0
     output[1000] = 1.0

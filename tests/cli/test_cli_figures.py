@@ -28,12 +28,12 @@ def test_sizes_are_read_in_powers_of_1024(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "K", "-8", "8T", "1e3", "8 8", "eight"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_is_refused(text):
     with pytest.raises(ValueError, match="no size"):
         parse_size(text)
 
 
-def test_a_sweep_multiplies_or_adds_and_includes_its_end():
+def test_sweep_multiplies_or_adds_and_includes_its_end():
     assert list(sweep(8, 128, 0, 4)) == [8, 32, 128]
     assert list(sweep(8, 127, 0, 4)) == [8, 32]
     assert list(sweep(MIB, 3 * MIB, MIB, 1)) == [MIB, 2 * MIB, 3 * MIB]
@@ -96,7 +96,7 @@ def test_one_rank_has_no_bus():
     assert COLLECTIVES["all_reduce"].bandwidth(layout, 4, 1.0, 1)[1] == 0.0
 
 
-def test_who_expects_what():
+def test_expected_segments_of_each_rank():
     def expected(name, rank, root=-1, nranks=3):
         collective = COLLECTIVES[name]
         return collective.expected(collective.layout(48, 1, nranks), rank, nranks, root)
@@ -114,7 +114,7 @@ def test_who_expects_what():
     assert [expected("sendrecv", rank)[0].source for rank in range(3)] == [2, 0, 1]
 
 
-def test_a_row_looks_as_in_nccl_tests():
+def test_row_looks_as_in_nccl_tests():
     row = Row(
         1048576, 262144, "float", "sum", -1, Side(34.567, 30.33, 53.08, 0), Side(123456.7, 1234.5, 0.004, None), 20
     )
@@ -123,6 +123,6 @@ def test_a_row_looks_as_in_nccl_tests():
     assert row.line() == line + "   123457  1234.5    0.00     N/A"
 
 
-def test_a_rank_looks_as_in_nccl_tests():
+def test_rank_line_looks_as_in_nccl_tests():
     rank = Rank(3, 4242, "node1", 3, "0000:1b:00.0", "NVIDIA H200")
     assert rank.line() == "#  Rank  3 Group  0 Pid   4242 on      node1 device  3 [0000:1b:00.0] NVIDIA H200"

@@ -65,11 +65,11 @@ X = True
         ),
     ],
 )
-def test_links_of_devices_that_are_all_alike_are_one_line(peers, lines):
+def test_equal_device_links_are_one_line(peers, lines):
     assert info._link_lines(peers) == lines
 
 
-def test_json_has_the_same(capsys):
+def test_json_has_the_same_facts(capsys):
     assert main(["info", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["library"]["engine"] == ncclpy.library().engine
@@ -91,7 +91,7 @@ def test_nothing_heavy_is_imported():
     )
 
 
-def test_a_library_that_cannot_be_loaded_is_shown():
+def test_library_that_cannot_be_loaded_is_shown():
     done = testing.run_python(
         'import sys; from ncclpy.cli.main import main; sys.exit(main(["info"]))',
         env={"NCCLPY_LIBRARY": "/nowhere/libnccl.so.2"},
@@ -101,7 +101,7 @@ def test_a_library_that_cannot_be_loaded_is_shown():
     assert "/nowhere/libnccl.so.2" in done.stdout and "hints" in done.stdout
 
 
-def test_without_a_gpu_it_stands_in_with_the_host_engine():
+def test_host_engine_is_used_without_gpu():
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("needs a machine without a GPU")
     done = testing.run_python('from ncclpy.cli.main import main; main(["info"])', env={"NCCLPY_LIBRARY": ""})
@@ -110,7 +110,7 @@ def test_without_a_gpu_it_stands_in_with_the_host_engine():
     assert "ncclpy.use()" not in done.stdout  # nobody who reads this has called it
 
 
-def test_the_environment_is_shown(monkeypatch, capsys):
+def test_environment_is_shown(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     main(["info"])
     assert "NCCL_DEBUG" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_waiting_after_each_iteration(blocking, capsys):
     assert_right(rows, 1)
 
 
-def test_without_a_check_nothing_is_claimed(capsys):
+def test_no_result_is_claimed_without_a_check(capsys):
     status, rows, output = perf(capsys, "all_reduce -b 1K -e 1K -n 1 -c 0")
     assert status == 0
     assert "OK" not in output and "nothing was checked" in output
@@ -156,7 +156,7 @@ def test_json_has_machine_versions_arguments_and_results(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["-g 4", "-t 2 -g 2"])
-def test_a_corrupted_element_is_counted(line, capsys, monkeypatch, tmp_path):
+def test_corrupted_element_is_counted(line, capsys, monkeypatch, tmp_path):
     testing.need_devices(4)
     right = Endpoint.read
 
@@ -175,7 +175,7 @@ def test_a_corrupted_element_is_counted(line, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "barrier"])
-def test_a_call_that_does_nothing_is_seen(collective, capsys, monkeypatch):
+def test_call_that_does_nothing_is_detected(collective, capsys, monkeypatch):
     testing.need_devices(3)
     monkeypatch.setattr(Endpoint, "calls", lambda self, *args: [lambda: None, lambda: None])
     status, rows, output = perf(capsys, f"{collective} -b 48K -e 48K -n 1 -g 3")
@@ -184,7 +184,7 @@ def test_a_call_that_does_nothing_is_seen(collective, capsys, monkeypatch):
     assert rows[0][12] == "N/A" or int(rows[0][12]) > 1000, output
 
 
-def test_an_output_that_is_too_long_is_seen(capsys, monkeypatch):
+def test_output_that_is_too_long_is_detected(capsys, monkeypatch):
     testing.need_devices(2)
     right = Endpoint.calls
 
@@ -201,7 +201,7 @@ def test_an_output_that_is_too_long_is_seen(capsys, monkeypatch):
     assert rows[0][8] == "8", output
 
 
-def test_a_rank_that_does_not_come_ends_at_the_deadline(capsys, monkeypatch, tmp_path):
+def test_missing_rank_ends_run_at_deadline(capsys, monkeypatch, tmp_path):
     testing.need_devices(2)
     right = Endpoint.calls
     path = tmp_path / "out.json"
@@ -217,7 +217,7 @@ def test_a_rank_that_does_not_come_ends_at_the_deadline(capsys, monkeypatch, tmp
     assert perf(capsys, "all_reduce -b 1K -e 1K -n 1 -t 2")[0] == 0, "the process is still good for another run"
 
 
-def test_an_error_in_one_thread_ends_all(capsys, monkeypatch):
+def test_error_in_one_thread_ends_all(capsys, monkeypatch):
     testing.need_devices(2)
 
     def broken(self, *args):
@@ -231,14 +231,14 @@ def test_an_error_in_one_thread_ends_all(capsys, monkeypatch):
     assert "worker 1 of 2 failed" in said and "rank 1 has had enough" in said and "Traceback" in said
 
 
-def test_what_failed_in_the_background_is_said_in_full(capsys, host_engine):
+def test_background_failure_is_printed_in_full(capsys, host_engine):
     with ncclpy.faults("call=Broadcast at=run do=error:ncclRemoteError"):
         assert main(["perf", *"broadcast -b 1K -e 1K -n 1 -T 60".split()]) == 1
     said = capsys.readouterr().err
     assert "rank 0 failed in the background: <Result.REMOTE_ERROR: 6>; last error: injected fault" in said
 
 
-def test_a_process_that_dies_ends_all(capsys, monkeypatch):
+def test_process_that_dies_ends_all(capsys, monkeypatch):
     testing.need_devices(2)
     shown = Report.row
 
@@ -305,7 +305,7 @@ def outside(line: str, env: dict | None = None, **options):
     )
 
 
-def test_without_a_gpu_and_a_choice_the_first_line_says_host_engine():
+def test_first_line_says_host_engine_without_gpu_and_choice():
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("needs a machine without a GPU")
     done = outside("ncclpy perf all_reduce -b 8 -e 8 -n 1 -g 2", env={"NCCLPY_LIBRARY": ""})
@@ -315,7 +315,7 @@ def test_without_a_gpu_and_a_choice_the_first_line_says_host_engine():
     assert "libcuda" in first
 
 
-def test_a_choice_is_named_in_the_first_line(capsys):
+def test_chosen_library_is_named_in_first_line(capsys):
     perf_line = perf(capsys, "all_reduce -b 8 -e 8 -n 1")[2].splitlines()[0]
     library = ncclpy.library()
     version = ".".join(map(str, library.version))
@@ -325,19 +325,19 @@ def test_a_choice_is_named_in_the_first_line(capsys):
         assert perf_line.startswith(f"# ncclpy perf all_reduce: NCCL {version} from {library.path}")
 
 
-def test_a_choice_that_cannot_be_loaded_is_an_error():
+def test_chosen_library_that_cannot_be_loaded_is_an_error():
     done = outside("ncclpy perf all_reduce -b 8 -e 8", env={"NCCLPY_LIBRARY": "/nowhere/libnccl.so.2"})
     assert done.returncode == 1
     assert "LibraryNotFound" in done.stderr and "/nowhere/libnccl.so.2" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_nothing_but_results_when_piped():
+def test_piped_output_has_results_only():
     done = outside("ncclpy perf all_reduce -b 8 -e 8 -n 1")
     assert done.stderr == ""
 
 
-def test_a_reader_that_goes_away_is_no_error_message():
+def test_closed_reader_prints_no_error():
     done = outside("set -o pipefail; ncclpy perf all_reduce -b 8 -e 4M -f 2 -n 1 -g 2 | head -1")
     assert done.stdout.startswith("# ncclpy perf")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
@@ -388,13 +388,13 @@ def test_progress_on_a_terminal(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tqdm") is not None, reason="needs an environment without tqdm")
-def test_no_tqdm_is_said():
+def test_missing_tqdm_is_mentioned():
     status, _, shown = on_a_terminal("all_reduce -b 8 -e 8 -n 1")
     assert status == 0
     assert "tqdm" in shown and "ncclpy[perf]" in shown
 
 
-def test_a_plot(capsys, tmp_path):
+def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.svg"
     assert perf(capsys, f"all_reduce -b 8 -e 1K -f 2 -n 1 --plot {path}")[0] == 0

@@ -104,7 +104,7 @@ def test_nothing_is_stuck(trace):
     assert headers[0].index("host engine") == headers[1].index("host engine"), "not aligned"
 
 
-def test_the_example_of_the_manual(trace):
+def test_example_of_the_manual(trace):
     status, said, _ = trace(
         *stuck([launched(1, 0, 108.0, communicator="51b2e077")]),
     )
@@ -114,7 +114,7 @@ def test_the_example_of_the_manual(trace):
     assert said == promised
 
 
-def test_a_gathering_that_misses_participants(trace):
+def test_gathering_with_missing_participants(trace):
     status, said, _ = trace(document(pending(0, key="'grad/1'"), gathering=[gathering()]))
     assert status == 1
     assert columns(said, "10.000 s") == [
@@ -134,13 +134,13 @@ def test_a_gathering_that_misses_participants(trace):
         ({"missing": 0, "waits_for": None}, None),
     ],
 )
-def test_what_a_gathering_waits_for(trace, changes, waits):
+def test_gathering_tells_what_it_waits_for(trace, changes, waits):
     status, said, _ = trace(document(gathering=[gathering(**changes)]))
     assert status == (waits is not None)
     assert (waits or "nothing is stuck") in said
 
 
-def test_what_was_launched_at_once_is_one_line_and_the_oldest_comes_first(trace):
+def test_simultaneous_launches_are_one_line_oldest_first(trace):
     ranks = [launched(rank, 7, 128.5, device=rank, key="'grad/0'", nranks=4, root=1, op=None) for rank in range(4)]
     for each in ranks:
         each["operation"] = "broadcast"
@@ -156,7 +156,7 @@ def test_what_was_launched_at_once_is_one_line_and_the_oldest_comes_first(trace)
     assert "communicator 9f3a6c0d (4 ranks): sequence 7 is launched by every rank, completed by none" in said
 
 
-def test_an_operation_that_was_not_launched(trace):
+def test_operation_that_was_not_launched(trace):
     status, said, _ = trace(document(pending(0, key="'a'")))
     assert status == 1
     assert columns(said, "20.000 s")[0][1:] == [
@@ -165,7 +165,7 @@ def test_an_operation_that_was_not_launched(trace):
     assert said.splitlines()[-1] == "stuck: 1 operation not launched"
 
 
-def test_the_rank_that_is_missing_and_what_it_does(trace):
+def test_missing_rank_and_its_last_operation_are_named(trace):
     _, said, _ = trace(*stuck([launched(1, 8, 108.0, communicator="51b2", operation="reduce", root=0)]))
     told = lines_of(said)
     at = told.index("communicator 9f3a6c0d (2 ranks): sequence 1 waits for rank 1")
@@ -177,7 +177,7 @@ def test_the_rank_that_is_missing_and_what_it_does(trace):
     ]
 
 
-def test_a_call_that_is_inside_nccl_waits_for_the_rank_that_is_missing(trace):
+def test_call_inside_nccl_waits_for_missing_rank(trace):
     """A plain call knows its number before it comes back; dumps of both are asked for while it is stuck."""
     inside = entry(0, 1, launch=None, state="pending", created=110.0, launched=None, completed=None)
     status, said, _ = trace(document(entry(0), inside), document(entry(1), host="node8", pid=4712))
@@ -205,7 +205,7 @@ def test_a_call_that_is_inside_nccl_waits_for_the_rank_that_is_missing(trace):
         ([launched(5, 0, communicator="8", device=3)], {}, "nothing in progress; last recorded was all_reduce of"),
     ],
 )
-def test_what_the_missing_rank_does_now(trace, entries, changes, now):
+def test_missing_rank_is_shown_with_its_current_operation(trace, entries, changes, now):
     status, said, _ = trace(*stuck(entries, **changes))
     assert status == 1
     told = lines_of(said)
@@ -213,7 +213,7 @@ def test_what_the_missing_rank_does_now(trace, entries, changes, now):
     assert next(line for line in told[after:] if line.startswith("now: ")).startswith(f"now: {now}")
 
 
-def test_a_rank_that_has_launched_nothing_on_the_communicator(trace):
+def test_rank_without_launch_on_the_communicator(trace):
     first = document(launched(0, 0))
     second = document(pending(1, communicator="9f3a6c0d"), host="node8")
     _, said, _ = trace(first, second)
@@ -227,13 +227,13 @@ def test_ranks_without_a_dump_are_named(trace):
     assert "unknown: ranks 0-2, 4-999999999999; no dump given here has an entry of theirs" in said
 
 
-def test_a_dump_written_before_the_others_launched_says_so(trace):
+def test_dump_older_than_launch_of_others_is_marked(trace):
     early = {"wall": 1795244000.25 - 25, "monotonic": NOW - 25}
     _, said, _ = trace(*stuck([], **early))
     assert "but its dump was written 2.500 s before the others launched" in said
 
 
-def test_an_older_dump_of_a_healthy_job_accuses_nobody(trace):
+def test_older_dump_of_healthy_job_reports_no_rank(trace):
     # Rank 0 completed more all_reduces than rank 1's dump knows of, so rank 1 launched them, after its dump.
     ahead = document(*(entry(0, number, launched=100.0 + number) for number in range(10)))
     behind = document(*(entry(1, number) for number in range(5)), host="node8")
@@ -248,14 +248,14 @@ def test_an_older_dump_of_a_healthy_job_accuses_nobody(trace):
     assert trace(ahead, behind | {"wall": behind["wall"] - 26, "monotonic": NOW - 26})[0] == 0
 
 
-def test_the_clocks_are_compared_and_not_the_monotonic_times(trace):
+def test_wall_clocks_are_compared_instead_of_monotonic_times(trace):
     # Rank 1's machine was booted much later; at the same wall time its monotonic clock shows less.
     shift = {"created": 0.25, "launched": 0.5, "completed": 1.0}
     _, said, _ = trace(document(entry(0), launched(0, 1)), document(entry(1, **shift), host="b", monotonic=30.0))
     assert "sequence 1 waits for rank 1" in said and "but its dump" not in said
 
 
-def test_failures_name_their_error_and_who_was_missing(trace):
+def test_failures_name_their_error_and_missing_rank(trace):
     error = "NcclTimeout: all_reduce\n  did not end in 30 s"
     failed = [launched(0, 1, state="failed", error=error, key="'grad/1'"), pending(0, state="failed", error="gone")]
     status, said, _ = trace(document(entry(0), *failed), document(entry(1), host="node8"))
@@ -271,7 +271,7 @@ def test_failures_name_their_error_and_who_was_missing(trace):
     assert said.splitlines()[-1] == "nothing is stuck now, but something has failed: 1 failure"
 
 
-def test_who_is_missing_may_have_written_no_dump(trace):
+def test_missing_rank_may_have_no_dump(trace):
     error = "NcclTimeout: all_reduce did not end in 30 s"  # a dump is written by those whose deadline has passed
     status, said, _ = trace(document(entry(0, nranks=2), launched(0, 1, nranks=2, state="failed", error=error)))
     assert status == 1
@@ -304,7 +304,7 @@ def test_ranks_that_call_different_things(trace, changes, called):
     ]
 
 
-def test_what_only_looks_like_a_mismatch(trace):
+def test_compatible_calls_are_no_mismatch(trace):
     null = dict.fromkeys(("op", "dtype", "count", "root"))
     pairs = [
         (entry(0), entry(1, **null)),
@@ -314,7 +314,7 @@ def test_what_only_looks_like_a_mismatch(trace):
     assert trace(document(*(each[0] for each in pairs)), document(*(each[1] for each in pairs), pid=2))[0] == 0
 
 
-def test_a_send_waits_for_its_recv(trace):
+def test_send_waits_for_its_recv(trace):
     send = launched(0, 4, operation="send", op=None, root=2, nranks=3)
     status, said, _ = trace(document(send), document(entry(2, 1, nranks=3), host="node8", pid=7))
     told = lines_of(said)
@@ -392,7 +392,7 @@ def without(name):
         (document(gathering=[gathering(arrived=["0"])]), ["gathering[0].arrived[0] is '0', not an integer"]),
     ],
 )
-def test_what_is_no_dump_is_refused_with_its_name_and_place(trace, content, words):
+def test_invalid_dump_is_refused_with_name_and_place(trace, content, words):
     status, said, errors = trace(content)
     assert (status, said) == (2, "")
     assert errors.startswith("ncclpy trace: rank0.json: ") and len(errors.splitlines()) == 1
@@ -415,13 +415,13 @@ def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
     assert "where.json' cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_the_readable_dumps_are_reported_beside_an_unreadable_one(trace):
+def test_readable_dumps_are_reported_beside_unreadable_one(trace):
     status, said, errors = trace(document(launched()), "{")
     assert status == 2
     assert "rank1.json: is no JSON" in errors and "1 operation not completed" in said
 
 
-def test_the_last_dump_of_a_process_counts(trace):
+def test_last_dump_of_process_counts(trace):
     done = document(entry(0, nranks=1), wall=1795244009.0, monotonic=138.75)
     status, said, errors = trace(done, document(launched(0, nranks=1)))
     assert (status, "nothing is stuck" in said) == (0, True)
@@ -429,7 +429,7 @@ def test_the_last_dump_of_a_process_counts(trace):
     assert trace(done | {"pid": None}, document(launched(0, nranks=1), pid=None))[0] == 1, "these may be two processes"
 
 
-def test_a_dump_is_not_written_over(trace, capsys):
+def test_dump_is_not_overwritten(trace, capsys):
     trace(document(), document())
     with pytest.raises(SystemExit):
         main(["trace", "--chrome", "rank0.json", "rank1.json"])
@@ -456,7 +456,7 @@ def times(events):
     return [(event["name"], event["ts"], event["dur"]) for event in events]
 
 
-def test_a_trace_for_perfetto(trace):
+def test_trace_for_perfetto(trace):
     # The second machine's monotonic clock is 100 s behind, and its dump was written 2 s later.
     other = [
         entry(1, created=0.75, launched=1.0, completed=1.5, device=3),
@@ -488,7 +488,7 @@ def test_a_trace_for_perfetto(trace):
     assert threads[eight, "process gathering"][0]["args"]["error"] == "x"
 
 
-def test_what_overlaps_on_a_device_stands_on_threads_of_its_own(trace):
+def test_overlapping_operations_of_device_get_separate_threads(trace):
     # Three are queued at once and end one after the other; the fourth begins when the first has ended.
     queue = [entry(0, n, created=None, launched=100.0 + n / 8, completed=101.0 + n, nranks=1) for n in range(3)]
     trace(
@@ -510,7 +510,7 @@ def test_times_that_run_backwards_have_no_length(trace):
     assert [event["dur"] for events in threads.values() for event in events if event["cat"] == "operation"] == [0]
 
 
-def test_a_picture(trace):
+def test_picture(trace):
     pytest.importorskip("matplotlib")
     names = [launched(0, n, operation=f"_$\\frac{n}$", device=n % 3, nranks=1) for n in range(20)]
     content = document(*names, entry(0, 30), gathering=[gathering()], host="a$b$\u6f22")
@@ -526,7 +526,7 @@ def test_a_picture(trace):
     assert heights[0] == heights[1] + 4 * 40, "four rows: three devices and what the process gathers"
 
 
-def test_a_picture_without_matplotlib_is_refused(trace, monkeypatch, capsys):
+def test_picture_without_matplotlib_is_refused(trace, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
         trace(document(), flags=["--png", "out.png"])

@@ -69,7 +69,7 @@ def one(*entries, **changes):
     return document(*entries, **({"clock": "one"} | changes))
 
 
-def test_a_rank_that_came_after_the_others_had_given_up(trace):
+def test_rank_that_came_after_others_gave_up_is_named(trace):
     """Three ranks, a timeout of 2 s, and rank 2 sleeps 4 s before it joins: it is named, not the others' failures."""
     gone = "rank 0 of 3 is dead"
     said = trace(
@@ -98,7 +98,7 @@ def test_ranks_that_failed_together_were_not_late(trace):
     assert said.splitlines()[-1] == "nothing is stuck now, but something has failed: 3 failures"
 
 
-def test_a_group_s_operations_count_from_their_launch(trace):
+def test_group_operations_count_from_their_launch(trace):
     """A rank that has begun early, but whose input came late, was late."""
     other = failed(1, 0, 110.0, 112.0, launch=3, launched=111.9, nranks=2)
     said = trace(one(failed(0, 0, 110.0, 112.0, launch=3, launched=110.1, nranks=2)), one(other))
@@ -130,14 +130,14 @@ def test_each_group_of_ranks_is_named_by_what_it_did(trace, changes, called):
     assert "no dump of rank 4 (of 5 in communicator 9f3a6c0d)" in said.splitlines()
 
 
-def test_the_first_parting_in_time_is_told(trace):
+def test_first_divergence_in_time_is_reported(trace):
     second = launched(0, 7, 120.0, communicator="0000")
     said = trace(one(entry(0), launched(0, 1), second), one(entry(1), entry(1, 6, communicator="0000")))
     (told,) = [line for line in said.splitlines() if line.startswith("the ranks part")]
     assert told == "the ranks part at sequence 1 of communicator 9f3a6c0d (2 ranks)"
 
 
-def test_a_group_that_was_never_made_and_a_rank_that_came_after_its_end(trace):
+def test_group_never_made_and_rank_that_came_after_its_end(trace):
     waits = {"communicator": "default (never made)", "launched": None, "launch": None}
     said = trace(
         one(failed(0, 0, 91.0, 92.0, "rank 2 did not come", **waits), groups=[group(0, ended=92.0)]),
@@ -164,7 +164,7 @@ def test_a_group_that_was_never_made_and_a_rank_that_came_after_its_end(trace):
     assert said.splitlines()[-1] == end
 
 
-def test_a_rank_of_a_group_that_has_begun_nothing_on_it_is_missing_and_not_unknown(trace):
+def test_group_rank_without_operations_is_missing_not_unknown(trace):
     first = one(launched(0, 0, communicator="world ab12"), groups=[group(0, 2, name="world")])
     said = trace(first, one(groups=[group(1, 2, name="world")]))
     assert "missing: rank 1 (node7 pid 1) has not launched it" in lines_of(said) and "unknown" not in said
@@ -184,7 +184,7 @@ def test_healthy_ranks_without_one_dump(trace):
     ]
 
 
-def test_processes_of_one_clock_are_compared_by_it_and_others_by_their_wall_clocks(trace):
+def test_processes_are_compared_by_shared_clock_or_wall_clock(trace):
     """Rank 1's wall clock was set 5 s ahead: on one machine that is no lateness, of two machines nobody knows."""
     ends = [failed(rank, 0, 110.0, 112.0, nranks=2) for rank in range(2)]
     ahead = {"wall": document()["wall"] + 5}
@@ -204,7 +204,7 @@ def compared(of="one", offset=0.0, error=0.0004):
     return group(1, 2) | {"clock": {"of": of, "offset": offset, "error": error, "at": 100.0}}
 
 
-def test_clocks_that_were_compared_through_the_store_are_one_time_line(trace):
+def test_clocks_compared_through_store_are_one_time_line(trace):
     """Rank 1's wall clock was set 5 s ahead, and its monotonic clock is 50 s behind."""
     there = failed(0, 0, 110.0, 112.0, nranks=2)
     elsewhere = {"wall": document()["wall"] + 5, "monotonic": document()["monotonic"] - 50, "clock": "two"}
@@ -243,7 +243,7 @@ def test_many_ranks_that_did_the_same_are_one_line(trace):
     assert "... and 20 more (--all shows them)" in said, "the list of dumps"
 
 
-def test_a_folder_is_read_in_the_order_of_numbers_and_what_is_no_json_is_passed_over(trace, tmp_path, capsys):
+def test_folder_is_read_in_numeric_order_without_non_json_files(trace, tmp_path, capsys):
     trace(*(one(entry(rank, nranks=12)) for rank in range(12)), status=0)
     (tmp_path / "dumps" / "rank-3.json.4711.unfinished").write_text("{")
     (tmp_path / "dumps" / "note.txt").write_text("x")
@@ -261,7 +261,7 @@ def nasty():
     return [*many, *odd, failed(0, 7, 110, 112.5, "a b"), failed(0, 8, 110, 112.5, "a c")]
 
 
-def test_the_fast_way_reads_what_the_slow_one_does():
+def test_fast_parser_reads_what_slow_parser_does():
     entries = [{name: each[name] for name in list(each)[:9]} | {"tag": None} | each for each in nasty()]
     keys = list(entry())
     ordered = [{name: each[name] for name in [*keys[:10], "tag", *keys[10:]]} for each in entries]
@@ -285,7 +285,7 @@ def test_the_fast_way_reads_what_the_slow_one_does():
         {"id": 1.5}, {"key": 4}, {"sequence": 2**65}, {"completed": 1e300},
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_recorder_s_layout_is_found_all_the_same(tmp_path, capsys, change):
+def test_error_in_recorder_layout_is_still_found(tmp_path, capsys, change):
     keys = list(entry())
     wrong = {name: (entry() | change | {"tag": None})[name] for name in [*keys[:10], "tag", *keys[10:]]}
     path = tmp_path / "wrong.json"
@@ -325,7 +325,7 @@ def test_many_dumps(trace, tmp_path, monkeypatch, processes, size):
     assert len(said.splitlines()) < 50
 
 
-def test_what_a_recorder_of_today_writes_takes_the_fast_way(tmp_path, host_engine):
+def test_current_recorder_output_takes_fast_parser(tmp_path, host_engine):
     testing.run_python(
         f"""
         import numpy as np, ncclpy

@@ -25,7 +25,7 @@ def in_circle(size, at=107.5, **changes):
 
 
 @pytest.mark.parametrize("state", ["launched", "failed"])
-def test_two_groups_entered_in_different_order_are_said_first(trace, state):
+def test_two_groups_entered_in_different_order_are_reported_first(trace, state):
     changes = {"state": state} | ({"completed": 120.0, "error": "NcclTimeout: late"} if state == "failed" else {})
     status, said, _ = trace(*in_circle(2, **changes))
     how = "failed" if state == "failed" else "launched and not completed"
@@ -42,7 +42,7 @@ def test_two_groups_entered_in_different_order_are_said_first(trace, state):
     assert said.splitlines()[-1].endswith(", 1 circle of waiting ranks") and said.count(TITLE) == 1
 
 
-def test_a_circle_of_three_is_told_as_one_in_the_order_of_its_waits(trace):
+def test_cycle_of_three_is_reported_once_in_wait_order(trace):
     told = lines_of(trace(*in_circle(3))[1])
     begin = told.index(TITLE) + 1
     steps = told[begin : told.index(ORDER)]
@@ -50,20 +50,20 @@ def test_a_circle_of_three_is_told_as_one_in_the_order_of_its_waits(trace):
     assert len(steps) == 3 and "".join(processes) in ("012", "120", "201")
 
 
-def test_waits_that_were_not_at_once_are_no_circle(trace):
+def test_waits_at_different_times_are_no_cycle(trace):
     first, second = in_circle(2)
     first["entries"][2] |= {"state": "failed", "completed": 108.0, "error": "given up"}  # the other one came at 108.5
     status, said, _ = trace(first, second)
     assert status == 1 and "wait for each other" not in said
 
 
-def test_ranks_that_wait_for_one_that_is_late_are_no_circle(trace):
+def test_ranks_waiting_for_late_rank_are_no_cycle(trace):
     dumps = [document(entry(rank, nranks=3), launched(rank, 1, nranks=3), pid=rank) for rank in (0, 1)]
     status, said, _ = trace(*dumps, document(entry(2, nranks=3), pid=2))
     assert status == 1 and "waits for rank 2" in said and "wait for each other" not in said
 
 
-def test_receives_from_each_other_are_a_circle_in_one_communicator(trace):
+def test_receives_from_each_other_are_a_cycle_in_one_communicator(trace):
     def receives(rank):
         return document(launched(rank, 0, operation="recv", op=None, root=1 - rank), pid=rank)
 
@@ -84,7 +84,7 @@ def with_reason(rank, dumped, failed, ended):
     return document(launched(rank, 1, **here), groups=[group], reason=dumped, pid=rank)
 
 
-def test_a_reason_that_all_ranks_have_is_said_once(trace):
+def test_reason_of_all_ranks_is_printed_once(trace):
     of_one = "process group 'g' was ended by rank 0 of 3: " + WHY.format("8")
     first = with_reason(0, "NcclTimeout: " + WHY.format("8"), WHY.format("8"), "NcclTimeout: " + WHY.format("8"))
     others = [with_reason(rank, "NcclTimeout: " + of_one, of_one, "NcclTimeout: " + of_one) for rank in (1, 2)]
@@ -94,7 +94,7 @@ def test_a_reason_that_all_ranks_have_is_said_once(trace):
     assert said.index("process groups that have failed") < said.index("was not done within its timeout")
 
 
-def test_reasons_that_differ_are_all_said(trace):
+def test_different_reasons_are_all_printed(trace):
     other = WHY.replace("device 1", "device 2").format("8")
     status, said, _ = trace(
         document(
@@ -108,7 +108,7 @@ def test_reasons_that_differ_are_all_said(trace):
     assert "reason: SIGUSR2" in said and "no error was recorded" in said and "same as" not in said
 
 
-def test_what_matters_stands_before_the_dumps(trace):
+def test_summary_precedes_the_dumps(trace):
     status, said, _ = trace(document(entry(0), launched(0, 1)), document(entry(1), pid=2))
     told = said.splitlines()
     assert status == 1 and told[2].startswith("the ranks part at sequence 1")
@@ -119,7 +119,7 @@ STACK = ["/job/train.py:41 in load", "/job/train.py:88 in main"]
 
 
 @pytest.mark.parametrize("stack", [STACK, ["\x1b[2J" + each for each in STACK], None, 3, [3], {"a": 1}, []])
-def test_the_python_of_a_rank_that_others_wait_for(trace, stack):
+def test_python_stack_of_awaited_rank_is_shown(trace, stack):
     status, said, errors = trace(document(entry(0), launched(0, 1)), document(entry(1), pid=2, stack=stack))
     told = [line for line in lines_of(said) if line.startswith("its Python: ")]
     usual = [] if not stack or stack == [3] or isinstance(stack, (int, dict)) else stack
@@ -128,7 +128,7 @@ def test_the_python_of_a_rank_that_others_wait_for(trace, stack):
         assert told == ["its Python: job/train.py:41 in load, called by job/train.py:88 in main"]
 
 
-def test_the_line_of_a_call_tells_ranks_apart_that_called_the_same(trace):
+def test_call_lines_tell_ranks_with_same_call_apart(trace):
     def rank(number, line):
         call = launched(number, 1, nranks=4, site=f"/home/me/job/train.py:{line}")
         return document(entry(number, nranks=4), call, pid=number)
@@ -145,7 +145,7 @@ def test_the_line_of_a_call_tells_ranks_apart_that_called_the_same(trace):
 
 
 @pytest.mark.parametrize("site", [3, ["a.py:1"], {"file": "a.py"}])
-def test_a_line_that_is_no_text_is_refused(trace, site):
+def test_line_that_is_no_text_is_refused(trace, site):
     status, _, errors = trace(document(entry(0, site=site)))
     assert status == 2 and "entries[0].site is " in errors and "not text" in errors
 
@@ -157,7 +157,7 @@ def test_dumps_without_lines_are_read(trace):
     assert (status, errors) == (1, "") and "called at" not in said
 
 
-def test_a_reason_that_is_cut_has_the_python_of_ranks_all_the_same(trace):
+def test_truncated_reason_still_has_python_stacks(trace):
     stack = ". Python of rank 1: job/train.py:41 in load, called by job/train.py:88 in main"
     error = WHY.format("8") + stack
     _, said, _ = trace(document(launched(0, 1, state="failed", completed=115.0, error=error)))
@@ -165,7 +165,7 @@ def test_a_reason_that_is_cut_has_the_python_of_ranks_all_the_same(trace):
     assert line.endswith("..." + stack) and len(line) < 600
 
 
-def test_reason_of_ranks_that_have_called_at_different_lines_is_said_once():
+def test_reason_with_different_call_lines_is_printed_once():
     reasons = Reasons()
     text = "all_reduce on device 0 was not done within its timeout of 1 s; its communicator is aborted"
     assert reasons.say(f"{text}. This rank called all_reduce #1 at job/train.py:41", "rank 0") == f"{text}."

@@ -65,7 +65,7 @@ pathlib.Path(sys.argv[1], f"env-{rank}").write_text(json.dumps([dict(os.environ)
 PRINT_THREADS = "print(repr(os.environ.get('OMP_NUM_THREADS')))"
 
 
-def test_threads_of_several_ranks_are_one_each_and_the_launcher_says_so(program, monkeypatch):
+def test_several_ranks_get_one_thread_each_and_launcher_says_so(program, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     done = runs.run("-n", 2, *program(PRINT_THREADS))
     assert sorted(done.stdout.splitlines()) == ["[0] '1'", "[1] '1'"]
@@ -73,14 +73,14 @@ def test_threads_of_several_ranks_are_one_each_and_the_launcher_says_so(program,
 
 
 @pytest.mark.parametrize(("size", "chosen"), [(1, None), pytest.param(2, "7", marks=pytest.mark.slow), (2, "")])
-def test_threads_of_one_rank_or_that_were_chosen_are_left_alone(program, monkeypatch, size, chosen):
+def test_thread_count_of_one_rank_or_chosen_by_user_is_kept(program, monkeypatch, size, chosen):
     monkeypatch.delenv("OMP_NUM_THREADS")
     done = runs.run("-n", size, *program(PRINT_THREADS), env={} if chosen is None else {"OMP_NUM_THREADS": chosen})
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {chosen!r}" for rank in range(size)]
     assert done.stderr == ""
 
 
-def test_the_ranks_make_communicators_of_the_environment(host_engine, program):
+def test_ranks_make_communicators_from_environment(host_engine, program):
     done = runs.run("-n", 2, *program("""
 import numpy as np, ncclpy
 from ncclpy.bootstrap import rendezvous
@@ -96,7 +96,7 @@ for again in range(2):
         assert runs.of_rank(done.stdout, rank) == [f"{again} {rank} 2 {rank} 30.0 3.0" for again in range(2)]
 
 
-def test_who_does_not_come_is_named(host_engine, program):
+def test_missing_rank_is_named(host_engine, program):
     done = runs.run("-n", 3, "--no-kill", *program("""
 import ncclpy
 from ncclpy.bootstrap import rendezvous
@@ -112,7 +112,7 @@ if rank != 1:
 
 
 @pytest.mark.slow
-def test_who_has_ended_is_told_apart_from_who_does_not_come(host_engine, program):
+def test_ended_rank_is_told_apart_from_missing_rank(host_engine, program):
     """Rank 1 ends before it comes to the communicator, rank 2 lives and does not come; all others say both."""
     done = runs.run("-n", 4, "--no-kill", *program("""
 import ncclpy
@@ -142,7 +142,7 @@ else:
         ], done.stderr
 
 
-def test_too_few_devices_are_told(host_engine, program):
+def test_too_few_devices_are_an_error(host_engine, program):
     env = {"NCCLPY_HOST_DEVICES": "2"}
     arguments = program("import ncclpy; ncclpy.Communicator.from_env(timeout=30)")
     done = runs.run("-n", 3, "--grace", 0, *arguments, env=env)
@@ -169,7 +169,7 @@ def test_arguments_of_the_program_are_its_own(program, before, given):
     assert (done.stdout, done.stderr) == (f"[0] {given}\n", "")
 
 
-def test_a_program_may_be_a_module_or_any_file(tmp_path):
+def test_program_may_be_a_module_or_any_file(tmp_path):
     (tmp_path / "amodule.py").write_text("import sys; print(sys.argv[1:])")
     done = runs.run("-n", 1, "-m", "amodule", "-x", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[0] ['-x']\n"), done.stderr
@@ -198,13 +198,13 @@ def test_wrong_flags_are_refused(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(("name", "code"), [("/nowhere/program", 127), (os.devnull, 126)])
-def test_a_program_that_cannot_be_started_is_told(name, code):
+def test_program_that_cannot_be_started_is_an_error(name, code):
     done = runs.run("-n", 2, name)
     assert done.returncode == code
     assert done.stderr.startswith(f"ncclpy run: '{name}' cannot be started: ")
 
 
-def test_rank_0_reads_what_is_typed(program):
+def test_rank_0_reads_standard_input(program):
     with runs.started("-n", 2, *program("print(sys.stdin.readline())"), stdin=subprocess.PIPE) as process:
         out, _ = process.communicate("hello\n", timeout=runs.TIMEOUT)
     assert sorted(out.splitlines()) == ["[0] ", "[0] hello", "[1] "]
@@ -231,7 +231,7 @@ def test_bytes_are_cut_into_lines(monkeypatch, pieces, lines):
     assert text == b"".join(b"> " + line + b"\n" for line in lines)
 
 
-def test_lines_of_different_ranks_are_never_torn(program):
+def test_lines_of_different_ranks_are_never_interleaved(program):
     """Each writes its lines in pieces, on both streams, as fast as it can."""
     done = runs.run("-n", 4, *program("""
 for number in range(600):
@@ -249,7 +249,7 @@ for number in range(600):
         assert len(text.splitlines()) == 4 * 600
 
 
-def test_a_flood_without_line_ends_arrives_whole(program):
+def test_flood_without_line_ends_arrives_whole(program):
     size = 2_000_000
     done = runs.run("-n", 2, *program(f"""
 for fd in (2, 1):
@@ -263,7 +263,7 @@ for fd in (2, 1):
         assert max(map(len, text.splitlines())) < 2 * output.LONGEST
 
 
-def test_what_is_printed_comes_at_once(program):
+def test_output_is_forwarded_at_once(program):
     path, folder = program("print('here'); time.sleep(1000)")
     with runs.started("-n", 1, path, folder) as process:
         assert process.stdout.readline() == "[0] here\n"
@@ -293,7 +293,7 @@ def test_prefixes_have_colours_on_a_terminal_only(program):
     assert sorted(runs.run(*arguments).stdout.splitlines()) == plain
 
 
-def test_a_reader_that_goes_away_ends_the_run_without_noise(program):
+def test_closed_reader_ends_run_silently(program):
     """As in `ncclpy run ... | head -1`."""
     path, folder = program("""
 note()
@@ -314,7 +314,7 @@ while True:
 # How they end.
 
 
-def test_the_first_failure_ends_the_others_and_decides_the_exit_code(program, tmp_path):
+def test_first_failure_ends_others_and_decides_exit_code(program, tmp_path):
     """One of the others ends by itself in time, one at SIGTERM, and one has to be killed."""
     path, folder = program("""
 if rank == 3:
@@ -343,7 +343,7 @@ time.sleep(1000)
     runs.wait_until_gone(map(int, pids.values()))
 
 
-def test_a_rank_that_dies_by_a_signal_counts_as_in_a_shell(program):
+def test_rank_killed_by_signal_gives_shell_exit_code(program):
     done = runs.run(
         "-n", 2, "--grace", 0, *program("os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(1000)")
     )
@@ -351,7 +351,7 @@ def test_a_rank_that_dies_by_a_signal_counts_as_in_a_shell(program):
     assert re.search(r"rank 1 \(process \d+\) was ended by SIGSEGV", done.stderr)
 
 
-def test_no_kill_lets_the_others_go_on(program):
+def test_no_kill_lets_other_ranks_continue(program):
     done = runs.run("-n", 3, "--grace", 0, "--no-kill", *program("""
 note()
 if rank == 0:
@@ -368,7 +368,7 @@ if rank == 2:
     assert "rank 0" in done.stderr and "exit code 6" in done.stderr
 
 
-def test_a_rank_that_is_killed_does_not_take_the_store_away(program):
+def test_killed_rank_does_not_end_the_store(program):
     """Nor is anything said of its connection: how it has ended is told once."""
     done = runs.run("-n", 3, "--no-kill", *program("""
 from ncclpy.bootstrap import rendezvous
@@ -445,7 +445,7 @@ print("told SIGUSR1")
     runs.wait_until_gone(pids)
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace(program):
+def test_rank_that_ignores_sigterm_is_killed_after_grace(program):
     path, folder = program("signal.signal(signal.SIGTERM, signal.SIG_IGN); note(); time.sleep(1000)")
     with runs.started("-n", 2, "--grace", 0.5, path, folder) as process:
         pids = runs.wait_for_pids(folder, 2)
@@ -456,7 +456,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(program):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_who_is_asked_to_end_does_not_wait_for_a_reader_without_end(program, name):
+def test_launcher_asked_to_end_does_not_wait_for_reader(program, name):
     path, folder = program("note(); sys.stdout.write('x' * 1000 + '\\n'); print('flood\\n' * 10**6); time.sleep(1000)")
     with runs.started("-n", 2, "--grace", 0.3, path, folder) as process:  # its output is not read
         pids = runs.wait_for_pids(folder, 2)
@@ -466,7 +466,7 @@ def test_who_is_asked_to_end_does_not_wait_for_a_reader_without_end(program, nam
     runs.wait_until_gone(pids)
 
 
-def test_a_second_ctrl_c_kills(program):
+def test_second_ctrl_c_kills(program):
     path, folder = program("signal.signal(signal.SIGINT, signal.SIG_IGN); note(); time.sleep(1000)")
     with runs.started("-n", 2, "--grace", 1000, path, folder) as process:
         pids = runs.wait_for_pids(folder, 2)
@@ -514,14 +514,14 @@ if sys.argv[2] == "wait":
 """
 
 
-def test_what_ranks_have_started_ends_with_the_run(program):
+def test_processes_started_by_ranks_end_with_the_run(program):
     path, folder = program(OFFSPRING)
     done = runs.run("-n", 2, path, folder, "end")
     assert (done.returncode, done.stderr) == (0, "")
     runs.wait_until_gone(runs.wait_for_pids(folder, 6))
 
 
-def test_a_launcher_that_is_killed_leaves_nothing_behind(program):
+def test_killed_launcher_leaves_nothing_behind(program):
     path, folder = program(OFFSPRING)
     with runs.started("-n", 2, path, folder, "wait") as process:
         pids = runs.wait_for_pids(folder, 6)
@@ -530,7 +530,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(program):
         runs.wait_until_gone(pids)
 
 
-def test_a_run_within_a_run_ends_with_it(program):
+def test_nested_run_ends_with_outer_run(program):
     path, folder = program("note(); time.sleep(1000)")
     inner = runs.command("-n", 2, path, folder)
     with runs.started("-n", 1, "--", *inner) as process:
@@ -561,7 +561,7 @@ def test_standard_streams_may_be_closed(program, closed):
 
 
 @pytest.mark.parametrize("limit", [22, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (14, 18, 26))])
-def test_a_limit_of_descriptors_is_told(program, limit):
+def test_descriptor_limit_is_an_error(program, limit):
     path, folder = program("note(); time.sleep(1000)")
     line = f"ulimit -n {limit}; exec {' '.join(map(shlex.quote, runs.command('-n', 20, path, folder)))}"
     done = subprocess.run(
@@ -571,12 +571,12 @@ def test_a_limit_of_descriptors_is_told(program, limit):
     assert "Too many open files" in done.stderr or "ulimit -n" in done.stderr
 
 
-def test_a_token_that_is_empty_is_none(program):
+def test_empty_token_is_no_token(program):
     done = runs.run("-n", 1, *program("print(os.environ['NCCLPY_STORE_TOKEN'])"), env={"NCCLPY_STORE_TOKEN": ""})
     assert len(runs.of_rank(done.stdout, 0)[0]) == 64
 
 
-def test_a_process_of_another_user_is_left_to_itself(monkeypatch):
+def test_signal_to_process_of_other_user_is_ignored(monkeypatch):
     with contextlib.closing(ranks.Ranks()) as started:
         pipes = started.start(0, [sys.executable, "-c", "import time; time.sleep(1000)"], os.environ, None)
 

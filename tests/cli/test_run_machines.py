@@ -79,7 +79,7 @@ time.sleep(1000)
 """
 
 
-def test_a_failure_on_one_machine_ends_all(program):
+def test_failure_on_one_machine_ends_all(program):
     path, folder = program(WAITING)
     with machines([2, 2, 1], path, folder, flags=["--grace", "0.2"]) as launchers:
         pids = runs.wait_for_pids(folder, 5)
@@ -92,7 +92,7 @@ def test_a_failure_on_one_machine_ends_all(program):
 
 
 @pytest.mark.slow
-def test_no_kill_lets_other_machines_go_on(program):
+def test_no_kill_lets_other_machines_continue(program):
     path, folder = program("""
 note()
 if rank == 0:
@@ -113,7 +113,7 @@ print("survived")
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_launcher_that_is_gone_ends_the_others(program, node):
+def test_lost_launcher_ends_the_others(program, node):
     """Machine 0's takes the store with it."""
     path, folder = program("note(); time.sleep(1000)")
     with machines([1, 1, 1], path, folder, flags=["--grace", "0.2"]) as launchers:
@@ -127,7 +127,7 @@ def test_a_launcher_that_is_gone_ends_the_others(program, node):
     runs.wait_until_gone(pids)
 
 
-def test_the_store_stays_until_all_machines_are_done(program):
+def test_store_stays_until_all_machines_are_done(program):
     """Machine 0's processes end at once; the other's use its store after that, and the last one fails."""
     path, folder = program("""
 from ncclpy.bootstrap import rendezvous
@@ -150,7 +150,7 @@ if rank == 1:
     runs.wait_until_gone(pids)
 
 
-def test_who_does_not_come_is_named(program):
+def test_missing_machine_is_named(program):
     path, folder = program("")
     address = f"127.0.0.1:{free_port()}"
     done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", address, "--timeout", 0.5, path, folder, env=TOKEN)
@@ -163,7 +163,7 @@ def test_who_does_not_come_is_named(program):
     assert done.stderr.startswith("ncclpy run: ") and address.partition(":")[2] in done.stderr
 
 
-def test_a_port_that_is_taken_and_a_missing_token_are_told(program):
+def test_taken_port_and_missing_token_are_errors(program):
     path, folder = program("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -210,7 +210,7 @@ print("went on")
     runs.wait_until_gone(pids)
 
 
-def test_a_program_that_is_missing_on_one_machine_ends_all(tmp_path):
+def test_program_missing_on_one_machine_ends_all(tmp_path):
     """Machine 1 looks for it in another folder."""
     (tmp_path / "program").write_text("#!/bin/sh\nexec sleep 1000")
     (tmp_path / "program").chmod(0o755)

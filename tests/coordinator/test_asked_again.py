@@ -24,7 +24,7 @@ def leave_a_join(coordinator, left, told):
     testing.wait_for(lambda: coordinator._session._joined is not None, "the news")
 
 
-def test_a_join_that_all_have_made_meanwhile():
+def test_join_left_early_is_found_complete_when_asked_again():
     """Rank 0's wait ends early, rank 1 joins then: whoever asks again hears of that one, and no other begins."""
     left, told = threading.Event(), threading.Event()
 
@@ -43,7 +43,7 @@ def test_a_join_that_all_have_made_meanwhile():
     assert run_coordinators(2, body) == [(1, 1.0, True)] * 2
 
 
-def test_who_goes_on_behind_a_join_joins_anew():
+def test_rank_that_continues_after_unfinished_join_begins_a_new_join():
     left, told = threading.Event(), threading.Event()
 
     def body(coordinator):
@@ -65,7 +65,7 @@ def test_who_goes_on_behind_a_join_joins_anew():
     assert run_coordinators(2, body) == [1, 1]
 
 
-def test_a_set_that_all_have_asked_for_meanwhile():
+def test_process_set_left_early_is_found_complete_when_asked_again():
     left, made = threading.Event(), threading.Event()
 
     def body(coordinator):
@@ -90,7 +90,7 @@ def test_a_set_that_all_have_asked_for_meanwhile():
     assert run_coordinators(2, body) == [4.0, 4.0]
 
 
-def test_a_set_with_a_rank_that_has_joined_is_an_error():
+def test_process_set_with_joined_rank_is_an_error():
     joins = threading.Event()
 
     def body(coordinator):
@@ -120,7 +120,7 @@ class Interrupts:
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
-def test_a_call_that_was_interrupted_is_made_again(controls, behind):
+def test_interrupted_call_can_be_made_again(controls, behind):
     def body(coordinator):
         control = coordinator._session._control
         if coordinator.rank == 0:
@@ -139,7 +139,7 @@ def test_a_call_that_was_interrupted_is_made_again(controls, behind):
     assert run_coordinators(2, body) == [2.0, 2.0]
 
 
-def test_the_end_of_a_block_that_was_interrupted(controls):
+def test_interrupted_end_of_with_block(controls):
     def body(coordinator):
         control = coordinator._session._control
         if coordinator.rank == 0:
@@ -151,7 +151,7 @@ def test_the_end_of_a_block_that_was_interrupted(controls):
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_a_set_that_is_asked_for_while_another_thread_joins(controls):
+def test_process_set_asked_for_during_join_is_refused(controls):
     """It was not asked for: who calls is told so, and waits for nobody."""
     refused = threading.Event()
 

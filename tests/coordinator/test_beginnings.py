@@ -69,14 +69,14 @@ def refused(size, wrong, error, **options):
     return said
 
 
-def test_options_that_differ(nothing_left, tmp_path):
+def test_different_options_are_an_error_on_all(nothing_left, tmp_path):
     said = refused(
         2, lambda rank: {"cache": rank, "timeline": tmp_path / f"{rank} {{rank}}"}, ValueError, fusion_bytes=5
     )
     assert said[0] == said[1] and "cache 0 on rank 0, 1 on rank 1" in said[0]
 
 
-def test_ranks_that_do_not_come(nothing_left, tmp_path):
+def test_missing_ranks_are_named(nothing_left, tmp_path):
     with pytest.raises(ncclpy.NcclTimeout):
         Coordinator((LocalStore(), 0, 2), timeout=0.2, timeline=tmp_path / "trace")
 
@@ -85,7 +85,7 @@ def silent(mine):
     raise KeyError("nobody has come")
 
 
-def test_a_rank_that_comes_and_says_nothing(nothing_left, tmp_path, monkeypatch):
+def test_connected_rank_that_says_nothing(nothing_left, tmp_path, monkeypatch):
     """They are connected, and no record tells of the end."""
     monkeypatch.setattr(session, "_TOLD", 0.5)
     monkeypatch.setattr(session.Session, "begin", silent)
@@ -95,7 +95,7 @@ def test_a_rank_that_comes_and_says_nothing(nothing_left, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("cache", [2**60, 2**70])
-def test_a_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch, cache):
+def test_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch, cache):
     """For want of memory, say; the connections stand by then, and belong to nobody else."""
     real = connections.open_control
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_a_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch
     refused(3, lambda rank: {}, (MemoryError, OverflowError, RuntimeError), timeline=tmp_path / "trace {rank}")
 
 
-def test_a_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
+def test_data_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
     def plane(carrier):
         raise MemoryError("no plane")
 
@@ -114,7 +114,7 @@ def test_a_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
     assert all("no plane" in each for each in said)
 
 
-def test_a_parent_that_cannot_be_called(nothing_left, monkeypatch):
+def test_parent_that_cannot_be_called(nothing_left, monkeypatch):
     """Those below this rank have called already, and hang up."""
     monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
     refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)
@@ -134,7 +134,7 @@ FAILURES = {
 @pytest.mark.parametrize(
     ("over", "failure"), [*(("store", failure) for failure in FAILURES), ("group", "argument"), ("group", "ears")]
 )
-def test_a_rank_that_cannot_begin_is_a_remote_error_on_the_others(nothing_left, monkeypatch, over, failure):
+def test_rank_that_cannot_begin_is_remote_error_on_others(nothing_left, monkeypatch, over, failure):
     options, function, why = FAILURES[failure]
     store, together, raised = LocalStore(), threading.Barrier(3), [None] * 3
     if function is not None:
@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_begin_is_a_remote_error_on_the_others(nothing_left, 
     _check_all_know(raised, why)
 
 
-def test_a_rank_whose_connection_ends_first_gets_the_reason_from_the_store(nothing_left, monkeypatch):
+def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypatch):
     """Rank 0 reads why rank 1 cannot begin, and hangs up on rank 2, whose process group has not read it yet."""
     store, raised = LocalStore(), [None] * 3
     rank_2_began, rank_0_left = threading.Event(), threading.Event()

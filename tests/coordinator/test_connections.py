@@ -63,7 +63,7 @@ def test_ranks_agree(size):
     assert told[0][0][4] == tuple(b"%d" % rank for rank in range(size))
 
 
-def test_an_answer_that_is_there_in_a_burst_is_heard_without_a_sign_of_life():
+def test_answer_in_burst_needs_no_heartbeat():
     """What is brought soon behind another operation is told of a little later, and then nothing else has to come."""
 
     def body(control):
@@ -91,7 +91,7 @@ def test_machines_speak_by_addresses(monkeypatch):
     assert families.count(socket.AF_UNIX) == 4 and len(families) == 6, "two ends each of two and one"
 
 
-def test_who_does_not_come_is_named():
+def test_missing_rank_is_named():
     def rank(world):
         if world.rank == 2:
             return None
@@ -102,7 +102,7 @@ def test_who_does_not_come_is_named():
     assert in_threads(4, rank) == [[2], [2], None, [2]]
 
 
-def test_a_wait_that_nobody_wants_ends():
+def test_unwanted_wait_ends():
     began = time.monotonic()
 
     def rank(world):
@@ -168,7 +168,7 @@ def ears_that_hear(size=2):
             ears.close()
 
 
-def test_callers_that_say_nothing_or_wrong_things_delay_no_other(monkeypatch):
+def test_silent_or_wrong_callers_delay_no_other(monkeypatch):
     """No handshake is given up within the test, so one that waited for another's end would never come."""
     monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
     strangers = []
@@ -182,7 +182,7 @@ def test_callers_that_say_nothing_or_wrong_things_delay_no_other(monkeypatch):
         read_to_end(stranger)  # ended when the ranks had met
 
 
-def test_caller_that_takes_too_long_is_hung_up_on(monkeypatch):
+def test_slow_caller_is_closed(monkeypatch):
     """The limit is for all that is to be said: one that says a byte now and then is closed too."""
     monkeypatch.setattr(connections, "_HANDSHAKE", 0.3)
 
@@ -198,7 +198,7 @@ def test_caller_that_takes_too_long_is_hung_up_on(monkeypatch):
         assert len(read_to_end(silent)) == len(read_to_end(dripping)) == connections._NONCE
 
 
-def test_caller_beyond_the_most_takes_the_place_of_the_oldest(monkeypatch):
+def test_caller_beyond_limit_replaces_the_oldest(monkeypatch):
     monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
     most = connections._STRANGERS + 1  # and the rank that is expected
     with ears_that_hear() as sockets:
@@ -354,19 +354,19 @@ QUICK = {("close", 0), ("kill", 1), ("kill", 9)}
         for who in (0, 1, 9)
     ],
 )
-def test_all_hear_who_is_gone(who, does, silence, reason, within):
+def test_all_ranks_name_the_lost_rank(who, does, silence, reason, within):
     """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them.
 
     All the others are threads of one process.
     """
-    hear_who_is_gone(12, who, does, silence, reason, within)
+    check_lost_rank_is_named(12, who, does, silence, reason, within)
 
 
-def test_all_hear_who_is_silent():
-    hear_who_is_gone(4, 1, "stop", 1.0, "has been silent for 1 s", 30.0)
+def test_all_ranks_name_the_silent_rank():
+    check_lost_rank_is_named(4, 1, "stop", 1.0, "has been silent for 1 s", 30.0)
 
 
-def hear_who_is_gone(size, who, does, silence, reason, within):
+def check_lost_rank_is_named(size, who, does, silence, reason, within):
     """Have one rank of a process of its own go in some way; check that all others are told of it, and of no other."""
     others = [rank for rank in range(size) if rank != who]
     with TCPStore("127.0.0.1", 0, serve=True) as store:
@@ -389,7 +389,7 @@ def hear_who_is_gone(size, who, does, silence, reason, within):
         assert float(found[1]) < within
 
 
-def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
+def test_rank_that_holds_gil_is_not_taken_for_lost(tmp_path):
     """Signs of life need no Python: here rank 1's is away for longer than a silence may be."""
     program = """
         import ctypes, sys, time
@@ -478,7 +478,7 @@ for each in threads:
         pytest.param("group", 4.0, marks=pytest.mark.slow),
     ],
 )
-def test_what_has_no_work_costs_nothing(over, seconds):
+def test_idle_ranks_use_no_processor_time(over, seconds):
     """Two ranks of a process that idle, signs of life included: some wake-ups, and no polling.
 
     Of a plane alone; of coordinators, with all that is about a plane: readers, groups and what watches over them.
@@ -487,7 +487,7 @@ def test_what_has_no_work_costs_nothing(over, seconds):
     assert float(testing.run_python(IDLE.format(over=over, seconds=seconds, enough=enough), warm=True).stdout) < enough
 
 
-def test_no_thread_and_no_descriptor_is_left():
+def test_control_plane_leaves_no_thread_or_descriptor():
     all_of(3, lambda control: None)
     before = descriptors()
     for _ in range(3):
@@ -497,7 +497,7 @@ def test_no_thread_and_no_descriptor_is_left():
 
 
 @pytest.mark.campaign
-def test_a_hundred_thousand_steps_take_no_more_memory():
+def test_memory_is_constant_over_100000_steps():
     steps = testing.share(100_000)
 
     def body(control):

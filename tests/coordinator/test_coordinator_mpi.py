@@ -25,7 +25,7 @@ def run(request, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["mpi", "auto"])
-def test_what_holds_over_a_store_holds_over_mpi(host_engine, run, engine):
+def test_store_tests_pass_over_mpi(host_engine, run, engine):
     """Each process is a rank of every coordinator; 140 tests, which take 10 s."""
     files = [TESTS / "coordinator" / f"test_{name}.py" for name in ALIKE]
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=60", "--rootdir", TESTS.parent]
@@ -41,13 +41,13 @@ def test_what_holds_over_a_store_holds_over_mpi(host_engine, run, engine):
         "traced", "raises", "interrupted", "leaves", "dropped", "late", "missing",
     ],
 )  # fmt: skip
-def test_a_program(host_engine, run, name):
+def test_program(host_engine, run, name):
     """Of tests/support/mpi_programs.py."""
     out = run(3, SUPPORT / "mpi_programs.py", name)
     assert out.count(f"<{name} done>") == 3, out
 
 
-def test_the_page(host_engine, run, tmp_path):
+def test_documentation_example(host_engine, run, tmp_path):
     """What docs/coordinator.md shows."""
     page = (ROOT / "docs" / "coordinator.md").read_text()
     [program] = re.findall(r"^```python\n(def program\(\):.*?)^```$", page, re.M | re.S)

@@ -63,7 +63,7 @@ def run(body, **options):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_operation_waits_for_its_producer_on_the_device(fused):
+def test_operation_waits_for_its_producer_on_device(fused):
     def body(coordinator, sides, gate, meet):
         first, second, _ = sides
         if gate is not None:
@@ -86,7 +86,7 @@ def test_an_operation_waits_for_its_producer_on_the_device(fused):
     assert run(body) == [[{4}, {6}]] * 2
 
 
-def test_a_trace_shows_what_waits_for_its_data(tmp_path):
+def test_trace_shows_operations_waiting_for_data(tmp_path):
     def body(coordinator, sides, gate, meet):
         first, *_ = sides
         if gate is not None:
@@ -106,7 +106,7 @@ def test_a_trace_shows_what_waits_for_its_data(tmp_path):
     assert found["wait for data"] > 0.2e6 and found["wait for data"] > found["run"], "microseconds"
 
 
-def test_a_process_set_goes_on_beside_what_is_not_ready():
+def test_process_set_runs_beside_unready_operation():
     def body(coordinator, sides, gate, meet):
         part = coordinator.process_set([0, 1], DEADLINE)
         slow, fast, _ = sides
@@ -126,7 +126,7 @@ def test_a_process_set_goes_on_beside_what_is_not_ready():
     assert run(body) == [[{4}, {6}]] * 2
 
 
-def test_a_stream_waits_for_a_work():
+def test_stream_waits_for_work():
     def body(coordinator, sides, gate, meet):
         first, second, reader = sides
         first.fill(1 + coordinator.rank)
@@ -142,7 +142,7 @@ def test_a_stream_waits_for_a_work():
     assert run(body) == [[{3}, {5}]] * 2
 
 
-def test_memory_of_the_cpu_and_of_the_device_do_not_meet(host_engine):
+def test_cpu_and_device_memory_are_a_mismatch(host_engine):
     def body(coordinator, sides, gate, meet):
         array = np.zeros(64, np.uint8) if coordinator.rank else Streamed(sides[0])
         return str(coordinator.all_reduce("x", array).exception(DEADLINE))
@@ -151,7 +151,7 @@ def test_memory_of_the_cpu_and_of_the_device_do_not_meet(host_engine):
     assert texts[0] == texts[1] and "memory of the device on rank 0, of the CPU on rank 1" in texts[0]
 
 
-def test_a_captured_stream_is_refused(host_engine):
+def test_captured_stream_is_refused(host_engine):
     def body(coordinator, sides, gate, meet):
         graph = Graph(sides[0].stream)
         with graph.capture(), pytest.raises(ValueError, match="its stream is being captured"):
@@ -162,7 +162,7 @@ def test_a_captured_stream_is_refused(host_engine):
     assert run(body) == [0, 0]
 
 
-def test_what_a_work_holds_goes_with_its_end():
+def test_work_releases_arrays_at_its_end():
     def body(coordinator, sides, gate, meet):
         arrays = [Streamed(side) for side in sides[:2]]
         gone = [weakref.ref(array) for array in arrays]

@@ -57,7 +57,7 @@ def bring_differently(brings, size=3):
         ),
     ],
 )
-def test_every_value_is_told_to_every_rank(odd, said):
+def test_every_rank_gets_every_value(odd, said):
     even = lambda c: c.all_reduce("x", np.ones(4, np.float32))  # noqa: E731
     errors = bring_differently([even, odd, even])
     assert said in str(errors[0])
@@ -66,7 +66,7 @@ def test_every_value_is_told_to_every_rank(odd, said):
     assert errors[0].result == ncclpy.Result.INVALID_USAGE
 
 
-def test_all_that_differs_is_listed():
+def test_all_differences_are_listed():
     errors = bring_differently(
         [
             lambda c: c.all_reduce("x", np.ones(4, np.float32)),
@@ -108,13 +108,13 @@ def test_all_that_differs_is_listed():
         ),
     ],
 )
-def test_of_other_operations(brings, said):
+def test_different_operations_are_a_mismatch(brings, said):
     errors = bring_differently(brings)
     assert said in str(errors[0])
     assert len({testing.without_line(str(error)) for error in errors}) == 1
 
 
-def test_a_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
+def test_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
     meet = threading.Barrier(2)
 
     def body(coordinator):
@@ -178,7 +178,7 @@ def test_memory_that_is_only_read_is_brought_under_several_names():
     assert run_coordinators(2, body) == [[[at, at + 1, at + 2] * 2 for at in range(4)]] * 2
 
 
-def test_a_group_is_refused_whole():
+def test_grouped_call_is_refused_as_a_whole():
     def body(coordinator):
         arrays = [np.ones(2), np.ones(3 + coordinator.rank)]
         errors = [failure(work) for work in coordinator.grouped_all_reduce(["a", "b"], arrays)]
@@ -189,11 +189,11 @@ def test_a_group_is_refused_whole():
 
 
 @pytest.mark.parametrize("names", [("a",), ("",), ("a\0", "b"), ("\ud800",), ("層", "x", "")])
-def test_names_as_keys(names):
+def test_names_survive_encoding_as_keys(names):
     assert names_of(key_of(names)) == names
 
 
-def test_signatures_as_bytes():
+def test_signatures_survive_encoding():
     signature = Signature(
         Kind.ALL_REDUCE, "complex64", 7, 2, 0, -1, None, True, 0.5, None, (2**40, 3), -1
     )  # sizes of 64 bits
@@ -203,7 +203,7 @@ def test_signatures_as_bytes():
     assert signature.elements == 2 * 3 * 2**40
 
 
-def test_a_type_of_many_fields():
+def test_dtype_of_many_fields_is_compared_whole():
     """Its name is as long as any other; of two that differ behind where it is cut all ranks are told."""
     fields = [(f"field_{i}", "f8") for i in range(300)]
 
@@ -222,7 +222,7 @@ def test_a_type_of_many_fields():
     assert len({testing.without_line(str(error)) for error in errors}) == 1
 
 
-def test_a_sentence():
+def test_error_sentence():
     def brought(dtype):
         return pack_all([Signature(Kind.ALL_REDUCE, dtype, op=0, shape=(3,))])
 

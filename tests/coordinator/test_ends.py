@@ -21,7 +21,7 @@ from ncclpy.coordinator import Coordinator
 from ncclpy.core.runtime import device as device_module
 
 
-def test_what_is_not_brought_in_time_is_an_error_for_all():
+def test_overdue_operation_is_an_error_on_all():
     ended = threading.Barrier(3)
 
     def body(coordinator):
@@ -41,7 +41,7 @@ def test_what_is_not_brought_in_time_is_an_error_for_all():
     assert run_coordinators(3, body, timeout=0.3) == [3.0] * 3
 
 
-def test_stalls_are_told_of_beside_names_that_are_alike(caplog):
+def test_stall_warning_lists_similar_names(caplog):
     caplog.set_level(logging.WARNING, "ncclpy.coordinator")
 
     def body(coordinator):
@@ -61,7 +61,7 @@ def test_stalls_are_told_of_beside_names_that_are_alike(caplog):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
+def test_shutdown_ends_pending_operations_with_its_rank_and_reason(drain):
     called = [threading.Event(), threading.Event()]
     ready = threading.Barrier(3)
 
@@ -125,7 +125,7 @@ def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
     assert any(f"ended by rank {rank}: rank {rank} says so" in text for rank in (0, 1) for text in first)
 
 
-def test_shutdown_raises_where_what_was_brought_did_not_run():
+def test_shutdown_raises_when_own_operations_did_not_run():
     brought = threading.Barrier(2)
 
     def body(coordinator):
@@ -155,7 +155,7 @@ def test_shutdown_without_draining_raises_nothing():
     assert run_coordinators(2, body, shut=False) == [ncclpy.NcclAborted] * 2
 
 
-def test_what_all_have_brought_runs_before_a_shutdown_that_drains():
+def test_draining_shutdown_runs_operations_that_all_brought():
     """Its first operation waits for a communicator to be made: mostly it is not launched yet when rank 2 ends all."""
     brought = threading.Barrier(3)
 
@@ -172,7 +172,7 @@ def test_what_all_have_brought_runs_before_a_shutdown_that_drains():
     assert run_coordinators(3, body, shut=False) == [[3, 3]] * 3
 
 
-def test_an_exception_in_a_block_ends_it_for_all():
+def test_exception_in_with_block_ends_coordinator_on_all():
     brought = threading.Event()
 
     def body(coordinator):
@@ -194,7 +194,7 @@ def test_an_exception_in_a_block_ends_it_for_all():
     assert "ended by rank 0: KeyError: 'lost'" in text
 
 
-def test_a_rank_that_is_gone_is_named(controls):
+def test_lost_rank_is_named(controls):
     ready = threading.Barrier(3)
 
     def body(coordinator):
@@ -217,7 +217,7 @@ def test_a_rank_that_is_gone_is_named(controls):
 
 
 @pytest.mark.parametrize("sizes", [[1 << 16], [1, 2, 3]])
-def test_what_runs_with_a_rank_that_is_gone_ends(controls, sizes):
+def test_running_operation_ends_with_lost_rank(controls, sizes):
     """Rank 1 does not launch what all have brought, as its process has died in between; as it is, and fused."""
 
     def body(coordinator):
@@ -240,7 +240,7 @@ def test_what_runs_with_a_rank_that_is_gone_ends(controls, sizes):
     assert run_coordinators(2, body, shut=False) == [True] * 2
 
 
-def test_a_launch_that_fails_ends_it_for_all(monkeypatch):
+def test_failed_launch_ends_coordinator_on_all(monkeypatch):
     from ncclpy.coordinator import calls
 
     def body(coordinator):
@@ -266,7 +266,7 @@ def _no_memory(call, plane, owns, absent):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("warning", ["always", "error"])
-def test_a_coordinator_that_is_dropped_says_so(warning):
+def test_dropped_coordinator_is_reported(warning):
     meet = threading.Barrier(2)
 
     def rank(number, store, found):
@@ -298,7 +298,7 @@ def test_a_coordinator_that_is_dropped_says_so(warning):
     assert "dropped without close" in heard
 
 
-def test_ranks_that_do_not_come():
+def test_missing_ranks_are_named():
     with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 .*did not come .*within 200 ms") as raised:
         Coordinator((LocalStore(), 0, 2), timeout=0.2)
     assert raised.value.missing == [1]

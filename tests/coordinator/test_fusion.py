@@ -37,13 +37,13 @@ def shape_of(planned):
     ]
 
 
-def test_a_plan_looks_ahead():
+def test_plan_looks_ahead():
     gather = Signature(Kind.ALL_GATHER, "float32", 7)
     operations = [((one(3),), 0), ((gather,), 0), ((one(3, op=2),), 0), ((one(5),), 0), ((one(3, op=2),), 0)]
     assert shape_of(planned(operations, 1 << 20, 1 << 18, False)) == [[(0, 0), (3, 0)], [(1, 0)], [(2, 0), (4, 0)]]
 
 
-def test_a_plan_keeps_apart_what_differs():
+def test_plan_separates_different_operations():
     different = [one(3), one(3, datatype=8), one(3, op=3), one(3, prescale=0.5), one(3, on_device=True)]
     steps = planned([((each,), 0) for each in different], 1 << 20, 1 << 18, False)
     assert shape_of(steps) == [[(i, 0)] for i in range(5)] and not any(step.fused for step in steps[0])
@@ -51,7 +51,7 @@ def test_a_plan_keeps_apart_what_differs():
     assert len(steps) == 2  # a rank has joined in between
 
 
-def test_a_plan_has_limits():
+def test_plan_has_limits():
     small, large = one(100), one(256)  # of 4 bytes each
     steps = planned([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, 1024, False)
     assert [len(step) for step in steps[0]] == [6, 1] and shape_of(steps)[1] == [(5, 0)]
@@ -80,7 +80,7 @@ def test_reductions(signature, absent, wanted):
     assert reduction(signature, 4, absent) == wanted
 
 
-def test_the_average_of_integers_needs_all_ranks():
+def test_integer_average_needs_all_ranks():
     with pytest.raises(ValueError, match="integers cannot be divided by the ranks that are left"):
         reduction(one(1, op=4, datatype=2), 4, 1)
 
@@ -145,7 +145,7 @@ def test_small_arrays_are_one_launch(controls, size):
         assert stats["fused"] == 21 and stats["fused_launches"] == 3 and stats["launches"] == 5
 
 
-def test_large_arrays_are_as_they_are(controls):
+def test_large_arrays_are_not_fused(controls):
     meet = threading.Barrier(2)
 
     def body(coordinator):
@@ -163,7 +163,7 @@ def test_large_arrays_are_as_they_are(controls):
         assert stats["fused"] == 2 and stats["launches"] == 4
 
 
-def test_the_buffers_are_used_in_turn_and_grow(controls):
+def test_fusion_buffers_alternate_and_grow(controls):
     def body(coordinator):
         for step in range(12):
             names = [f"{i}" for i in range(4)]
@@ -191,7 +191,7 @@ def test_works_of_one_launch_end_each():
     assert run_coordinators(2, body) == [list(range(20))] * 2
 
 
-def test_arrays_nobody_waits_for_are_held_until_they_are_done():
+def test_arrays_of_dropped_works_are_held_until_done():
     def body(coordinator):
         kept = []
         for step in range(30):
@@ -205,7 +205,7 @@ def test_arrays_nobody_waits_for_are_held_until_they_are_done():
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_ranks_that_fuse_differently_are_told():
+def test_different_fusion_options_are_an_error():
     def body(coordinator):
         raise AssertionError("it was made")
 

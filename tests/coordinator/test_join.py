@@ -15,7 +15,7 @@ import testing
 
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "prod"])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8], ids=lambda each: each.__name__)
-def test_all_reduces_go_on_without_a_rank(op, dtype):
+def test_all_reduces_continue_without_joined_rank(op, dtype):
     def body(coordinator):
         rank = coordinator.rank
         if rank == 1:
@@ -37,7 +37,7 @@ def test_all_reduces_go_on_without_a_rank(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
-def test_the_identity_of_each_type(dtype):
+def test_joined_rank_contributes_identity_of_each_type(dtype):
     def body(coordinator):
         if coordinator.rank == 0:
             return coordinator.join(DEADLINE)
@@ -53,7 +53,7 @@ def test_the_identity_of_each_type(dtype):
 
 
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "prod"])
-def test_of_several_arrays_at_once(op):
+def test_grouped_all_reduce_without_joined_rank(op):
     def body(coordinator):
         if coordinator.rank == 0:
             return coordinator.join(DEADLINE)
@@ -66,7 +66,7 @@ def test_of_several_arrays_at_once(op):
     assert run_coordinators(2, body) == [1, 1]
 
 
-def test_what_cannot_be_meant_after_a_join():
+def test_operations_that_need_all_ranks_fail_after_join():
     def body(coordinator):
         if coordinator.rank == 1:
             return coordinator.join(DEADLINE)
@@ -85,7 +85,7 @@ def test_what_cannot_be_meant_after_a_join():
     assert run_coordinators(2, body) == [0, 0]
 
 
-def test_what_was_agreed_on_before_a_join_is_looked_at_anew():
+def test_cached_agreement_is_checked_anew_after_join():
     """What the caches have of a gather, a sparse sum and a set's all-reduce is of more ranks than are left."""
 
     def body(coordinator):
@@ -115,7 +115,7 @@ def test_what_was_agreed_on_before_a_join_is_looked_at_anew():
     assert run_coordinators(2, body) == [(0, [0, 1, 1])] * 2
 
 
-def test_after_all_have_joined_all_go_on():
+def test_all_ranks_continue_after_all_joined():
     def body(coordinator):
         for _ in range(3):
             if coordinator.rank == 0:
@@ -132,7 +132,7 @@ def test_after_all_have_joined_all_go_on():
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_a_rank_that_has_joined_brings_nothing(ranks_are_threads):
+def test_joined_rank_cannot_bring_operations(ranks_are_threads):
     joined, tried = threading.Event(), threading.Event()
 
     def body(coordinator):
@@ -159,7 +159,7 @@ def test_a_rank_that_has_joined_brings_nothing(ranks_are_threads):
     assert first == second  # whose call came first nobody can tell
 
 
-def test_a_join_has_a_deadline(ranks_are_threads):
+def test_join_has_a_deadline(ranks_are_threads):
     late = threading.Event()
 
     def body(coordinator):

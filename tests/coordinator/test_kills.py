@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "killed_ranks.py"
         pytest.param(10_000, testing.share(300), marks=[pytest.mark.campaign]),
     ],
 )
-def test_all_others_know_who_was_killed(host_engine, seed, runs):
+def test_all_other_ranks_name_the_killed_rank(host_engine, seed, runs):
     done = subprocess.run(
         [sys.executable, SCRIPT, str(seed), str(runs)],
         env=os.environ | {"PYTHONPATH": testing.with_support()},

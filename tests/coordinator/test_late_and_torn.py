@@ -59,13 +59,13 @@ print(raised, len(done), sum(value != 2.0 for value in done))
 """
 
 
-def test_a_handler_of_signals_raises_in_a_call(host_engine):
+def test_signal_handler_raises_in_call(host_engine):
     """The others have what it was about to bring, or they have not: nobody gets a sum without it."""
     raised, done, wrong = map(int, testing.run_python(SIGNALS, warm=True).stdout.split())
     assert raised > 100 and done > 100 and wrong == 0
 
 
-def test_what_crosses_an_end_belongs_to_it():
+def test_frame_that_crosses_overdue_verdict_belongs_to_old_operation():
     """A frame upwards and the root's verdict that its operation is overdue meet on their way."""
     root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=1.0)
     leaf = Node(1, 2, False, [], cache=8, timeout=1.0)
@@ -86,7 +86,7 @@ def test_what_crosses_an_end_belongs_to_it():
     assert root.told() == [[("run", 0, b"x", b"F", (b"new 0", b"new 1"), ())]]
 
 
-def test_a_process_set_that_is_late_is_warned_of(caplog):
+def test_late_process_set_is_warned_of(caplog):
     def body(coordinator):
         if coordinator.rank == 1:
             time.sleep(0.5)
@@ -99,7 +99,7 @@ def test_a_process_set_that_is_late_is_warned_of(caplog):
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_a_process_set_is_asked_for_again(limited):
+def test_process_set_can_be_asked_for_again(limited):
     """After its wait's deadline, and after that of all ranks."""
     # On GPUs the end takes a while, and has the same deadline.
     timeout = None if not limited else 0.3 if ncclpy.library().engine == "host" else 3.0
@@ -120,7 +120,7 @@ def test_a_process_set_is_asked_for_again(limited):
     assert run_coordinators(2, body, timeout=timeout) == [2.0, 2.0]
 
 
-def test_a_join_is_waited_for_again():
+def test_join_can_be_waited_for_again():
     late = threading.Event()
 
     def body(coordinator):
@@ -136,7 +136,7 @@ def test_a_join_is_waited_for_again():
     assert run_coordinators(2, body) == [1, 1]
 
 
-def test_what_has_no_meaning_takes_the_whole_group_along():
+def test_undefined_operation_fails_its_whole_group():
     def body(coordinator):
         if coordinator.rank == 1:
             return coordinator.join(DEADLINE)
@@ -174,12 +174,12 @@ def test_options_are_the_same_on_all_ranks(name, first, second):
 
 @pytest.mark.parametrize("name", ["timeout", "stall_after"])
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_no_time_at_all(name, seconds):
+def test_durations_must_be_positive(name, seconds):
     with pytest.raises(ValueError, match=f"{name}: expected more than 0 seconds"):
         Coordinator((LocalStore(), 0, 1), **{name: seconds})
 
 
-def test_a_name_of_megabytes_is_refused():
+def test_name_of_megabytes_is_refused():
     def body(coordinator):
         with pytest.raises(ValueError, match="a name may have 1,048,576"):
             coordinator.all_reduce("x" * (2 << 20), np.ones(1))

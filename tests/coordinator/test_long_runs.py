@@ -79,5 +79,5 @@ def test_steps_leave_nothing():
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
-def test_a_hundred_thousand_operations():
+def test_100000_operations_leave_nothing():
     run(100_000, DEADLINE * 2 / 3, 2 << 20)  # all of it has DEADLINE

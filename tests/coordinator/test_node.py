@@ -44,7 +44,7 @@ def damage(rng, frame):
 @pytest.mark.parametrize(
     ("seed", "runs"), [(1, 400), pytest.param(50_000, testing.share(10_000), marks=[pytest.mark.campaign])]
 )
-def test_what_is_no_frame_is_an_error_or_means_something_else(seed, runs):
+def test_damaged_frame_is_an_error_or_another_frame(seed, runs):
     refused = 0
     for each in range(seed, seed + runs):
         rng = random.Random(each)
@@ -68,7 +68,7 @@ def test_what_is_no_frame_is_an_error_or_means_something_else(seed, runs):
     assert refused > runs // 10
 
 
-def test_in_steady_state_an_operation_is_a_few_bytes():
+def test_operation_takes_few_bytes_in_steady_state():
     root = Node(0, 2, True, [(1, (1,))], cache=64)
     leaf = Node(1, 2, False, [], cache=64)
     names = [f"layer{i}/weight/gradient".encode() for i in range(50)]
@@ -104,7 +104,7 @@ def test_one_new_shape_leaves_the_rest_of_the_cache():
     assert root.counters()["hits"] == 2 + 3  # of x each shape once, of y all but the first
 
 
-def test_the_root_tells_of_what_waits_and_ends_it():
+def test_root_reports_stalls_and_ends_overdue_operations():
     """Also where those who have brought it are below a rank that has not."""
     root = Node(0, 3, True, [(1, (1, 2))], cache=8, timeout=10, stall_after=1)
     middle = Node(1, 3, False, [(2, (2,))], cache=8, timeout=10, stall_after=1)
@@ -151,7 +151,7 @@ def test_the_root_tells_of_what_waits_and_ends_it():
     assert middle.condemned() == 1  # y
 
 
-def test_what_fails_for_want_of_a_rank_does_not_grow_for_ever():
+def test_record_of_overdue_operations_is_bounded():
     """The latest are told when the rank brings them; of what was forgotten it is as if it were the first time."""
     root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=10)
     leaf = Node(1, 2, False, [], cache=8, timeout=10)
@@ -185,7 +185,7 @@ def test_what_fails_for_want_of_a_rank_does_not_grow_for_ever():
     assert leaf.condemned() == 0
 
 
-def test_a_stall_is_told_of_again_and_again_with_longer_pauses():
+def test_stall_is_reported_repeatedly_with_longer_pauses():
     root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=1000, stall_after=1)
     root.bring(0, b"x", b"A", time=0.0)
     told = []

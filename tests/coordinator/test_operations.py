@@ -86,7 +86,7 @@ def test_scales_are_for_sums_of_fractions():
         (np.complex64, {"prescale": 1e39}, "complex64 does not hold"),
     ],
 )
-def test_a_scale_is_a_number_of_the_arrays_type(dtype, scales, said):
+def test_scale_must_be_a_number_of_the_array_type(dtype, scales, said):
     def body(coordinator):
         with pytest.raises(ValueError, match=said):
             coordinator.all_reduce("x", np.ones(2, dtype), **scales)
@@ -201,7 +201,7 @@ class Name(str):
         raise AssertionError("no code of the name's class runs")
 
 
-def test_names_of_a_class_of_texts():
+def test_name_may_be_a_str_subclass():
     def body(coordinator):
         array, name = np.ones(2), Name("x")
         coordinator.all_reduce(name, array).wait(DEADLINE)
@@ -293,7 +293,7 @@ def test_works_are_awaited_and_call_back():
 
 
 @pytest.mark.parametrize("name", ["", "\0", "a\0b", "градиент/層", "\ud800", "x" * 5000])
-def test_any_text_is_a_name(name):
+def test_any_text_is_a_valid_name(name):
     def body(coordinator):
         array = np.ones(3)
         coordinator.all_reduce(name, array).wait(DEADLINE)
@@ -306,7 +306,7 @@ def test_any_text_is_a_name(name):
     assert run_coordinators(2, body) == [[2.0] * 3] * 2
 
 
-def test_what_does_not_fit_is_refused_here():
+def test_invalid_calls_are_refused_locally():
     def body(coordinator):
         with pytest.raises(TypeError, match="cannot take memory"):
             coordinator.all_reduce("x", "text")
@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_refused_here():
     assert run_coordinators(2, body) == [(1, [True, False])] * 2
 
 
-def test_an_array_that_is_written_is_under_one_name_at_a_time(ranks_are_threads):
+def test_written_array_is_under_one_name_at_a_time(ranks_are_threads):
     """Rank 0 brings what rank 1 brings later, so that all of it is in flight."""
     meet = threading.Barrier(2)
 
@@ -375,7 +375,7 @@ def test_an_array_that_is_written_is_under_one_name_at_a_time(ranks_are_threads)
     assert run_coordinators(2, body) == [(4.0, 8.0)] * 2
 
 
-def test_a_coordinator_and_its_group_do_not_meet(host_engine, ranks_are_threads):
+def test_coordinator_and_its_group_are_separate(host_engine, ranks_are_threads):
     def body(coordinator):
         group = coordinator._group
         array, other = values(coordinator.rank), values(coordinator.rank)
@@ -399,7 +399,7 @@ def test_local_ranks():
     assert run_coordinators(2, body) == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 
-def test_a_machine_may_be_divided(monkeypatch):
+def test_local_ranks_follow_divided_machine(monkeypatch):
     """What decides who speaks to whom decides who is local: here each rank takes itself for a machine of its own."""
     for module in (connections, session):
         monkeypatch.setattr(module, "machine", lambda: f"{os.getpid()} {threading.get_ident()}")

@@ -32,7 +32,7 @@ def test_sets_of_some_ranks():
     assert [each[2] for each in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def test_others_need_not_call_it():
+def test_process_set_needs_no_call_of_other_ranks():
     def body(coordinator):
         if coordinator.rank == 2:
             return coordinator.process_set([0, 1])  # which they may
@@ -83,7 +83,7 @@ def test_ranks_of_a_set_are_checked():
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_members_that_do_not_come():
+def test_missing_members_are_named():
     def body(coordinator):
         if coordinator.rank == 0:
             with pytest.raises(ncclpy.NcclTimeout, match="not all of ranks 0-1 have called process_set"):
@@ -94,7 +94,7 @@ def test_members_that_do_not_come():
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_a_disagreement_names_the_set_and_the_ranks_of_all():
+def test_disagreement_names_process_set_and_global_ranks():
     def body(coordinator):
         if coordinator.rank == 0:
             return ""

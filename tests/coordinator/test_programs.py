@@ -214,7 +214,7 @@ profile = settings(
 
 @pytest.mark.timeout(400)  # hypothesis makes a program that fails smaller for up to five minutes
 @pytest.mark.parametrize("examples", [8, pytest.param(120, marks=pytest.mark.slow)])
-def test_a_program(host_engine, examples):
+def test_program(host_engine, examples):
     @settings(profile, max_examples=examples)
     @given(program=programs())
     def some(program):

@@ -161,7 +161,7 @@ def run(seed, **options):
 
 # Six have each way and each size of fusion once.
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
-def test_a_random_program(seed):
+def test_random_program(seed):
     run(seed, over=("store", "group")[seed % 2], fusion_bytes=(64 << 20, 2000, 0)[seed % 3])
 
 

@@ -15,7 +15,7 @@ from ncclpy.coordinator import Coordinator
 from ncclpy.core.runtime import device as device_module
 
 
-def test_after_recover_the_survivors_go_on():
+def test_survivors_continue_after_recover():
     store, lost, meet = LocalStore(), threading.Event(), threading.Barrier(3)
 
     def rank(each):
@@ -52,7 +52,7 @@ def test_after_recover_the_survivors_go_on():
     assert testing.run_threads(3, rank, DEADLINE) == [[12.0] * 2, [3.0] * 2, [12.0] * 2]
 
 
-def test_a_group_that_is_reconfigured_ends_what_was_in_flight():
+def test_reconfigured_group_ends_operations_in_flight():
     store, meet = LocalStore(), threading.Barrier(2)
 
     def rank(each):

@@ -127,7 +127,7 @@ def no_memory(*arguments):
 
 
 @pytest.mark.parametrize("what", ["carrier", "member"])
-def test_what_cannot_be_given_back_is_raised_by_shutdown(what):
+def test_shutdown_raises_errors_of_release(what):
     """The rest is given back all the same: the other rank's shutdown returns."""
     meet = threading.Barrier(2)
 

@@ -31,7 +31,7 @@ def as_on_gpus(host_engine):
 @pytest.mark.parametrize(
     "seed", [*range(100, 106), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(106, 112))]
 )
-def test_a_random_program(seed):
+def test_random_program(seed):
     run(seed, fusion_bytes=(64 << 20, 2000, 0)[seed % 3])
 
 
@@ -53,7 +53,7 @@ def test_every_array_is_copied():
     assert run_coordinators(2, body) == [([0, 1, 2], [1]), ([3, 4, 5], [1])]
 
 
-def test_a_sparse_sum():
+def test_sparse_sum():
     def body(coordinator):
         rank = coordinator.rank
         indices = np.array([[rank, 5], [1, 2]], np.int64)
@@ -69,7 +69,7 @@ def test_a_sparse_sum():
     assert run_coordinators(2, body) == [wanted, wanted]
 
 
-def test_a_scale_and_a_join():
+def test_scale_and_join():
     def body(coordinator):
         if coordinator.rank == 0:
             return coordinator.join(DEADLINE)
@@ -96,7 +96,7 @@ class Falls:
         return self.plane.fuse([Falling(self.plane, part)], part.datatype, op, factor, part.on_device)
 
 
-def test_a_launch_that_fails_twice_ends_every_work():
+def test_launch_that_fails_twice_ends_every_work():
     """What fails in the middle of a failure is told as well; no work is left behind."""
 
     class Broken(Falls):
@@ -136,7 +136,7 @@ class Falling:
         return self.part.count
 
 
-def test_what_is_being_copied_for_a_launch_that_fails_is_held():
+def test_arrays_being_copied_for_failed_launch_are_held():
     def body(coordinator):
         side, gate = Side(0, 64), Gate(0)
         coordinator.all_reduce("x", Streamed(side)).wait(DEADLINE)
@@ -163,7 +163,7 @@ def test_what_is_being_copied_for_a_launch_that_fails_is_held():
     assert run_coordinators(1, body, shut=False) == [True]
 
 
-def test_an_end_in_the_middle(controls):
+def test_end_during_staging_holds_arrays(controls):
     """What is copied in is held until that is over, and every work ends."""
     meet = threading.Barrier(2)
 

@@ -16,7 +16,7 @@ from group_ranks import DEADLINE
 import testing
 
 
-def test_a_trace_has_the_phases_of_each_operation(tmp_path):
+def test_trace_has_phases_of_each_operation(tmp_path):
     names = ['a "name"\n', "b", "层\0", "\ud800"]
 
     def body(coordinator):
@@ -47,7 +47,7 @@ def test_a_trace_has_the_phases_of_each_operation(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/no/such/folder/trace"])
-def test_a_trace_that_cannot_be_written_is_warned_of_once(path, caplog, monkeypatch):
+def test_unwritable_trace_is_warned_of_once(path, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "ncclpy.coordinator")
     died = []
     monkeypatch.setattr(threading, "excepthook", died.append)

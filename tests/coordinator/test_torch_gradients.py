@@ -103,14 +103,14 @@ def train(coordinator, *, passes=1, optimizer_of=sgd, **options):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_it_is_what_one_process_gets(size, passes):
+def test_result_equals_single_process(size, passes):
     wanted = alone(size, sgd, passes)
     for found in run_coordinators(size, lambda coordinator: train(coordinator, passes=passes)):
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 5e-3), ("bf16", 4e-2)])
-def test_what_is_sent_may_be_shorter(compression, tolerance):
+def test_gradients_may_be_compressed(compression, tolerance):
     wanted = alone(2, sgd)
     first, second = run_coordinators(2, lambda coordinator: train(coordinator, compression=compression))
     assert torch.equal(first, second)
@@ -143,7 +143,7 @@ def test_sparse_gradients():
         assert torch.equal(second, wanted)
 
 
-def test_an_optimisers_state_is_made_like_the_roots():
+def test_optimiser_state_is_broadcast_from_root():
     def body(coordinator):
         model = torch.nn.Linear(3, 2).to(device_of(coordinator.rank))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (coordinator.rank + 1), amsgrad=True)
@@ -178,7 +178,7 @@ def test_tied_weights():
     assert run_coordinators(2, body) == [(True, 9.0)] * 2
 
 
-def test_a_step_behind_one_that_has_failed_or_was_left_out():
+def test_step_after_failed_or_skipped_step():
     """It is of averages, as every step is."""
 
     def body(coordinator):
@@ -210,7 +210,7 @@ def test_a_step_behind_one_that_has_failed_or_was_left_out():
     assert run_coordinators(2, body) == [True, True]
 
 
-def test_models_that_differ_are_an_error_on_all_ranks():
+def test_different_models_are_an_error_on_all_ranks():
     def body(coordinator):
         model = torch.nn.Linear(3, 2 + coordinator.rank).to(device_of(coordinator.rank))
         with pytest.raises(ncclpy.NcclError) as differs:
@@ -226,7 +226,7 @@ def test_models_that_differ_are_an_error_on_all_ranks():
     assert first == second and "weight" in first[0] + first[1]
 
 
-def test_a_step_too_many():
+def test_wrong_number_of_backward_passes_is_an_error():
     def body(coordinator):
         model = torch.nn.Linear(3, 2).to(device_of(coordinator.rank))
         inputs = torch.ones(1, 3, device=device_of(coordinator.rank))

@@ -29,6 +29,6 @@ def test_every_rank_is_below_the_root_once(seed):
 
 
 @pytest.mark.parametrize(("size", "a_machine"), [(2, 2), (64, 64), (128, 8), (1024, 8), (10_000, 8)])
-def test_it_is_as_deep_as_the_logarithm(size, a_machine):
+def test_depth_is_the_logarithm(size, a_machine):
     tree = Tree([str(rank // a_machine) for rank in range(size)])
     assert tree.depth() <= 1 + math.ceil(math.log(max(1, size // a_machine), 8)) + math.ceil(math.log(a_machine, 8))

@@ -140,7 +140,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
     for path, anchor in links:
         target = page.parent / path if path else page
@@ -215,7 +215,7 @@ def resolves(root, name):
     return True
 
 
-def test_names_that_people_come_to_exist():
+def test_migration_target_names_exist():
     python = {"bytes", "ValueError", "TypeError", "ncclpy"}  # `ncclpy info` is a command
     names = [name for _, cell in rows(COMING_FROM.read_text()) for name in dotted(cell)]
     assert len(names) > 90
@@ -223,7 +223,7 @@ def test_names_that_people_come_to_exist():
 
 
 @pytest.mark.parametrize("module", ["nccl.core", "cupy.cuda.nccl"])
-def test_names_that_people_come_from_exist(module):
+def test_migration_source_names_exist(module):
     other = pytest.importorskip(module)
     table = COMING_FROM.read_text().partition(f"<!-- other: {module} -->")[2].partition("\n\n")[0]
     names = [name for cell, _ in rows(table) for name in dotted(cell)]

@@ -119,7 +119,7 @@ def check_docstring(name, value):
         assert not missing, f"{name} does not explain {', '.join(missing)}"
 
 
-def test_the_checker_sees_faults():
+def test_checker_finds_faults():
     def bad(a, b):
         """Returns nothing."""
 

@@ -98,7 +98,7 @@ def test_example_of_a_cluster(host_engine, name, tmp_path):
         assert out.count("rank 3 of 4 is dead") == 3 and "lost: [3] [3] [3]" in out, out
 
 
-def test_elastic_training_whose_steps_take_less_time(host_engine, tmp_path):
+def test_elastic_training_with_shorter_steps(host_engine, tmp_path):
     text = (EXAMPLES / "elastic_training.py").read_text()
     computing = "time.sleep(0.02)  # as a model"
     assert text.count(computing) == 1
@@ -111,7 +111,7 @@ def test_elastic_training_whose_steps_take_less_time(host_engine, tmp_path):
 
 
 @pytest.mark.campaign
-def test_elastic_training_waits_for_a_newcomer_that_is_late(host_engine, tmp_path):
+def test_elastic_training_waits_for_late_newcomer(host_engine, tmp_path):
     """A busy machine starts a process in seconds; the others had come to their end by then."""
     text = (EXAMPLES / "elastic_training.py").read_text()
     joining = "        group = ncclpy.ProcessGroup.join("
@@ -125,7 +125,7 @@ def test_elastic_training_waits_for_a_newcomer_that_is_late(host_engine, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_before_it_has_answered(host_engine, tmp_path):
+def test_server_that_dies_before_its_answer(host_engine, tmp_path):
     """The others have done that request; whoever is rank 0 then sees that nobody has the answer."""
     text = (EXAMPLES / "serving_group.py").read_text()
     answering, killing = "                group.store.set(", "                processes[1 if"
@@ -199,7 +199,7 @@ def test_ncclpy_run(tmp_path):
     assert out == "[0] 4 ranks, sum 10.0\n"
 
 
-def test_who_is_missing(tmp_path, capsys):
+def test_missing_rank_is_named_by_trace(tmp_path, capsys):
     """Ranks that come dump at their deadline, the missing one on SIGUSR2 and SIGTERM; `ncclpy trace` names it."""
     testing.need_devices(3)
     folder = tmp_path / "new"

@@ -243,7 +243,7 @@ def test_explicit_abort_is_an_abort_on_the_ranks_of_the_process(comms3):
         comms3[1].all_reduce(np.ones(4))
 
 
-def test_what_was_complete_before_an_abort_is_a_result(host_engine):
+def test_operation_complete_before_abort_is_a_result(host_engine):
     """However late the thread that waits comes to look: here it has the GIL back only behind the abort."""
     sleep_with_gil = ctypes.PyDLL(None).usleep
     for _ in range(5):

@@ -39,7 +39,7 @@ def refuses(*arguments):
     raise StoreError("it cannot be watched")
 
 
-def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypatch):
+def test_process_without_lease_takes_its_communicator_for_ended(monkeypatch):
     """It was stopped for too long: the others go on without it, and it cannot ask whether they have aborted."""
     with LocalStore() as store:
         owner = Owner()
@@ -56,7 +56,7 @@ def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypa
 
 
 @pytest.mark.parametrize(("error", "told"), [(StoreLost("the server is gone"), 1), (StoreError("it is closed"), 0)])
-def test_beat_that_ends_is_told_unless_the_store_was_closed(monkeypatch, caplog, error, told):
+def test_failed_beat_is_logged_unless_store_was_closed(monkeypatch, caplog, error, told):
     with LocalStore() as store:
         owner = Owner()
         peer_status = status_of(owner, store)
@@ -72,7 +72,7 @@ def test_beat_that_ends_is_told_unless_the_store_was_closed(monkeypatch, caplog,
         peer_status.close()
 
 
-def test_beat_that_ends_after_all_was_left_is_not_told(monkeypatch, caplog):
+def test_beat_that_ends_after_leaving_is_not_logged(monkeypatch, caplog):
     with LocalStore() as store:
         owner = Owner()
         peer_status = status_of(owner, store)
@@ -86,7 +86,7 @@ def test_beat_that_ends_after_all_was_left_is_not_told(monkeypatch, caplog):
         assert peer_status.is_over and not caplog.records
 
 
-def test_communicator_status_whose_owner_was_dropped_leaves(monkeypatch):
+def test_communicator_status_of_dropped_owner_leaves(monkeypatch):
     """A destructor could not have told the others: the next beat does; then no timer, watch or thread keeps it."""
     monkeypatch.setattr(status, "_BEAT", 0.01)
     with LocalStore() as store:

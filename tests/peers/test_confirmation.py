@@ -19,7 +19,7 @@ def exits(monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_rank_whose_store_is_gone_aborts_unless_its_process_ends(exits, monkeypatch, ends):
+def test_rank_without_store_aborts_unless_its_process_ends(exits, monkeypatch, ends):
     """Python closes its stores when it ends: the others could not be told, and the process takes its kernels along."""
     monkeypatch.setattr(confirmation, "_STOPPED", 0.05)
     store = LocalStore()
@@ -30,7 +30,7 @@ def test_rank_whose_store_is_gone_aborts_unless_its_process_ends(exits, monkeypa
     assert mine.wait() is not ends
 
 
-def test_rank_whose_process_ends_while_it_waits_does_not_abort(exits):
+def test_rank_of_exiting_process_does_not_abort(exits):
     store = LocalStore()
     mine = Confirmation(store, [0], 2, lambda rank: "lives")
     store.close()

@@ -109,7 +109,7 @@ def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", be
 
 
 @pytest.mark.parametrize("what", WHAT)
-def test_what_a_rank_does_instead(tmp_path, what):
+def test_error_tells_what_other_rank_does(tmp_path, what):
     does, state, said = WHAT[what]
     # The end of a process is noticed long before the deadline; all else has begun before that begins.
     patience = 30 if what == "killed" else 0.4
@@ -132,7 +132,7 @@ def test_what_a_rank_does_instead(tmp_path, what):
     assert "see which of the other ranks" not in text, "advice to find out what is said here"
 
 
-def test_all_say_the_same(tmp_path):
+def test_errors_of_all_ranks_say_the_same(tmp_path):
     """Who is first in trouble asks for all, and leaves what it heard to those that come later."""
     lines = lines_of(tmp_path, 3, *WHAT["late"][:1])
     texts = {text.partition(". all_reduce #1 (")[2] for _, _, text in lines}
@@ -146,7 +146,7 @@ GROUP = TROUBLE.replace(
 )
 
 
-def test_in_a_group_of_calls(tmp_path):
+def test_error_in_group_of_calls(tmp_path):
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, GROUP)
     assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
     assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
@@ -169,7 +169,7 @@ def test_call_that_an_abort_has_brought_back_is_not_finished(host_engine, tmp_pa
     assert states == "['waits', 'idle']" and "rank 0 waits in recv #2 from rank 1 since" in text, text
 
 
-def test_in_a_send_and_receive(tmp_path):
+def test_error_in_send_and_receive(tmp_path):
     """They count as the two calls that they are, whichever way they are made."""
     does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PAIR)
@@ -191,13 +191,13 @@ PLAN = TROUBLE.replace(
 )
 
 
-def test_in_a_plan(tmp_path):
+def test_error_in_plan(tmp_path):
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PLAN)
     assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
     assert "rank 0 waits in all_reduce #1 since" in text
 
 
-def test_with_calls_recorded(tmp_path):
+def test_error_with_recorded_calls(tmp_path):
     """The recorder tells of a call as a whole; it is explained once."""
     made = "from ncclpy.engine import recorder\nrecorder.record_all()\nmake(timeout=60)"
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, made=made)
@@ -205,7 +205,7 @@ def test_with_calls_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("abort", ["at once", "after a while"])  # as on GPUs
-def test_a_deadline_that_the_watcher_keeps(tmp_path, abort):
+def test_deadline_kept_by_watcher_is_explained(tmp_path, abort):
     """Nobody waits for what is on the stream; the next call says what became of it, and what the others did."""
     if abort != "at once" and ncclpy.library().engine != "host":
         pytest.skip("needs the host engine: an abort that is told to take a while")
@@ -230,7 +230,7 @@ def test_a_deadline_that_the_watcher_keeps(tmp_path, abort):
     assert "rank 0 waits in all_reduce #1 since" in text and LATE.format(last=1) in text
 
 
-def test_what_was_launched_without_a_deadline(host_engine, tmp_path):
+def test_operation_without_deadline_has_unknown_end(host_engine, tmp_path):
     """Whether it is done is not known: there is no mark behind it, and nobody has waited."""
     program = """
 make()
@@ -293,7 +293,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
+def test_error_tells_states_outside_plain_calls(tmp_path, moment):
     before, does, instead, states, of_this, of_the_other = MOMENTS[moment]
     trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
     made = SOON if moment == "a graph" else "make(timeout=60)"
@@ -355,7 +355,7 @@ def test_rank_that_is_blocked_elsewhere_is_not_called_idle(host_engine, tmp_path
     assert re.search(f"rank 1 has finished {blocked}", text), text
 
 
-def test_a_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
+def test_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
     before = "plan, mine = ncclpy.Plan(), np.ones(2)\nwith plan.record():\n    comm.all_reduce(mine)\nplan.launch()\n"
     trouble = (
         "try:\n    comm.all_reduce(array(3), timeout=patience)\nexcept ncclpy.NcclError as error:\n    say(error)\n"
@@ -380,7 +380,7 @@ def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
     assert states == "['waits', 'waits']" and "in all_reduce #1 " in text and "in broadcast #1 " in text, text
 
 
-def test_a_store_that_is_lost_is_said_to_be(tmp_path):
+def test_lost_store_is_named_in_error(tmp_path):
     trouble = "if rank == 0:\n    from ncclpy.bootstrap import launched\n    launched._store.close()\n"
     wait = TROUBLE.replace("    store.set(f'rank {rank} waits', b'')\n", "").replace(
         "    store.get('it has begun')\n", ""
@@ -392,7 +392,7 @@ def test_a_store_that_is_lost_is_said_to_be(tmp_path):
     assert "the communicator was aborted" in text and ". What the other ranks do is not known: " in text
 
 
-def test_all_who_have_closed_leave_nothing_behind(tmp_path):
+def test_closed_communicators_leave_nothing_behind(tmp_path):
     """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
     testing.need_processes(2)
     program = """

@@ -9,7 +9,7 @@ import threading
 from ncclpy.peers.processes import tell_of_end
 
 
-def test_end_of_a_process_is_told_behind_one_whose_telling_failed(caplog):
+def test_process_end_is_reported_after_failed_report_of_another(caplog):
     first, second = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
     failing, told = threading.Event(), threading.Event()
 

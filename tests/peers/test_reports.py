@@ -23,7 +23,7 @@ def store():
 
 @pytest.mark.parametrize("written", [b"9" * 15, b"9" * 18, b"1" + b"0" * 16])
 @pytest.mark.parametrize("then", ["counted on", "set back"])
-def test_number_that_no_rank_has_counted_to_silences_nobody(store, written, then):
+def test_question_number_out_of_order_silences_no_rank(store, written, then):
     reports = Reports(store, 1, 2, lambda: dict(IDLE), lambda rank: False, lambda rank: True)
     reports.answer_all(2)
     reports.answer_all(number_of(written))

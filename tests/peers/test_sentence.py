@@ -111,7 +111,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_a_sentence(what):
+def test_sentence_for_each_case(what):
     states, said = SAID[what]
     assert sentence("default", states, len(states), REDUCE) == NAME + said
     assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
@@ -120,7 +120,7 @@ def test_a_sentence(what):
 LOAD, MAIN = ("/job/train.py:41 in load", "/job/train.py:88 in main"), ("/job/train.py:88 in main",)
 
 
-def test_a_sentence_ends_with_the_python_of_ranks_that_others_wait_for():
+def test_sentence_ends_with_python_stack_of_awaited_ranks():
     states = [
         RankState(0, "waits", REDUCE, stack=MAIN),
         *(RankState(rank, "idle", None, LAST, stack=LOAD) for rank in (1, 2)),
@@ -144,7 +144,7 @@ def test_stacks_of_many_ranks_do_not_make_an_error_long():
     assert sentence("g", kept, 1000, REDUCE).count("Python of") == 2
 
 
-def test_a_stack_that_another_process_tells_is_looked_at():
+def test_stack_told_by_other_process_is_validated():
     told = pack({"current": None, "finished": None, "stack": ["a.py:1 in f", 3]})
     assert unpack(0, told, "") == RankState(0, "idle") and unpack(0, told, "").stack == ()
     told = pack({"current": None, "finished": None, "stack": list(LOAD)})
@@ -155,14 +155,14 @@ def receives(rank, seq=0, step=-1):
     return RankState(rank, "waits", Began("recv", seq, "uint8", 1, None, rank + step))
 
 
-def test_a_sentence_of_many_ranks_is_one_that_people_read():
+def test_sentence_of_many_ranks_is_short():
     states = [receives(rank, seq=rank) for rank in range(1, 1000)]
     said = sentence("a {b}", states, 1002, None)
     assert said.startswith("process group 'a {b}': rank 1 is in recv #1 from rank 0 (uint8 x 1); rank 2 is in ")
     assert said.endswith("; 991 more ranks are in other operations (recv); of 3 more nothing is known")
 
 
-def test_a_sentence_tells_of_all_who_keep_the_others_waiting():
+def test_sentence_names_all_ranks_that_keep_others_waiting():
     states = [receives(rank, seq=rank) for rank in range(1, 1000)]
     for rank in range(7, 1000, 100):
         states[rank - 1] = RankState(rank, "ended", states[rank - 1].current)
@@ -184,7 +184,7 @@ def test_a_sentence_tells_of_all_who_keep_the_others_waiting():
     )
 
 
-def test_a_sentence_counts_those_who_are_left_out_by_what_they_do():
+def test_sentence_counts_omitted_ranks_by_state():
     states = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in range(9)]
     states += [RankState(9, "elsewhere", LAST, where="tp"), RankState(10, "meets", where="split()")]
     states += [RankState(11, "waits", CAST), RankState(12, "launched", LAST), RankState(13, "launched", CAST)]
@@ -195,7 +195,7 @@ def test_a_sentence_counts_those_who_are_left_out_by_what_they_do():
     )
 
 
-def test_a_sentence_says_as_one_what_differs_by_the_peers_alone():
+def test_sentence_merges_states_that_differ_by_peer_only():
     states = [RankState(0, "waits", REDUCE), *(receives(rank) for rank in range(1, 13)), RankState(13, "ended")]
     states += [receives(14), receives(15)]
     assert sentence("g", states, 16, states[14].current) == (
@@ -210,7 +210,7 @@ def test_a_sentence_says_as_one_what_differs_by_the_peers_alone():
     ), "of two people see whom each waits for"
 
 
-def test_a_sentence_names_each_rank_that_keeps_others_waiting():
+def test_sentence_names_each_rank_that_keeps_others_waiting():
     does = [("ended", None), ("idle", None), ("waits", REDUCE)]
     states = [RankState(rank, *does[rank % 3], LAST) for rank in range(30)]
     assert sentence("g", states, 30, REDUCE).partition("'g': ")[2] == (
@@ -220,5 +220,5 @@ def test_a_sentence_names_each_rank_that_keeps_others_waiting():
     )
 
 
-def test_what_another_version_has_told_is_not_known():
+def test_status_of_other_version_is_unknown():
     assert from_data([{"rank": 1, "later": 2}]) is None and from_data(7) is None

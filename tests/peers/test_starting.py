@@ -41,7 +41,7 @@ def said_by(output, rank):
 
 @pytest.mark.parametrize("timeout", [600, None])
 @pytest.mark.parametrize("what", FAILS)
-def test_a_rank_that_fails_tells_the_others_why(host_engine, tmp_path, what, timeout):
+def test_failed_rank_tells_others_why(host_engine, tmp_path, what, timeout):
     which, words = FAILS[what]
     code, output = run_ranks(
         tmp_path,
@@ -68,7 +68,7 @@ attempt()
         assert rank == which or f"rank {which} of 3" in first, output
 
 
-def test_an_attempt_that_failed_does_not_block_that_of_the_next_processes(host_engine, tmp_path):
+def test_failed_attempt_does_not_block_next_processes(host_engine, tmp_path):
     code, output = run_ranks(
         tmp_path,
         2,
@@ -107,7 +107,7 @@ program()
         assert first.startswith("NcclTimeout: rank 1 of 2 did not come") and later == ["sum 2", "sum 2"], output
 
 
-def test_a_rank_that_comes_twice_is_told_in_both_processes(host_engine, tmp_path):
+def test_duplicate_rank_is_an_error_in_both_processes(host_engine, tmp_path):
     code, output = run_ranks(
         tmp_path,
         2,

@@ -7,15 +7,15 @@ test_c10d_operations.py.
   name
 - abort_in_destroy_multi_pgs: test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each has its own
 - abort_in_destroy_mixed_empty_pgs: test_abort_in_destroy_mixed_empty_pgs
-- destruct_before_terminate_pg: test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody in
+- destruct_before_terminate_pg: test_fork_cannot_use_group_and_dropped_group_does_no_harm in
   test_group_processes.py
 - nccl_dist_backend_error: test_nccl_dist_backend_error
 - nccl_errors_blocking: test_nccl_errors_blocking; by a kill, where the engine sees it,
-  test_a_rank_that_is_killed_ends_the_group_of_all in test_group_processes.py
+  test_killed_rank_ends_group_on_all_ranks in test_group_processes.py
 - nccl_errors_nonblocking: test_nccl_errors_nonblocking
 - nccl_blocking_wait_with_barrier: test_nccl_blocking_wait_with_barrier
 - error_detection_and_propagation: test_error_detection_and_propagation
-- nccl_errors_dump: test_a_process_may_end_with_its_group in test_group_ends.py; on_error="exit" dumps, then ends
+- nccl_errors_dump: test_on_error_exit_ends_the_process in test_group_ends.py; on_error="exit" dumps, then ends
 - timeout_dumps, timeout_dumps_on_stuck_ranks, trace_while_stuck: test_… of that name
 - trace_while_active: test_trace_while_active; "only active" is what is neither completed nor failed
 - long: test_long

@@ -243,7 +243,7 @@ def test_pass_nccl_options_config(run):
     assert run(pass_nccl_options_config) == [[2, 2]] * 2
 
 
-def test_the_config_reaches_nccl(host_engine):
+def test_group_config_reaches_nccl(host_engine):
     """That of the group, and that of its part: the engine finds both communicators by their name."""
     with ncclpy.faults("comm=options call=AllReduce nth=* do=delay:1us") as faults:
         in_threads(2, pass_nccl_options_config)

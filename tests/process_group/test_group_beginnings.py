@@ -41,7 +41,7 @@ WAITS = {
 
 @pytest.mark.parametrize("check", ["off", "always"])
 @pytest.mark.parametrize("what", WAITS)
-def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check, monkeypatch):
+def test_closed_rank_is_not_waited_for(host_engine, what, check, monkeypatch):
     monkeypatch.setattr(arrivals, "_SLICE", 0.05)  # several are waited for to be sure
 
     def body(group):
@@ -71,7 +71,7 @@ def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check, mo
             assert states_of(error)[1] == "closed", error
 
 
-def test_several_ranks_that_have_closed_the_group_are_named_together(host_engine, monkeypatch):
+def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
     monkeypatch.setattr(arrivals, "_SLICE", 0.05)
     closed = threading.Barrier(4)
 
@@ -92,7 +92,7 @@ def test_several_ranks_that_have_closed_the_group_are_named_together(host_engine
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
-def test_an_operation_that_a_closed_rank_has_not_begun_is_not_waited_for(host_engine, what, monkeypatch):
+def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engine, what, monkeypatch):
     """The communicators stand: nobody waits at a meeting."""
     monkeypatch.setattr(status, "_BEAT", 0.05)
 
@@ -115,7 +115,7 @@ def test_an_operation_that_a_closed_rank_has_not_begun_is_not_waited_for(host_en
     assert "rank 1 of process group 'default' is gone: it has closed the group" in str(error)
 
 
-def test_close_ends_where_a_closed_rank_has_not_begun_what_it_waits_for(host_engine, monkeypatch):
+def test_close_does_not_wait_for_operation_not_begun_by_closed_rank(host_engine, monkeypatch):
     monkeypatch.setattr(status, "_BEAT", 0.05)
     array = np.ones(2)
 
@@ -131,7 +131,7 @@ def test_close_ends_where_a_closed_rank_has_not_begun_what_it_waits_for(host_eng
     run_groups(2, body, timeout=LONG)
 
 
-def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_the_group(host_engine, monkeypatch):
+def test_operation_of_other_ranks_completes_after_one_closed(host_engine, monkeypatch):
     found, closed_ranks = [], Notices.closed_ranks
 
     def look(self):
@@ -162,7 +162,7 @@ def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_th
     assert run_groups(3, body, timeout=LONG)[0] == 7
 
 
-def test_later_calls_say_it_as_well(host_engine):
+def test_later_calls_report_closed_rank_too(host_engine):
     def body(group):
         together.wait(DEADLINE)
         if group.rank == 1:
@@ -182,7 +182,7 @@ def test_later_calls_say_it_as_well(host_engine):
     run_groups(3, body, timeout=LONG)
 
 
-def test_where_it_only_reports_who_has_closed_is_not_waited_for_either(host_engine):
+def test_closed_rank_is_not_waited_for_with_on_error_report(host_engine):
     def body(group):
         together.wait(DEADLINE)
         if group.rank == 1:
@@ -199,7 +199,7 @@ def test_where_it_only_reports_who_has_closed_is_not_waited_for_either(host_engi
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "split", "admit", "connect"])
-def test_who_is_late_is_told_with_what_it_does(host_engine, what):
+def test_late_rank_is_named_with_its_state(host_engine, what):
     def body(group):
         group.store.barrier("all have made it", group.rank, 3, DEADLINE)
         error = None
@@ -219,7 +219,7 @@ def test_who_is_late_is_told_with_what_it_does(host_engine, what):
         assert "rank" in str(error) and "no operation" in str(error), error
 
 
-def test_a_wait_that_is_shorter_says_who_has_not_come(host_engine):
+def test_connect_with_shorter_timeout_names_missing_rank(host_engine):
     def body(group):
         group.store.barrier("all have made it", group.rank, 2, DEADLINE)
         if group.rank == 0:
@@ -235,7 +235,7 @@ def test_a_wait_that_is_shorter_says_who_has_not_come(host_engine):
     run_groups(2, body)
 
 
-def test_who_has_never_made_the_group_is_told_apart(host_engine):
+def test_rank_that_never_made_the_group_is_told_apart(host_engine):
     group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.3)
     error = group.all_reduce(np.ones(2)).exception(DEADLINE)
     assert error.missing == [1] and states_of(error) == ["waits", "absent"]
@@ -243,7 +243,7 @@ def test_who_has_never_made_the_group_is_told_apart(host_engine):
     group.close()
 
 
-def test_a_suspicion_is_looked_at_again(monkeypatch):
+def test_suspected_end_of_rank_is_checked_again(monkeypatch):
     """One that only just makes its group has no lease for an instant."""
     monkeypatch.setattr(arrivals, "_SLICE", 0.02)
     store, looks = LocalStore(), []
@@ -258,7 +258,7 @@ def test_a_suspicion_is_looked_at_again(monkeypatch):
     assert looks == [1] * 4
 
 
-def test_of_many_that_are_missing_a_few_are_looked_for_at_a_time(monkeypatch):
+def test_many_missing_ranks_are_checked_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(arrivals, "_SLICE", 0.1)
     store, looks = LocalStore(), []
     group = Arrivals(store, "a group", 0, 100, is_lost=lambda rank: looks.append(rank))
@@ -303,7 +303,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("what", TOLD)
-def test_what_a_process_does_before_the_first_operation(host_engine, tmp_path, what):
+def test_error_before_first_operation_tells_state_of_other_process(host_engine, tmp_path, what):
     before, does, state, said = TOLD[what]
     program = FIRST.replace("BEFORE", before).replace("DOES", does or "pass").replace("MADE", str(bool(does)))
     output = run_ranks(tmp_path, 2, program, only=[0])[1]
@@ -313,7 +313,7 @@ def test_what_a_process_does_before_the_first_operation(host_engine, tmp_path, w
 
 
 @pytest.mark.parametrize("came", [True, False])
-def test_a_communicator_of_the_environment_says_what_is_known(host_engine, tmp_path, came):
+def test_from_env_timeout_tells_state_of_missing_rank(host_engine, tmp_path, came):
     program = f"""
     from ncclpy.bootstrap import rendezvous
     if int(os.environ["RANK"]) == 1:
@@ -337,7 +337,7 @@ def test_a_communicator_of_the_environment_says_what_is_known(host_engine, tmp_p
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
-def test_a_disagreement_has_what_each_rank_brings(host_engine, check):
+def test_disagreement_lists_what_each_rank_brings(host_engine, check):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         with pytest.raises(ncclpy.NcclError) as caught:
@@ -357,7 +357,7 @@ def test_a_disagreement_has_what_each_rank_brings(host_engine, check):
             assert "wait in all_reduce" not in str(error), "what they bring is said once"
 
 
-def test_ranks_that_compare_in_another_way_are_told_so(host_engine):
+def test_different_check_options_are_an_error_on_both_ranks(host_engine):
     store = LocalStore()
     with ncclpy.ProcessGroup(store, 0, 2, device=0, check="always", timeout=LONG) as first:
         with pytest.raises(ValueError, match=r"check: .*rank 1 of 2 has 'off', rank 0 of 2 has 'always'"):
@@ -366,7 +366,7 @@ def test_ranks_that_compare_in_another_way_are_told_so(host_engine):
         assert "rank 1 of 2 has 'off', rank 0 of 2 has 'always'" in str(first.error)
 
 
-def test_who_would_join_and_compares_in_another_way_is_not_let_in(host_engine):
+def test_joiner_with_different_check_option_is_refused(host_engine):
     def guest():
         try:
             ncclpy.ProcessGroup.join(store, device=1, timeout=DEADLINE)
@@ -390,7 +390,7 @@ def test_who_would_join_and_compares_in_another_way_is_not_let_in(host_engine):
 # Going on.
 
 
-def test_who_refuses_to_go_on_tells_those_who_wait(host_engine):
+def test_reconfigure_with_other_handles_ends_wait_of_other_ranks(host_engine):
     store = LocalStore()
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     handles = [group.reconfigure_handle() for group in groups]
@@ -417,7 +417,7 @@ def test_who_refuses_to_go_on_tells_those_who_wait(host_engine):
         group.close()
 
 
-def test_who_does_not_come_to_go_on_is_named_by_what_it_was(host_engine):
+def test_rank_missing_from_reconfigure_is_named_by_its_old_rank(host_engine):
     store = LocalStore()
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     handles = [group.reconfigure_handle() for group in groups]
@@ -431,7 +431,7 @@ def test_who_does_not_come_to_go_on_is_named_by_what_it_was(host_engine):
         group.close()
 
 
-def test_a_deadline_is_said(host_engine):
+def test_timeout_error_states_the_timeout(host_engine):
     def body(group):
         group.connect()
         if group.rank == 0:

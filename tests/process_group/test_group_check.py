@@ -200,7 +200,7 @@ CARRIED_ALIKE = {
 
 @pytest.mark.parametrize("how", ["broadcast", "send", "block"])
 @pytest.mark.parametrize("kind", CARRIED_ALIKE)
-def test_types_that_nccl_carries_alike_are_told_apart(board, kind, how):
+def test_types_with_same_nccl_type_are_told_apart(board, kind, how):
     first, second, name, other, count = CARRIED_ALIKE[kind]
 
     def body(group):
@@ -223,7 +223,7 @@ def test_types_that_nccl_carries_alike_are_told_apart(board, kind, how):
         assert told in found
 
 
-def test_a_type_of_many_fields_is_compared_whole(board):
+def test_dtype_of_many_fields_is_compared_whole(board):
     """Its name is cut; what differs behind that is still seen."""
 
     def body(group):
@@ -235,7 +235,7 @@ def test_a_type_of_many_fields_is_compared_whole(board):
         assert len(names) == len(set(names)) == 2, found
 
 
-def test_what_a_rank_sends_itself_as_another_type_is_refused(board):
+def test_send_to_self_with_other_type_is_refused(board):
     def body(group):
         group.send(np.zeros(2, "i2"), group.rank)
         with pytest.raises(ValueError, match=r"sends to itself has 2 .* int16, what it receives 2 .* uint16"):
@@ -245,7 +245,7 @@ def test_what_a_rank_sends_itself_as_another_type_is_refused(board):
     run_groups(1, body)
 
 
-def test_a_barrier_meets_no_reduction_of_a_byte(board):
+def test_barrier_does_not_match_reduction_of_one_byte(board):
     def body(group):
         (group.all_reduce(np.zeros(1, np.uint8), op="max") if group.rank else group.barrier()).wait(DEADLINE)
 
@@ -263,7 +263,7 @@ def mixed(group, tag):
 
 @pytest.mark.parametrize("check", ["first", "always"])
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_what_differs_is_an_error_on_all_ranks(board, kind, check):
+def test_mismatch_is_an_error_on_all_ranks(board, kind, check):
     size, call, told = MISMATCHES[kind]
 
     def body(group):
@@ -275,7 +275,7 @@ def test_what_differs_is_an_error_on_all_ranks(board, kind, check):
     assert found == [disagreement(1, told, rank) for rank in range(size)]
 
 
-def test_what_is_known_here_and_new_there_ends_the_group(board):
+def test_call_known_on_one_rank_and_new_on_other_ends_the_group(board):
     """The rank that knows its call waits for nobody; the other one finds what it has noted."""
 
     def body(group):
@@ -291,7 +291,7 @@ def test_what_is_known_here_and_new_there_ends_the_group(board):
     assert time.monotonic() - begun < DEADLINE / 4
 
 
-def test_a_rank_that_is_far_ahead(board):
+def test_rank_far_ahead_still_gets_disagreement(board):
     """Its note is overwritten in shared memory; it is a disagreement all the same."""
 
     def body(group):
@@ -311,7 +311,7 @@ def test_a_rank_that_is_far_ahead(board):
     assert f"rank 0 brings {brought}, rank 1 broadcast of 2 float64 from root 0" in found[1]
 
 
-def test_the_group_goes_on_where_it_only_reports(board, caplog):
+def test_mismatch_with_on_error_report_keeps_the_group(board, caplog):
     def body(group):
         with pytest.raises(ncclpy.NcclError, match="disagree on collective 0"):
             group.all_reduce(np.ones(1 + group.rank))
@@ -365,7 +365,7 @@ def test_messages_that_do_not_fit(board, kind, in_a_block):
         ) in told
 
 
-def test_two_that_both_send(board):
+def test_two_ranks_that_both_send_are_a_mismatch(board):
     def body(group):
         group.send(np.ones(1), 1 - group.rank).wait(DEADLINE)
 
@@ -375,7 +375,7 @@ def test_two_that_both_send(board):
         )
 
 
-def test_a_message_whose_other_half_does_not_come(board):
+def test_message_without_its_other_half_times_out(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank == 0:
@@ -397,7 +397,7 @@ PROGRAMS = {
     "all_gather": lambda arrays: operations.test_all_gather_and_reduce_scatter(arrays, 4, False),
     "lists": lambda arrays: operations.test_all_gather_and_reduce_scatter(arrays, 4, True),
     "uneven parts": lambda arrays: operations.test_uneven_parts(arrays, 4),
-    "roots": lambda arrays: operations.test_what_has_a_root(arrays, 4, 1),
+    "roots": lambda arrays: operations.test_operations_with_root(arrays, 4, 1),
     "all_to_all": lambda arrays: operations.test_all_to_all(arrays, 4),
     "blocks": lambda arrays: operations.test_coalesced_operations_are_one_launch_with_one_number(arrays, 4),
 }
@@ -442,7 +442,7 @@ def everything(world, check):
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
-def test_all_that_groups_do(run, check):
+def test_all_calls_of_groups_work_with_check(run, check):
     one = lambda rank: [[3.0] * 3, [1.0 - rank] * 2, ([0, 1], [2.0, 1.0]), [2.0]]  # noqa: E731
     assert run(everything, check) == [one(rank) * 3 for rank in range(2)]
 
@@ -490,7 +490,7 @@ def test_only_two_ranks_of_three_send(board):
 
 
 @pytest.mark.parametrize("kind", ["LocalStore", "TCPStore", "FileStore"])
-def test_each_store(monkeypatch, tmp_path, kind):
+def test_check_works_with_each_store(monkeypatch, tmp_path, kind):
     refuse_memory(monkeypatch)
     stores = {
         "LocalStore": LocalStore,
@@ -517,7 +517,7 @@ def test_each_store(monkeypatch, tmp_path, kind):
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_a_rank_that_does_not_come_is_named(board, met):
+def test_missing_rank_is_named(board, met):
     def body(group):
         if met:
             group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -532,7 +532,7 @@ def test_a_rank_that_does_not_come_is_named(board, met):
     assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
 
 
-def test_who_comes_after_another_has_left_does_not_go_on(board):
+def test_late_rank_fails_after_other_rank_gave_up(board):
     """The group goes on without its collectives, but nobody is left alone in NCCL."""
 
     def body(group):
@@ -554,7 +554,7 @@ def test_who_comes_after_another_has_left_does_not_go_on(board):
     run_groups(2, body, check="always", on_error="report")
 
 
-def test_a_message_may_wait_for_its_pair_to_stand(board):
+def test_message_deadline_begins_at_launch(board):
     """Its deadline is that of its launch, as without a check."""
 
     def body(group):
@@ -569,7 +569,7 @@ def test_a_message_may_wait_for_its_pair_to_stand(board):
     assert run_groups(2, body, check="always") == [3, 4]
 
 
-def test_an_abort_from_another_rank_ends_the_wait(board):
+def test_abort_of_other_rank_ends_the_wait(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank:
@@ -583,7 +583,7 @@ def test_an_abort_from_another_rank_ends_the_wait(board):
     assert time.monotonic() - begun < DEADLINE / 4
 
 
-def test_a_close_from_another_thread_ends_the_wait(board):
+def test_close_from_other_thread_ends_the_wait(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank == 0:
@@ -634,7 +634,7 @@ def test_ctrl_c_ends_the_wait_and_the_group():
     )
 
 
-def test_a_rank_that_is_killed_while_others_wait(tmp_path):
+def test_killed_rank_ends_wait_of_others(tmp_path):
     """They hear of it long before their deadline, and no file and no descriptor stays."""
     before = set(os.listdir("/dev/shm"))
     codes, said = run_ranks(
@@ -659,7 +659,7 @@ def test_a_rank_that_is_killed_while_others_wait(tmp_path):
     assert {each for each in set(os.listdir("/dev/shm")) - before if "check" in each} == set()
 
 
-def test_nothing_stays_of_groups_that_compare():
+def test_groups_with_check_leave_nothing_behind():
     def body(group):
         kept.append(group)  # its end is close(), not the collector's
         group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -679,6 +679,6 @@ def test_nothing_stays_of_groups_that_compare():
 
 
 @pytest.mark.parametrize("check", ["on", None, 1])
-def test_what_check_may_be(check):
+def test_invalid_check_option_is_refused(check):
     with pytest.raises(ValueError, match="check: expected one of 'off', 'first', 'always'"):
         ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check=check)

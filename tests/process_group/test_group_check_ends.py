@@ -51,7 +51,7 @@ def begin_block(group):
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("end", ["deadline", "abort"])
-def test_capture_behind_a_block_that_is_held_ends_with(end):
+def test_capture_behind_held_block_ends_with(end):
     """By its deadline nothing is captured, and the group, the block and the capture go on."""
     late = threading.Event()
 
@@ -91,7 +91,7 @@ def test_capture_behind_a_block_that_is_held_ends_with(end):
 
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
-def test_thread_that_waits_for_its_turn_to_compare_is_ended_by(end):
+def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
     """Another thread waits for rank 1 meanwhile: its deadline is its own."""
     late = threading.Event()
 

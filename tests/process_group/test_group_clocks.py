@@ -19,7 +19,7 @@ def pair(store, ahead, identities=("one", "two")):
     return made, made[0].listen()
 
 
-def test_the_difference_is_found_to_within_what_is_told():
+def test_clock_offset_is_within_its_reported_error():
     for ahead in (5.0, -1234.5, 0.0):
         with LocalStore() as store:
             (_, other), watches = pair(store, ahead)
@@ -30,7 +30,7 @@ def test_the_difference_is_found_to_within_what_is_told():
                 watch.close()
 
 
-def test_the_shortest_of_the_round_trips_counts(monkeypatch):
+def test_shortest_round_trip_gives_clock_offset(monkeypatch):
     """All but the fifth answer are late by what the clock is made to show: only that one tells the difference."""
     slow = iter([3.0, 4.0, 5.0, 2.0, 0.0, 3.0, 6.0, 7.0])
     with LocalStore() as store:
@@ -50,7 +50,7 @@ def test_the_shortest_of_the_round_trips_counts(monkeypatch):
             watch.close()
 
 
-def test_who_has_the_clock_of_rank_0_asks_nothing():
+def test_rank_with_clock_of_rank_0_does_not_compare():
     with LocalStore() as store:
         (_, other), watches = pair(store, 5.0, ("one", "one"))
         other.look()

@@ -138,12 +138,12 @@ def check_errors(case):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_damaged_value_is_one_error_on_all_ranks(kind):
+def test_damaged_value_is_one_error_on_all_ranks(kind):
     check_errors(CASES[kind])
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_a_damaged_note_in_the_store_is_one_error_on_all_ranks(monkeypatch, kind):
+def test_damaged_note_in_store_is_one_error_on_all_ranks(monkeypatch, kind):
     def refused(*_):
         raise OSError("another machine")
 
@@ -164,7 +164,7 @@ def test_a_damaged_note_in_the_store_is_one_error_on_all_ranks(monkeypatch, kind
         ("asks/000000000001", b"\xff", "has not admitted this process: .* what a rank has put under"),
     ],
 )
-def test_who_wants_to_join_is_told_of_a_damaged_value(end, junk, said):
+def test_joiner_gets_error_of_damaged_value(end, junk, said):
     store = LocalStore()
     over = threading.Event()
 
@@ -188,7 +188,7 @@ def test_who_wants_to_join_is_told_of_a_damaged_value(end, junk, said):
     testing.run_threads(2, body, DEADLINE)
 
 
-def test_an_end_that_cannot_be_read_is_an_end():
+def test_unreadable_end_is_an_end():
     store = LocalStore()
     stores = [Damaged(store, None, b""), Damaged(store, "told/ended", b"[]")]
     meet = threading.Barrier(2)
@@ -206,5 +206,5 @@ def test_an_end_that_cannot_be_read_is_an_end():
     testing.run_threads(2, body, DEADLINE)
 
 
-def test_a_damaged_value_is_an_error_of_the_store():
+def test_store_damaged_is_a_store_error():
     assert issubclass(StoreDamaged, StoreError)

@@ -32,7 +32,7 @@ def size():
 
 
 @pytest.mark.parametrize("connected", ["all", "one", "none"])
-def test_parts_are_made_by_nccl_where_all_have_the_communicator(arrays, size, connected):
+def test_split_uses_nccl_when_all_have_the_communicator(arrays, size, connected):
     testing.need_function("ncclCommSplit")
     name = f"divided{connected}"
 
@@ -69,7 +69,7 @@ def test_parts_are_made_by_nccl_where_all_have_the_communicator(arrays, size, co
     assert len(by_nccl) == (len(communicators(f"{name}/")) if connected == "all" else 0)
 
 
-def test_a_rank_without_a_color_takes_part(host_engine):
+def test_rank_without_color_takes_part_in_split(host_engine):
     def body(group):
         group.connect()
         part = group.split(None if group.rank == 1 else 0)
@@ -85,7 +85,7 @@ def test_a_rank_without_a_color_takes_part(host_engine):
     assert run_groups(3, body) == [[2, 2], None, [2, 2]]
 
 
-def test_what_was_begun_before_is_done_before_the_division(host_engine):
+def test_split_waits_for_earlier_operations(host_engine):
     def body(group):
         group.connect()
         arrays = [np.ones(1000) for _ in range(20)]
@@ -102,7 +102,7 @@ def test_what_was_begun_before_is_done_before_the_division(host_engine):
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_no_color_of_nccl_joins_no_group_as_none_does(host_engine, connected):
+def test_negative_color_joins_no_group_like_none(host_engine, connected):
     def body(group):
         if connected:
             group.connect()
@@ -116,7 +116,7 @@ def test_no_color_of_nccl_joins_no_group_as_none_does(host_engine, connected):
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_color_that_is_none_is_refused_on_all_ranks_alike(host_engine, connected):
+def test_invalid_color_is_the_same_error_on_all_ranks(host_engine, connected):
     store = LocalStore()
 
     def body(group):
@@ -136,7 +136,7 @@ def test_color_that_is_none_is_refused_on_all_ranks_alike(host_engine, connected
     }
 
 
-def test_color_of_a_communicator_is_nccls(comms2, host_engine):
+def test_communicator_split_accepts_colors_of_nccl(comms2, host_engine):
     for color in (-2, 1 << 31):
         with pytest.raises(ValueError, match="color: expected an int from 0 to 2147483647, or None"):
             comms2[0].split(color)
@@ -150,7 +150,7 @@ def test_color_of_a_communicator_is_nccls(comms2, host_engine):
     parts[0].close()
 
 
-def test_who_does_not_come_to_a_division_is_named_and_the_group_stays(host_engine):
+def test_rank_missing_from_split_is_named_and_group_stays(host_engine):
     def body(group):
         group.connect()
         if group.rank == 1:
@@ -171,7 +171,7 @@ def test_who_does_not_come_to_a_division_is_named_and_the_group_stays(host_engin
 
 @pytest.mark.parametrize("what", ["error:ncclSystemError", "hang"])
 @pytest.mark.parametrize("on_error", ["abort", "report"])
-def test_a_division_that_fails_ends_in_time_on_all_ranks(host_engine, what, on_error):
+def test_failed_split_ends_before_deadline_on_all_ranks(host_engine, what, on_error):
     def body(group):
         group.connect()
         together.wait(DEADLINE)
@@ -192,7 +192,7 @@ def test_a_division_that_fails_ends_in_time_on_all_ranks(host_engine, what, on_e
 
 
 @pytest.mark.parametrize("call", [2, 3])  # of the communicator, and of the one by which it can be ended
-def test_an_abort_ends_a_division(host_engine, call):
+def test_abort_ends_split(host_engine, call):
     def body(group):
         group.connect()
         together.wait(DEADLINE)
@@ -209,7 +209,7 @@ def test_an_abort_ends_a_division(host_engine, call):
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["by NCCL", "meeting anew"])
-def test_who_cannot_make_its_part_is_not_waited_for(host_engine, monkeypatch, connected):
+def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeypatch, connected):
     """The others have made theirs, and begin: nothing but the news ends that."""
     gather, begin = Notices.gather, Notices.__init__
 

@@ -93,7 +93,7 @@ def brought(lines):
     return found
 
 
-def test_a_rank_that_joins_after_the_deadline_is_the_one_that_is_named(ranks):
+def test_rank_that_joins_after_deadline_is_named(ranks):
     """It sleeps for longer than the others wait: each has written a dump, and the last one's says when it came."""
     dumps, said = ranks(
         3,
@@ -140,7 +140,7 @@ BUSY = {
 @pytest.mark.parametrize(
     "where", [pytest.param(where, marks=[pytest.mark.slow] * (where == "asleep in Python")) for where in BUSY]
 )
-def test_a_rank_that_does_not_come_writes_its_dump_when_it_hears_of_the_end(ranks, where):
+def test_missing_rank_dumps_when_it_hears_of_the_end(ranks, where):
     dumps, said = ranks(
         2,
         f"""
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_come_writes_its_dump_when_it_hears_of_the_end(rank
     assert "    now: nothing in progress; last recorded was barrier of 1 " in said
 
 
-def test_an_abort_is_dumped_by_all_ranks(ranks):
+def test_abort_is_dumped_by_all_ranks(ranks):
     dumps, said = ranks(
         3,
         """
@@ -207,7 +207,7 @@ def test_two_groups_of_which_one_fails(ranks):
     assert re.fullmatch(r"the ranks part at sequence 1 of communicator two \w+ \(2 ranks\)", part(said)[0])
 
 
-def test_a_process_that_was_killed_has_left_no_dump_and_is_named(ranks):
+def test_killed_process_leaves_no_dump_and_is_named(ranks):
     dumps, said = ranks(
         3,
         """

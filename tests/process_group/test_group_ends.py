@@ -18,7 +18,7 @@ import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
 
 
-def test_who_has_not_come_is_named(arrays):
+def test_missing_rank_is_named(arrays):
     group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3)
     array = arrays.argument(arrays.make(np.ones(3), 0))
     work = group.all_reduce(array)
@@ -35,7 +35,7 @@ def test_who_has_not_come_is_named(arrays):
     group.close()
 
 
-def test_who_waits_for_ranks_that_do_not_come_leaves_with_an_abort(host_engine):
+def test_abort_ends_wait_for_missing_ranks(host_engine):
     """Long before the group's deadline: the thread that makes the communicator, and who is in `split`."""
 
     def making():
@@ -53,7 +53,7 @@ def test_who_waits_for_ranks_that_do_not_come_leaves_with_an_abort(host_engine):
 
 
 @pytest.mark.parametrize("moment", ["at once", "later"])
-def test_an_abort_ends_a_communicator_that_nccl_is_making(host_engine, moment):
+def test_abort_ends_communicator_init(host_engine, moment):
     """Rank 1 comes to the meeting, and not to NCCL."""
 
     def making():
@@ -72,7 +72,7 @@ def test_an_abort_ends_a_communicator_that_nccl_is_making(host_engine, moment):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_who_comes_late_hears_who_did_not_come(host_engine, late):
+def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
     """The first rank to give up says so to all, also to those that come later."""
 
     def body(rank):
@@ -97,7 +97,7 @@ def test_who_comes_late_hears_who_did_not_come(host_engine, late):
         assert f"ranks {late}, 3 of 4 did not come" in text.replace("2-3", "2, 3")
 
 
-def test_a_meeting_leaves_nothing_in_the_store(host_engine):
+def test_meeting_leaves_nothing_in_store(host_engine):
     def body(group):
         group.connect(peers=[1 - group.rank])
         testing.wait_for(lambda: not [key for key in store.keys() if "communicator" in key])
@@ -106,7 +106,7 @@ def test_a_meeting_leaves_nothing_in_the_store(host_engine):
     run_groups(2, body, store=store)
 
 
-def test_the_others_are_told_before_close_returns(arrays, monkeypatch):
+def test_failure_is_in_store_before_close_returns(arrays, monkeypatch):
     """A process that fails, closes its group and ends would take the news with it."""
 
     class Slow(LocalStore):
@@ -140,7 +140,7 @@ def test_connect_waits_until_the_communicator_stands():
 
 
 @pytest.mark.parametrize("how", ["operation", "block", "group"])
-def test_a_deadline_ends_the_group_on_all_ranks(arrays, how):
+def test_deadline_ends_the_group_on_all_ranks(arrays, how):
     """Rank 1 does not come to the second collective; all ranks hear of its end, also those that wait for nothing."""
 
     def body(group):
@@ -169,7 +169,7 @@ def test_a_deadline_ends_the_group_on_all_ranks(arrays, how):
     assert run_groups(2, body, timeout=shortest if how == "group" else DEADLINE / 2) == [True, True]
 
 
-def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):
+def test_deadline_entered_twice_ends_with_outer_block(host_engine):
     with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE) as group:
         group.connect()
         deadline = group.deadline(0.05)
@@ -183,7 +183,7 @@ def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
-def test_an_abort_reaches_all_ranks(arrays, kind, tmp_path):
+def test_abort_reaches_all_ranks(arrays, kind, tmp_path):
     stores = {
         "local": LocalStore,
         "file": lambda: FileStore(tmp_path / "s"),
@@ -215,7 +215,7 @@ def test_an_abort_reaches_all_ranks(arrays, kind, tmp_path):
     assert sorted(told) == list(enumerate(errors))
 
 
-def test_an_operation_that_fails_ends_the_group_and_the_first_error_is_kept(host_engine):
+def test_failed_operation_ends_group_with_first_error(host_engine):
     def body(group):
         array = np.ones(2)
         group.all_reduce(array).wait(DEADLINE)
@@ -234,7 +234,7 @@ def test_an_operation_that_fails_ends_the_group_and_the_first_error_is_kept(host
     assert run_groups(2, body) == [True, True]
 
 
-def test_wait_ends_the_wait_alone(arrays):
+def test_wait_timeout_keeps_operation_running(arrays):
     def body(group):
         made = arrays.make(np.ones(2), group.device)
         array = arrays.argument(made)
@@ -253,7 +253,7 @@ def test_wait_ends_the_wait_alone(arrays):
     assert run_groups(2, body) == [[4, 4]] * 2
 
 
-def test_arrays_are_held_until_nobody_can_touch_them(host_engine):
+def test_arrays_are_held_until_operation_cannot_touch_them(host_engine):
     class Watched(np.ndarray):
         pass
 
@@ -277,7 +277,7 @@ def test_arrays_are_held_until_nobody_can_touch_them(host_engine):
     run_groups(2, body)
 
 
-def test_hooks_tell_of_operations(arrays):
+def test_completion_hook_receives_operations(arrays):
     told = []
 
     def body(group):
@@ -302,7 +302,7 @@ def test_hooks_tell_of_operations(arrays):
     assert (second.seq, second.count, second.nbytes) == (1, 5, 28)
 
 
-def test_close_waits_for_what_was_begun(arrays):
+def test_close_waits_for_begun_operations(arrays):
     def body(group):
         made = arrays.make(np.full(100_000, group.rank), group.device)
         array = arrays.argument(made)
@@ -345,7 +345,7 @@ def test_close_that_waits_for_an_operation_raises_its_failure(arrays, waits):
 
 
 @pytest.mark.parametrize("asks", ["nothing", "wait", "error", "a call"])
-def test_close_raises_a_failure_that_the_program_was_not_given(host_engine, asks):
+def test_close_raises_unreported_failure(host_engine, asks):
     failed = threading.Barrier(2)
 
     def body(group):
@@ -370,7 +370,7 @@ def test_close_raises_a_failure_that_the_program_was_not_given(host_engine, asks
     run_groups(2, body)
 
 
-def test_close_aborts_what_does_not_end(arrays):
+def test_close_aborts_unfinished_operations(arrays):
     def body(group):
         array = arrays.argument(arrays.make(np.ones(2), group.device))
         group.all_reduce(array).wait(DEADLINE)
@@ -407,7 +407,7 @@ def test_groups_of_some_ranks(host_engine):
     assert run_groups(4, body) == [(5, (1, 2, 2)), (1, (0, 1, 1)), (5, (0, 2, 2)), (1, None)]
 
 
-def test_the_recorder_tells_group_and_number(arrays):
+def test_recorder_entries_have_group_and_number(arrays):
     def body(group):
         array = arrays.make(np.ones(3), group.device)
         for _ in range(2):
@@ -442,7 +442,7 @@ def test_parts_of_groups_of_one_name_do_not_meet(host_engine):
     assert run_groups(3, body, store=store) == [[1], [1, 3], [3]]
 
 
-def test_a_hook_that_comes_while_the_group_ends_is_called_once(monkeypatch):
+def test_hook_added_while_group_ends_is_called_once(monkeypatch):
     told, start = [], threading.Thread.start
 
     def late(thread):
@@ -463,7 +463,7 @@ def test_a_hook_that_comes_while_the_group_ends_is_called_once(monkeypatch):
 
 @pytest.mark.parametrize("stderr", ["None", "open('/dev/full', 'w')"])
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
-def test_a_process_ends_also_where_stderr_cannot_be_written(on_error, stderr):
+def test_process_exits_when_stderr_is_not_writable(on_error, stderr):
     done = testing.run_python(
         f"""
         import sys, time, numpy as np, ncclpy, testing
@@ -481,7 +481,7 @@ def test_a_process_ends_also_where_stderr_cannot_be_written(on_error, stderr):
 
 
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
-def test_a_process_may_end_with_its_group(on_error):
+def test_on_error_exit_ends_the_process(on_error):
     done = testing.run_python(
         f"""
         import threading, time, numpy as np, ncclpy, testing
@@ -500,7 +500,7 @@ def test_a_process_may_end_with_its_group(on_error):
     assert ("ncclpy-recorder" in done.stderr) == (on_error == "exit")
 
 
-def test_process_without_a_thread_for_its_exit_ends_all_the_same():
+def test_process_exits_without_thread_for_its_exit():
     done = testing.run_python(
         """
         import time, numpy as np, ncclpy, testing
@@ -520,7 +520,7 @@ def test_process_without_a_thread_for_its_exit_ends_all_the_same():
     assert "rank 1 of 2 did not come" in done.stdout, "the other ranks were not told before"
 
 
-def test_an_abort_that_was_asked_for_does_not_end_the_process():
+def test_explicit_abort_does_not_end_the_process():
     def body(group):
         if group.rank == 0:
             group.abort("asked for")

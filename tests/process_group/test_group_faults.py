@@ -32,7 +32,7 @@ OF_PROCESSES = {"killed", "killed at once", "stopped", "stopped for long", "stor
     [("group_fault_runs.py", EVENTS | OF_THREADS), ("group_fault_processes.py", EVENTS | OF_PROCESSES)],
     ids=["threads", "processes"],
 )
-def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, processes, runs_each):
+def test_every_work_ends_once_under_random_faults(host_engine, script, events, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, HERE / script, str(100 * number), str(runs_each)],

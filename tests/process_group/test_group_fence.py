@@ -183,7 +183,7 @@ assert not said, said
     )
 
 
-def test_rank_that_stood_still_and_whose_store_is_gone_goes_on_with_a_warning(host_engine):
+def test_rank_that_stood_still_without_store_continues_with_warning(host_engine):
     testing.run_python(
         STOOD_STILL
         + """

@@ -153,7 +153,7 @@ def test_lists_and_pairs_in_a_graph():
 
 
 @MODES
-def test_a_communicator_that_is_not_made_yet(mode):
+def test_capture_without_communicator_is_refused(mode):
     """Neither the capture nor the group comes to harm, and nothing is begun."""
 
     def body(side):
@@ -181,7 +181,7 @@ def test_a_communicator_that_is_not_made_yet(mode):
     run(body)
 
 
-def test_what_a_captured_work_says():
+def test_captured_work_refuses_wait_and_result():
     def body(side):
         group, array, told = side.group, side.array(1), []
         side.warm(array)
@@ -220,7 +220,7 @@ def test_what_a_captured_work_says():
     run(body, name="works", timing=True)
 
 
-def test_arrays_of_a_graph_are_its_owners():
+def test_captured_work_does_not_hold_arrays():
     def body(side):
         array = side.array(1)
         side.warm(array)
@@ -260,7 +260,7 @@ def test_eager_operations_between_replays():
 
 
 @MODES
-def test_the_group_is_used_by_another_thread_meanwhile(mode):
+def test_capture_stays_valid_while_other_thread_uses_group(mode):
     """Its works are waited for by that thread and by the monitor, which ask events, and the captures stay valid."""
 
     def body(side):
@@ -295,7 +295,7 @@ def test_the_group_is_used_by_another_thread_meanwhile(mode):
 
 
 @MODES
-def test_who_captures_may_use_works_of_before(mode):
+def test_earlier_work_can_be_waited_for_during_capture(mode):
     """An operation that runs on the group's stream meanwhile is asked and waited for in the middle of a capture."""
 
     def body(side):
@@ -347,7 +347,7 @@ def test_communicators_are_made_and_closed_while_others_capture(host_engine):
     assert run(body) == [2, 2]
 
 
-def test_the_monitor_leaves_captured_operations_alone():
+def test_monitor_ignores_captured_operations():
     """No deadline passes while a graph waits to be launched, and none for a replay that takes long."""
 
     def body(side):
@@ -368,7 +368,7 @@ def test_the_monitor_leaves_captured_operations_alone():
     assert run(body) == [4, 4]
 
 
-def test_an_abort_ends_a_replay():
+def test_abort_ends_replay():
     def body(side):
         array = side.array(1)
         side.warm(array)
@@ -388,7 +388,7 @@ def test_an_abort_ends_a_replay():
     run(body)
 
 
-def test_what_was_begun_before_is_launched_before(host_engine):
+def test_earlier_operation_is_launched_before_capture(host_engine):
     """NCCL sees one thread's operations in their order, also where a lane still has one of them before it."""
 
     def body(side):
@@ -406,7 +406,7 @@ def test_what_was_begun_before_is_launched_before(host_engine):
         assert run(body) == [(2, 2)] * 2
 
 
-def test_what_was_begun_before_may_be_stuck(host_engine):
+def test_stuck_earlier_operation_leaves_capture_valid(host_engine):
     """Nothing is captured then, and the capture goes on."""
 
     def body(side):
@@ -426,7 +426,7 @@ def test_what_was_begun_before_may_be_stuck(host_engine):
         run(body)
 
 
-def test_a_call_that_is_stuck_ends_at_the_deadline(host_engine):
+def test_stuck_captured_call_ends_at_deadline(host_engine):
     """NCCL may wait for other ranks when it captures what they have not run before."""
 
     def body(side):
@@ -445,7 +445,7 @@ def test_a_call_that_is_stuck_ends_at_the_deadline(host_engine):
     assert faults.fired
 
 
-def test_a_group_that_has_ended_captures_nothing(host_engine):
+def test_ended_group_refuses_capture(host_engine):
     """What NCCL refuses ends the group as it does outside of a capture, and all ranks hear of it."""
 
     def body(side):
@@ -469,7 +469,7 @@ def test_a_group_that_has_ended_captures_nothing(host_engine):
     run(body)
 
 
-def test_what_is_refused_in_a_capture():
+def test_refused_calls_keep_capture_valid():
     def body(side):
         group, array, got = side.group, side.array(1), side.array(0)
         side.warm(array)
@@ -490,7 +490,7 @@ def test_what_is_refused_in_a_capture():
     assert run(body) == [2, 2]
 
 
-def test_what_the_cpu_would_have_to_look_at(host_engine):
+def test_capture_skips_nan_check_and_refuses_sparse(host_engine):
     """NaNs are not looked for in a capture, and a sparse sum refuses it; the capture goes on."""
 
     def body(side):
@@ -513,7 +513,7 @@ def test_what_the_cpu_would_have_to_look_at(host_engine):
     assert run(body, check_nan=True) == [[2.0] * 4] * 2
 
 
-def test_a_capture_that_was_invalidated_before():
+def test_invalidated_capture_is_reported_before_nccl_call():
     """The group is told before NCCL is, and goes on."""
 
     def body(side):
@@ -530,7 +530,7 @@ def test_a_capture_that_was_invalidated_before():
     assert run(body) == [(4, 2)] * 2
 
 
-def test_a_graph_of_several_streams():
+def test_graph_of_several_streams():
     """A block whose inputs come from several captured streams waits for all of them, and all of them wait for it."""
 
     def body(side):

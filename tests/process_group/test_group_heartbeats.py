@@ -255,7 +255,7 @@ def test_rank_that_has_closed_the_group_is_not_silent(pair, moments):
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"nan 1", b"-1 1", b"0 1", b"soon"])
-def test_what_is_no_heartbeat_takes_no_rank_for_gone(pair, moments, value):
+def test_invalid_heartbeat_takes_no_rank_for_gone(pair, moments, value):
     first, _, store = pair
     store.set("beat/1", value)
     assert listens(first, moments, 100) == []

@@ -98,7 +98,7 @@ def test_two_join_three(host_engine, check):
     assert not store.keys("ncclpy/joining/default/asks")
 
 
-def test_who_hears_of_the_end_before_it_has_looked_goes_on_with_the_others(host_engine, monkeypatch):
+def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine, monkeypatch):
     """One that has gone on ends what the group was; a rank that is slow in the store has met it all the same."""
     awaits, slow = Arrivals._await, []
 
@@ -123,7 +123,7 @@ def test_who_hears_of_the_end_before_it_has_looked_goes_on_with_the_others(host_
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_who_is_torn_out_of_it_does_not_go_on_alone(host_engine, monkeypatch, who):
+def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypatch, who):
     """The others have gone on with the new one, and wait for it; a half of its own would be the second."""
     gathers, others_moved = Notices.gather, threading.Event()
 
@@ -167,7 +167,7 @@ def left_of_meetings(store):
     return sum("/admit/" in key for key in store.keys())
 
 
-def test_to_admit_nobody_leaves_nothing_in_the_store(host_engine):
+def test_admit_without_joiners_leaves_nothing_in_store(host_engine):
     def body(group):
         for _ in range(3):
             group.admit()
@@ -182,7 +182,7 @@ def test_to_admit_nobody_leaves_nothing_in_the_store(host_engine):
     run_groups(2, body)
 
 
-def test_one_that_has_not_answered_asks_again(host_engine):
+def test_joiner_that_missed_its_invitation_asks_again(host_engine):
     """It was stopped, say, when it was invited; the group has forgotten it."""
     store, results, arrays = LocalStore(), [], testing.arrays()
     with ncclpy.ProcessGroup(store, 0, 1, device=0, timeout=DEADLINE / 2) as group:
@@ -197,7 +197,7 @@ def test_one_that_has_not_answered_asks_again(host_engine):
     assert results == [(1, 2, "default", 3)]
 
 
-def test_what_was_begun_is_done_first(host_engine):
+def test_admit_waits_for_begun_operations(host_engine):
     store, results, arrays = LocalStore(), [], testing.arrays()
 
     def body(group):
@@ -213,7 +213,7 @@ def test_what_was_begun_is_done_first(host_engine):
     run_groups(2, body, store=store)
 
 
-def test_admit_gives_up_on_what_is_not_done(host_engine):
+def test_admit_times_out_on_unfinished_operations(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)
         if group.rank == 0:
@@ -227,7 +227,7 @@ def test_admit_gives_up_on_what_is_not_done(host_engine):
     assert run_groups(2, body) == [2, 2]
 
 
-def test_one_that_comes_to_nothing_is_counted_by_all(host_engine):
+def test_failed_admit_counts_on_all_ranks(host_engine):
     """Rank 0 has not come to where rank 1 waited for it; the next time they meet."""
 
     def body(group):
@@ -243,7 +243,7 @@ def test_one_that_comes_to_nothing_is_counted_by_all(host_engine):
     assert run_groups(2, body) == [(), ()]
 
 
-def test_a_rank_that_does_not_admit_is_named(host_engine):
+def test_rank_missing_from_admit_is_named(host_engine):
     """Who waits to join hears of it, and the group is what it was."""
     store, results, arrays = LocalStore(), [], testing.arrays()
 
@@ -263,7 +263,7 @@ def test_a_rank_that_does_not_admit_is_named(host_engine):
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
-def test_nobody_admits(host_engine, tmp_path, kind):
+def test_join_times_out_without_admit(host_engine, tmp_path, kind):
     served = TCPStore("127.0.0.1", 0, serve=True, linger=0) if kind == "tcp" else None
     store = served or (LocalStore() if kind == "local" else FileStore(tmp_path / "store"))
     with pytest.raises(ncclpy.NcclTimeout, match=r"process group 'x y' has not admitted this process within 500 ms"):
@@ -272,7 +272,7 @@ def test_nobody_admits(host_engine, tmp_path, kind):
     store.close()
 
 
-def test_one_that_has_died_before_is_not_waited_for(host_engine):
+def test_joiner_that_died_before_admit_is_not_waited_for(host_engine):
     served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
     theirs = TCPStore("127.0.0.1", served.port)
     with ncclpy.ProcessGroup(served, 0, 1, device=0) as group:
@@ -286,7 +286,7 @@ def test_one_that_has_died_before_is_not_waited_for(host_engine):
     served.close()
 
 
-def test_one_that_dies_while_it_joins_can_be_recovered_from(host_engine, monkeypatch):
+def test_recover_after_joiner_died_in_join(host_engine, monkeypatch):
     """It is admitted, and does not come to where they meet."""
     store, arrays, results = LocalStore(), testing.arrays(), []
     wait = Joiner.wait
@@ -312,7 +312,7 @@ def test_one_that_dies_while_it_joins_can_be_recovered_from(host_engine, monkeyp
     assert isinstance(results[0], SystemError)
 
 
-def test_who_is_interrupted_while_it_welcomes_is_one_of_them(host_engine, monkeypatch):
+def test_rank_interrupted_in_welcome_remains_member(host_engine, monkeypatch):
     """Rank 0 leaves when the others may have gone on: they hear of it, and nobody goes on alone."""
     store, arrays, results = LocalStore(), testing.arrays(), []
 
@@ -335,7 +335,7 @@ def test_who_is_interrupted_while_it_welcomes_is_one_of_them(host_engine, monkey
     assert run_groups(2, body, store=store) == [3, 3]
 
 
-def test_what_is_given(host_engine):
+def test_invalid_join_arguments_are_refused(host_engine):
     for wrong in ("", None, 3):
         with pytest.raises(ValueError, match="name: expected a text"):
             ncclpy.ProcessGroup.join(LocalStore(), wrong)

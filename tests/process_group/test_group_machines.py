@@ -23,7 +23,7 @@ AWAY = {
 
 
 @pytest.mark.parametrize("what", AWAY)
-def test_what_a_process_of_another_machine_does_instead(tmp_path, what):
+def test_error_tells_state_of_process_on_other_machine(tmp_path, what):
     """Its number says nothing here: that it is stopped cannot be known, that it is gone says its lease."""
     testing.need_processes(2)
     does, state, said = AWAY[what]

@@ -97,7 +97,7 @@ def late_sum(group, room):
     group.all_reduce(room.array(2)).wait(DEADLINE)
 
 
-def test_arrays_go_when_their_stream_waits(rooms):
+def test_arrays_are_released_when_their_stream_waits(rooms):
     """The work keeps what it results in, for its user alone."""
 
     def early(group, room):
@@ -141,7 +141,7 @@ def test_results_stay_with_the_work(rooms):
     assert work.result(DEADLINE) is alive() is not None and work.state == "completed"
 
 
-def test_values_arrive_where_they_were_let_go_of(rooms):
+def test_values_arrive_after_works_were_dropped(rooms):
     """Both ranks let go; what comes behind on the stream finds the result."""
 
     def body(group):
@@ -156,7 +156,7 @@ def test_values_arrive_where_they_were_let_go_of(rooms):
     assert run_groups(2, body) == [[2 * step + 1 for step in range(20)]] * 2
 
 
-def test_a_callback_may_ask_for_the_result(rooms):
+def test_callback_may_ask_for_the_result(rooms):
     told = []
 
     def early(group, room):
@@ -173,7 +173,7 @@ def test_a_callback_may_ask_for_the_result(rooms):
 
 
 @pytest.mark.parametrize("streams", ["one", "several"])
-def test_a_block_lets_go_if_all_live_by_one_stream(rooms, streams):
+def test_block_releases_arrays_of_one_stream_early(rooms, streams):
     def early(group, room):
         arrays = [room.array(1), room.array(1, room.other if streams == "several" else None)]
         alive = [weakref.ref(array) for array in arrays]
@@ -195,7 +195,7 @@ def test_a_block_lets_go_if_all_live_by_one_stream(rooms, streams):
     run_late(rooms, early, late)
 
 
-def test_memory_that_knows_no_stream_stays(host_engine, rooms):
+def test_memory_without_stream_is_held(host_engine, rooms):
     """Freed CPU memory is anybody's at once, whatever stream waits; so is that of a `Buffer`."""
 
     class Owner(np.ndarray):
@@ -219,7 +219,7 @@ def test_memory_that_knows_no_stream_stays(host_engine, rooms):
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
-def test_what_was_let_go_of_fails_with_its_group(rooms, keeps):
+def test_released_operation_fails_with_its_group(rooms, keeps):
     told = []
 
     def early(group, room):
@@ -241,7 +241,7 @@ def test_what_was_let_go_of_fails_with_its_group(rooms, keeps):
     assert len(told) == 1 and isinstance(told[0].error, ncclpy.NcclAborted) and "for the test" in str(told[0].error)
 
 
-def test_a_deadline_ends_what_was_let_go_of(host_engine, rooms):
+def test_deadline_ends_released_operation(host_engine, rooms):
     def early(group, room):
         work = group.all_reduce(room.array(1), timeout=0.3)
         work.synchronize(room.stream)
@@ -253,7 +253,7 @@ def test_a_deadline_ends_what_was_let_go_of(host_engine, rooms):
     run_late(rooms, early, late)
 
 
-def test_what_was_let_go_of_and_is_late_is_still_waited_for(host_engine, rooms):
+def test_late_released_operation_is_still_waited_for(host_engine, rooms):
     """With on_error="report" the group goes on, and knows of what is on the device although nobody keeps its work."""
     told = []
 
@@ -270,7 +270,7 @@ def test_what_was_let_go_of_and_is_late_is_still_waited_for(host_engine, rooms):
     assert isinstance(told[0].error, ncclpy.NcclTimeout)
 
 
-def test_many_threads_let_go_of_works(host_engine, rooms):
+def test_many_threads_drop_works(host_engine, rooms):
     """Works of many threads, which the monitor ends meanwhile: each goes, none twice."""
     works, told = [], []
 

@@ -110,7 +110,7 @@ def test_ranks_of_one_machine_that_have_met_do_not_ask_the_store(run, check):
         assert came == [(i + 1 - rank, i - 1 + rank) for i in range(21)]
 
 
-def test_ranks_that_cannot_share_memory_both_go_by_the_store(apart):
+def test_ranks_without_shared_memory_both_use_the_store(apart):
     def body(group):
         return [exchange(group, i + group.rank) for i in range(5)]
 
@@ -121,7 +121,7 @@ def test_ranks_that_cannot_share_memory_both_go_by_the_store(apart):
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_more_than_a_ring_holds(in_blocks):
+def test_messages_beyond_ring_capacity_wait_in_order(in_blocks):
     """What does not fit waits, in its order, while nothing is taken; who begins it does not."""
 
     def body(group):
@@ -149,7 +149,7 @@ def test_more_than_a_ring_holds(in_blocks):
     assert came == [float(i) for i in range(MANY)]
 
 
-def test_receives_that_are_all_begun_before_their_sends():
+def test_receives_begun_before_all_sends_complete():
     """In a ring of three; and nobody has to wait for a work so that it is launched."""
 
     def body(group):
@@ -163,7 +163,7 @@ def test_receives_that_are_all_begun_before_their_sends():
     assert run_groups(3, body, check="always") == [True] * 3
 
 
-def test_what_is_behind_a_held_block_keeps_its_order():
+def test_operations_behind_held_block_keep_their_order():
     """A collective behind a block, on one communicator, is launched behind it, whichever thread does so."""
 
     def body(group):
@@ -213,7 +213,7 @@ def test_several_threads_wait_for_messages_of_several_peers():
 # Ends.
 
 
-def test_a_wait_that_ends_by_its_deadline_names_the_rank():
+def test_wait_that_ends_by_deadline_names_the_rank():
     """Also once the two have met, where nobody rings."""
 
     def body(group):
@@ -232,7 +232,7 @@ def test_a_wait_that_ends_by_its_deadline_names_the_rank():
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_an_abort_ends_what_is_held(met):
+def test_abort_ends_held_messages(met):
     def body(group):
         if met:
             exchange(group, 0.0)
@@ -249,7 +249,7 @@ def test_an_abort_ends_what_is_held(met):
     run_groups(2, body, check="always")
 
 
-def test_a_peer_that_is_killed_in_between(tmp_path):
+def test_killed_peer_ends_the_message(tmp_path):
     """It has brought what it brings, or not: the other one hears of its end long before the deadline."""
     before = set(os.listdir("/dev/shm"))
     codes, said = run_ranks(
@@ -278,7 +278,7 @@ def test_a_peer_that_is_killed_in_between(tmp_path):
     assert {each for each in set(os.listdir("/dev/shm")) - before if "check" in each} == set()
 
 
-def test_ctrl_c_while_a_message_is_waited_for():
+def test_ctrl_c_ends_wait_but_not_message():
     """It ends the wait alone; the message goes on."""
     testing.run_python(
         """
@@ -314,7 +314,7 @@ def test_ctrl_c_while_a_message_is_waited_for():
     )
 
 
-def test_what_was_found_out_holds_for_one_life_of_a_group(run):
+def test_way_of_notes_is_found_anew_after_reconfigure(run):
     """One that goes on with others finds out anew which way their notes go."""
     assert run(goes_on) == [[1.0 - rank, 6.0 - rank] for rank in range(2)]
 
@@ -330,7 +330,7 @@ def goes_on(world):
     return came
 
 
-def test_nothing_stays_of_mailboxes():
+def test_mailboxes_leave_nothing_behind():
     def body(group):
         kept.append(group)  # its end is close(), not the collector's
         exchange(group, 0.0)
@@ -347,7 +347,7 @@ def test_nothing_stays_of_mailboxes():
     testing.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "the descriptors to go")
 
 
-def test_a_forked_child_leaves_its_parents_mailbox_alone():
+def test_forked_child_does_not_touch_mailbox_of_parent():
     testing.run_python(
         """
         import os, threading, numpy as np, ncclpy

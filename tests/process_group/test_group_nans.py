@@ -46,7 +46,7 @@ ROOTED = {
 
 
 @pytest.mark.parametrize("call", [*CALLS, *ROOTED])
-def test_what_has_a_nan_does_not_begin(host_engine, call):
+def test_call_with_nan_does_not_begin(host_engine, call):
     """The group goes on: nothing of it was begun."""
 
     def body(group):
@@ -63,7 +63,7 @@ def test_what_has_a_nan_does_not_begin(host_engine, call):
 
 
 @pytest.mark.parametrize("call", ROOTED)
-def test_what_only_the_root_sends(host_engine, call):
+def test_nan_on_rank_that_does_not_send_is_ignored(host_engine, call):
     """Rank 0, whose array has the NaN, does not send: the root is rank 1."""
 
     def body(group):
@@ -75,7 +75,7 @@ def test_what_only_the_root_sends(host_engine, call):
     run_groups(2, body, check_nan=True)
 
 
-def test_a_receive_is_not_looked_at(host_engine):
+def test_received_memory_is_not_checked(host_engine):
     def body(group):
         array = with_nan() if group.rank == 0 else np.ones(4, np.float32)
         (group.recv if group.rank == 0 else group.send)(array, 1 - group.rank).wait(DEADLINE)
@@ -89,7 +89,7 @@ def alone(**options):
     return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE, **options)
 
 
-def test_how_many_and_where(host_engine):
+def test_error_tells_count_and_place_of_nans(host_engine):
     with alone(check_nan=True) as group:
         array = np.ones((3, 4), np.float32)
         array[1, 2] = array[2, 3] = NAN
@@ -120,7 +120,7 @@ def test_types_that_have_none(host_engine, dtype):
         group.all_reduce(np.ones(4, dtype)).wait(DEADLINE)
 
 
-def test_a_block_with_a_nan_launches_nothing(host_engine):
+def test_block_with_nan_launches_nothing(host_engine):
     with alone(check_nan=True) as group:
         array = np.ones(4)
         with pytest.raises(ValueError, match="check_nan: the input of all_reduce"):
@@ -128,20 +128,20 @@ def test_a_block_with_a_nan_launches_nothing(host_engine):
         assert group.seq == 0
 
 
-def test_without_it_nans_are_sent_as_before(host_engine):
+def test_without_check_nan_nans_are_sent(host_engine):
     with alone() as group:
         array = with_nan()
         group.all_reduce(array).wait(DEADLINE)
         assert np.isnan(array[2])
 
 
-def test_groups_of_some_ranks_look_too(host_engine):
+def test_groups_of_some_ranks_check_too(host_engine):
     with alone(check_nan=True) as group, group.new_group([0]) as child:
         with pytest.raises(ValueError, match="check_nan"):
             child.all_reduce(with_nan())
 
 
-def test_memory_without_a_framework_is_passed_over_with_a_warning(host_engine, caplog):
+def test_memory_without_framework_is_skipped_with_warning(host_engine, caplog):
     array = with_nan()
     with alone(check_nan=True, name="raw") as group, caplog.at_level(logging.WARNING, logger="ncclpy.process_group"):
         for buffer in [ncclpy.Buffer.of(array)] * 2 + [(array.ctypes.data, 4, "float32")]:
@@ -150,7 +150,7 @@ def test_memory_without_a_framework_is_passed_over_with_a_warning(host_engine, c
     assert len(told) == 2 and "Buffer" in told[0] and "builtins.tuple" in told[1] and "'raw'" in told[0]
 
 
-def test_it_waits_for_the_producer(host_engine):
+def test_check_waits_for_the_producer(host_engine):
     """What another stream is still to write is looked at once it is there."""
     with ncclpy.Stream(0) as stream, alone(check_nan=True) as group:
         clean, array = np.ones(4, np.float32), with_nan()

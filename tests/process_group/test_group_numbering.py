@@ -85,7 +85,7 @@ stores = pytest.mark.parametrize("store", ["tcp", "file"])
 
 @stores
 @pytest.mark.parametrize("first", [0, 1])
-def test_an_attempt_that_failed_does_not_block_the_next_ones(host_engine, store, first):
+def test_failed_attempt_does_not_block_later_ones(host_engine, store, first):
     run_processes(
         store,
         f"""
@@ -102,7 +102,7 @@ for attempt in (2, 3):
 
 
 @stores
-def test_an_attempt_whose_rank_was_killed_does_not_block_the_next_one(host_engine, store):
+def test_attempt_with_killed_rank_does_not_block_next_one(host_engine, store):
     run_processes(
         store,
         """
@@ -117,7 +117,7 @@ assert there() == ["ncclpy/group/default/base"], there()
 
 
 @stores
-def test_a_rank_that_is_started_again_alone_meets_the_others_next_group(host_engine, store):
+def test_rank_restarted_alone_meets_next_group_of_others(host_engine, store):
     run_processes(
         store,
         """
@@ -139,7 +139,7 @@ assert [end(each) for each in both] == ["fine 2", "fine 2"]
     )
 
 
-def test_a_program_behind_another_one_meets_its_own_ranks(host_engine):
+def test_next_program_meets_its_own_ranks(host_engine):
     """Rank 0 has closed the first program's group and is in the second one's, while rank 1 still has the first."""
     run_processes(
         "tcp",
@@ -166,7 +166,7 @@ assert there() == ["go on", "ncclpy/group/default/base"], there()
 
 
 @stores
-def test_a_rank_that_comes_twice_is_told_on_all_ranks_with_both_processes(host_engine, store):
+def test_duplicate_rank_is_an_error_on_all_ranks_with_both_processes(host_engine, store):
     run_processes(
         store,
         """
@@ -183,7 +183,7 @@ for each in said:
 
 
 @stores
-def test_different_sizes_are_told_on_all_ranks_with_both_processes(host_engine, store):
+def test_different_sizes_are_an_error_on_all_ranks_with_both_processes(host_engine, store):
     run_processes(
         store,
         """
@@ -199,7 +199,7 @@ for each in said:
     )
 
 
-def test_a_process_too_many_does_not_end_a_group_that_is_complete(host_engine):
+def test_surplus_process_does_not_end_complete_group(host_engine):
     run_processes(
         "tcp",
         """
@@ -225,7 +225,7 @@ FAILS = {"device": {"device": 99}, "timeout": {"timeout": "soon"}, "check": {"ch
 
 @pytest.mark.parametrize("what", FAILS)
 @pytest.mark.parametrize("fails_first", [True, False])
-def test_a_rank_that_cannot_make_the_group_tells_the_others_why(host_engine, what, fails_first):
+def test_rank_that_cannot_make_the_group_tells_others_why(host_engine, what, fails_first):
     store, groups = LocalStore(), []
 
     def fail():
@@ -249,7 +249,7 @@ def test_a_rank_that_cannot_make_the_group_tells_the_others_why(host_engine, wha
 
 
 @pytest.mark.parametrize("on_error", ["abort", "report"])
-def test_a_rank_that_gets_no_unique_id_tells_the_others_why(host_engine, on_error):
+def test_rank_without_unique_id_tells_others_why(host_engine, on_error):
     def body(group):
         with pytest.raises(ncclpy.NcclError) as caught:  # in the call, where the other rank was faster
             group.all_reduce(np.ones(2)).wait(DEADLINE)
@@ -267,7 +267,7 @@ def test_a_rank_that_gets_no_unique_id_tells_the_others_why(host_engine, on_erro
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_whose_communicator_cannot_be_made_is_a_remote_error_on_the_others(host_engine, which):
+def test_failed_communicator_init_is_remote_error_on_others(host_engine, which):
     def body(group):
         with pytest.raises(ncclpy.NcclError) as caught:  # in the call, where the other rank was faster
             group.all_reduce(np.ones(2)).wait(DEADLINE)
@@ -283,7 +283,7 @@ def test_a_rank_whose_communicator_cannot_be_made_is_a_remote_error_on_the_other
     assert f"rank {which} of 2: ncclCommInitRankConfig" in str(errors[1 - which])
 
 
-def test_a_launched_rank_that_has_failed_and_ended_is_told_to_those_that_come_later(host_engine, tmp_path):
+def test_failure_of_ended_launched_rank_reaches_later_ranks(host_engine, tmp_path):
     codes, said = run_ranks(
         tmp_path,
         2,
@@ -311,7 +311,7 @@ def test_a_launched_rank_that_has_failed_and_ended_is_told_to_those_that_come_la
 # What stays in the store.
 
 
-def test_a_group_that_all_ranks_have_closed_leaves_its_number_alone(host_engine):
+def test_group_closed_by_all_ranks_leaves_only_its_number(host_engine):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         if group.rank < 2:
@@ -330,7 +330,7 @@ def test_a_group_that_all_ranks_have_closed_leaves_its_number_alone(host_engine)
 
 @stores
 @pytest.mark.parametrize("late", [0.0, 0.5])
-def test_the_last_rank_that_lives_leaves_nothing_of_a_group(host_engine, store, late):
+def test_last_living_rank_leaves_nothing_of_group(host_engine, store, late):
     """Both ranks give up making the communicator, and close the group at once; with 0.5 s they say so behind that."""
     run_processes(
         store,
@@ -364,7 +364,7 @@ assert there() == ["ncclpy/group/default/base"], there()
     )
 
 
-def test_a_part_goes_on_when_the_whole_is_closed_and_then_leaves_nothing(host_engine):
+def test_part_outlives_parent_group_and_leaves_nothing(host_engine):
     def body(group):
         part = group.new_group([0, 1])
         part.all_reduce(np.ones(2)).wait(DEADLINE)
@@ -378,7 +378,7 @@ def test_a_part_goes_on_when_the_whole_is_closed_and_then_leaves_nothing(host_en
     assert store.keys() == ["ncclpy/group/default/base"]
 
 
-def test_a_coordinator_leaves_nothing_behind_either(host_engine):
+def test_coordinator_leaves_nothing_behind(host_engine):
     def body(group):
         with ncclpy.Coordinator(group) as coordinator:
             coordinator.all_reduce("x", np.ones(2)).wait(DEADLINE)
@@ -388,7 +388,7 @@ def test_a_coordinator_leaves_nothing_behind_either(host_engine):
     assert store.keys() == ["ncclpy/group/default/base"]
 
 
-def test_a_group_that_has_failed_leaves_nothing_either_once_all_have_closed_it(host_engine):
+def test_failed_group_leaves_nothing_once_all_closed(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)
         together.wait(DEADLINE)
@@ -401,7 +401,7 @@ def test_a_group_that_has_failed_leaves_nothing_either_once_all_have_closed_it(h
     assert store.keys() == ["ncclpy/group/default/base"]
 
 
-def test_close_waits_for_what_a_failure_still_tells(host_engine):
+def test_close_waits_for_confirmation_of_failure(host_engine):
     """The group has its error before it has begun the thread that confirms the end in the store."""
 
     def body(group):
@@ -425,7 +425,7 @@ def test_close_waits_for_what_a_failure_still_tells(host_engine):
     assert store.keys() == ["ncclpy/group/default/base"]
 
 
-def test_a_second_process_of_a_rank_is_refused_as_soon_as_it_sees_the_first(host_engine):
+def test_second_process_of_rank_is_refused_at_sight_of_first(host_engine):
     """Also where a group counts as over whose first rank has cleared FIRST away, as for `Communicator.from_env`."""
 
     def numbering():
@@ -451,7 +451,7 @@ def test_a_second_process_of_a_rank_is_refused_as_soon_as_it_sees_the_first(host
     assert first.enter() == 1
 
 
-def test_a_group_that_went_on_with_others_leaves_nothing_at_its_old_place(host_engine):
+def test_reconfigured_group_leaves_nothing_at_its_old_place(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)
         together.wait(DEADLINE)

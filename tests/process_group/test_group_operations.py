@@ -109,7 +109,7 @@ def test_uneven_parts(arrays, size):
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_what_has_a_root(arrays, size, root):
+def test_operations_with_root(arrays, size, root):
     def body(group):
         rank, device = group.rank, group.device
         sent = arrays.make(values(rank, 4), device)
@@ -181,7 +181,7 @@ def test_coalesced_operations_are_one_launch_with_one_number(arrays, size):
             assert (result == size * np.sum([values(rank, count) for rank in range(size)], axis=0)).all()
 
 
-def test_a_block_in_which_a_rank_has_nothing_to_do(host_engine):
+def test_block_without_operation_of_one_rank(host_engine):
     """It takes part in making the communicator, and its numbers go on as those of the others."""
 
     def body(group):
@@ -201,7 +201,7 @@ def test_a_block_in_which_a_rank_has_nothing_to_do(host_engine):
     ]
 
 
-def test_a_block_that_raises_launches_nothing(arrays):
+def test_block_that_raises_launches_nothing(arrays):
     def body(group):
         made = arrays.make(np.ones(3), group.device)
         array = arrays.argument(made)
@@ -278,7 +278,7 @@ def test_two_groups_interleaved_from_two_threads_each(host_engine):
         assert [each.result(DEADLINE) for each in made] == [2.0**20] * 8
 
 
-def test_a_thread_does_not_wait_for_the_block_that_it_is_in(arrays):
+def test_thread_does_not_wait_for_its_own_block(arrays):
     def body(group):
         array = arrays.make(np.ones(4, np.float32), group.device)
         with group.coalescing() as work:
@@ -309,7 +309,7 @@ OVERLAPPING = {
 
 
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_memory_that_overlaps_is_refused_and_nothing_has_begun(host_engine, name):
+def test_overlapping_memory_is_refused_before_anything_begins(host_engine, name):
     def body(group):
         memory = np.arange(6.0)
         with pytest.raises(ValueError, match=r"overlaps (send|recv)"):
@@ -336,7 +336,7 @@ def exchange_in_place(group, b):
         (exchange_in_place, ("2 of 2 (recv) writes", "1 of 2 (send) reads")),
     ],
 )
-def test_a_block_refuses_memory_that_one_of_its_operations_writes_and_another_uses(host_engine, call, words):
+def test_block_refuses_memory_written_by_one_operation_and_used_by_another(host_engine, call, words):
     def body(group):
         memory = np.arange(6.0)
         with pytest.raises(ValueError, match="overlap") as caught:
@@ -351,7 +351,7 @@ def test_a_block_refuses_memory_that_one_of_its_operations_writes_and_another_us
     assert run_groups(2, body) == [[0, 1]] * 2
 
 
-def test_a_block_takes_memory_that_its_operations_only_read(host_engine):
+def test_block_accepts_memory_that_its_operations_only_read(host_engine):
     def body(group):
         memory, parts = np.arange(4.0), [np.zeros(2), np.zeros(2)]
         group.reduce_scatter_coalesced([memory, memory], parts).wait(DEADLINE)

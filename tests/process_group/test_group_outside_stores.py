@@ -43,7 +43,7 @@ def run(tmp_path, store):
     return said
 
 
-def test_a_store_within_a_rank_ends_with_it(tmp_path):
+def test_store_in_rank_ends_with_it(tmp_path):
     said = run(
         tmp_path,
         f"""
@@ -64,7 +64,7 @@ def test_a_store_within_a_rank_ends_with_it(tmp_path):
         assert "Have the store outlive each rank: in the launcher (ncclpy run), or Redis" in said
 
 
-def test_with_redis_any_rank_may_die(tmp_path):
+def test_any_rank_may_die_with_redis(tmp_path):
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server")

@@ -14,7 +14,7 @@ import testing
 from ncclpy.bootstrap import LocalStore
 
 
-def test_a_ring_of_send_then_receive_does_not_deadlock(arrays):
+def test_ring_of_send_then_receive_does_not_deadlock(arrays):
     """Each send is begun before its receive is, while the pairs are still being made."""
     size = 2 if ncclpy.library().engine == "cuda" else 4
 
@@ -50,7 +50,7 @@ def test_pairs_beside_collectives(arrays):
     assert run_groups(2, body) == [([0] * 5, [2, 2], 1)] * 2
 
 
-def test_a_pair_is_made_beside_a_collective_that_waits_for_its_peer(arrays):
+def test_pair_is_made_beside_collective_waiting_for_its_peer(arrays):
     """Rank 1 begins the collective once it has received: nothing of the pair may wait for the whole device."""
 
     def body(group):
@@ -68,7 +68,7 @@ def test_a_pair_is_made_beside_a_collective_that_waits_for_its_peer(arrays):
     assert run_groups(2, body) == [([0] * 5, [4] * 5)] * 2
 
 
-def test_a_pair_that_was_disconnected_is_made_anew(arrays):
+def test_disconnected_pair_is_made_anew(arrays):
     def body(group):
         group.connect()
         peer, sums = 1 - group.rank, []
@@ -111,7 +111,7 @@ def test_pairs_are_disconnected_in_one_order_and_leave_nothing_behind(host_engin
     run_groups(size, body, store=store)
 
 
-def test_a_pair_stays_whose_other_rank_does_not_disconnect(host_engine):
+def test_pair_stays_when_other_rank_does_not_disconnect(host_engine):
     def body(group):
         got = np.zeros(2)
         group.connect(peers=[1 - group.rank])
@@ -136,7 +136,7 @@ def test_a_pair_stays_whose_other_rank_does_not_disconnect(host_engine):
     assert run_groups(2, body) == [[1, 1], [0, 0]]
 
 
-def test_who_disconnects_hears_of_the_end(host_engine):
+def test_disconnect_ends_with_abort_of_group(host_engine):
     def body(group):
         group.connect(peers=[1 - group.rank])
         together.wait(DEADLINE)  # who is still connecting would hear of it there
@@ -150,7 +150,7 @@ def test_who_disconnects_hears_of_the_end(host_engine):
     run_groups(2, body, timeout=20 * DEADLINE)
 
 
-def test_a_batch_goes_by_the_communicator_of_all(arrays):
+def test_batch_uses_communicator_of_all_ranks(arrays):
     size = 2 if ncclpy.library().engine == "cuda" else 3
 
     def body(group):
@@ -168,7 +168,7 @@ def test_a_batch_goes_by_the_communicator_of_all(arrays):
     assert run_groups(size, body) == [[[rank] * 3 for rank in range(size)]] * size
 
 
-def test_a_block_of_one_send_reaches_its_peer(arrays):
+def test_block_of_one_send_reaches_its_peer(arrays):
     def body(group):
         data = arrays.make(np.full(3, group.rank, np.int32), group.device)
         with group.coalescing() as work:
@@ -183,7 +183,7 @@ def test_a_block_of_one_send_reaches_its_peer(arrays):
 
 
 @pytest.mark.parametrize("first", ["send", "recv"])
-def test_what_a_rank_sends_to_itself(arrays, first):
+def test_send_to_self_arrives(arrays, first):
     def body(group):
         whole = arrays.make(np.zeros(4), group.device)
         data, got = (arrays.argument(each) for each in (arrays.make(np.arange(4.0), group.device), whole))
@@ -202,7 +202,7 @@ def test_what_a_rank_sends_to_itself(arrays, first):
     assert run_groups(1, body) == [[0, 1, 2, 3]]
 
 
-def test_a_receive_from_oneself_that_is_refused_has_no_number(host_engine):
+def test_refused_receive_from_self_has_no_number(host_engine):
     def body(group):
         group.on_completion(told.append)
         sent = group.send(np.ones(4), 0)
@@ -218,7 +218,7 @@ def test_a_receive_from_oneself_that_is_refused_has_no_number(host_engine):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the communicator, which may go a little later
-def test_a_send_to_oneself_ends_with_a_group_that_is_dropped(host_engine):
+def test_send_to_self_ends_with_dropped_group(host_engine):
     def begin():
         return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0).send(np.ones(4), 0)
 
@@ -232,7 +232,7 @@ def test_a_send_to_oneself_ends_with_a_group_that_is_dropped(host_engine):
     assert "was dropped" in str(work.exception())
 
 
-def test_an_abort_ends_a_pair_that_is_being_made(host_engine):
+def test_abort_ends_pair_in_init(host_engine):
     """The two ranks of a pair exchange a byte; what hangs there is aborted, long before its deadline."""
 
     def making():

@@ -13,7 +13,7 @@ import testing
 pytestmark = pytest.mark.usefixtures("host_engine")
 
 
-def test_a_group_of_what_a_launcher_has_started(tmp_path):
+def test_group_of_launched_processes(tmp_path):
     code, said = launched(
         tmp_path,
         3,
@@ -32,7 +32,7 @@ def test_a_group_of_what_a_launcher_has_started(tmp_path):
         assert f"rank {rank} of 3 device {rank} [3, 3] {(rank - 1) % 3}" in said
 
 
-def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
+def test_killed_rank_ends_group_on_all_ranks(tmp_path):
     """Rank 0 is in a collective with it and sees its end; rank 2 waits for nothing, and is told through the store."""
     codes, said = run_ranks(
         tmp_path,
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
     assert said.count("rank 1 of 3 is dead") >= 2, said
 
 
-def test_a_rank_that_is_not_started_is_named(tmp_path):
+def test_rank_that_is_not_started_is_named(tmp_path):
     codes, said = run_ranks(
         tmp_path,
         3,
@@ -93,7 +93,7 @@ def test_without_a_launcher():
     assert "ncclpy run" in said
 
 
-def test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody():
+def test_fork_cannot_use_group_and_dropped_group_does_no_harm():
     testing.run_python(
         """
         import gc, os, threading, time, warnings, weakref
@@ -131,7 +131,7 @@ def test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody():
     )
 
 
-def test_a_rank_whose_process_has_ended_before_it_came_is_told_apart():
+def test_rank_of_process_that_ended_before_meeting_is_told_apart():
     """Rank 1 makes the group and ends, rank 2 never makes it: the store knows who was there."""
     testing.run_python(
         """

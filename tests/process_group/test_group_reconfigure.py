@@ -78,7 +78,7 @@ def same(world):
             works(world, group)
 
 
-def test_with_the_same_ranks(run):
+def test_reconfigure_with_same_ranks(run):
     run(same)
 
 
@@ -103,7 +103,7 @@ def held(world):
         works(world, group)
 
 
-def test_what_is_in_flight_keeps_its_array_until_it_is_over(run):
+def test_in_flight_operation_keeps_array_until_its_end(run):
     run(held)
 
 
@@ -118,7 +118,7 @@ def turned(world):
         works(world, group)
 
 
-def test_a_list_gives_the_ranks_and_a_set_is_sorted(run):
+def test_list_gives_rank_order_and_set_is_sorted(run):
     run(turned)
 
 
@@ -139,7 +139,7 @@ def fewer(world, left):
 
 
 @pytest.mark.parametrize("left", [(3,), (1,), (0, 2)], ids=["the last", "one in the middle", "the first and another"])
-def test_without(four, left):
+def test_reconfigure_without_some_ranks(four, left):
     told = four(fewer, left)
     for rank in left:
         said = (
@@ -197,7 +197,7 @@ def late(world):
         works(world, group)
 
 
-def test_a_late_one_joins(four):
+def test_late_rank_joins(four):
     four(late)
 
 
@@ -269,7 +269,7 @@ def used(world):
         works(world, group)  # nothing has changed
 
 
-def test_a_name_is_used_once(run):
+def test_uuid_is_used_once(run):
     run(used)
 
 
@@ -295,7 +295,7 @@ def in_flight(world):
         works(world, group)
 
 
-def test_what_is_in_flight_ends(run):
+def test_in_flight_operation_ends(run):
     run(in_flight)
 
 
@@ -327,7 +327,7 @@ def test_hooks_and_options_stay(run):
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
-def test_what_ranks_call_is_compared_as_before(arrays, check):
+def test_calls_are_compared_after_reconfigure(arrays, check):
     def body(group):
         everyone = handles_of(group)
         group.all_reduce(arrays.argument(arrays.make(np.ones(2), group.rank))).wait(DEADLINE)
@@ -339,7 +339,7 @@ def test_what_ranks_call_is_compared_as_before(arrays, check):
     run_groups(2, body, check=check)
 
 
-def test_a_rank_that_waits_to_be_compared_is_told(host_engine):
+def test_rank_waiting_for_comparison_gets_the_error(host_engine):
     """A thread waits for the other rank's call, while this one goes on: it does not end what the group is then."""
 
     def body(group):
@@ -368,7 +368,7 @@ def test_a_rank_that_waits_to_be_compared_is_told(host_engine):
     run_groups(2, body, check="always")
 
 
-def test_a_block_of_before_begins_nothing(host_engine):
+def test_block_from_before_reconfigure_begins_nothing(host_engine):
     def body(group):
         everyone = handles_of(group)
         moved, opened = threading.Event(), threading.Event()
@@ -399,7 +399,7 @@ def test_a_block_of_before_begins_nothing(host_engine):
 
 
 @pytest.mark.parametrize("on_error", ["abort", "report"])
-def test_an_abort_ends_a_reconfiguration(host_engine, on_error):
+def test_abort_ends_reconfigure(host_engine, on_error):
     """Rank 1 does not come; another thread of rank 0 gives up."""
     store = LocalStore()
     one, two = (
@@ -417,7 +417,7 @@ def test_an_abort_ends_a_reconfiguration(host_engine, on_error):
     two.close()
 
 
-def test_close_ends_a_reconfiguration(host_engine):
+def test_close_ends_reconfigure(host_engine):
     store = LocalStore()
     one, two = (ncclpy.ProcessGroup(store, rank, 2, device=rank, timeout=DEADLINE) for rank in (0, 1))
     timer = threading.Timer(0.2, one.close)
@@ -430,7 +430,7 @@ def test_close_ends_a_reconfiguration(host_engine):
     two.close()
 
 
-def test_who_has_not_come_is_named_and_it_may_be_tried_again(host_engine):
+def test_missing_rank_is_named_and_reconfigure_can_be_retried(host_engine):
     store = LocalStore()
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     everyone = [group.reconfigure_handle() for group in groups]
@@ -457,7 +457,7 @@ def test_who_has_not_come_is_named_and_it_may_be_tried_again(host_engine):
         group.close()
 
 
-def test_a_group_that_would_end_its_process_is_not_ended_on_purpose(host_engine, monkeypatch):
+def test_reconfigure_does_not_end_process_with_on_error_exit(host_engine, monkeypatch):
     """Rank 1 has something in flight when rank 0 goes on."""
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
@@ -482,7 +482,7 @@ def test_a_group_that_would_end_its_process_is_not_ended_on_purpose(host_engine,
 # What is given.
 
 
-def test_what_is_no_handle_changes_nothing(host_engine):
+def test_invalid_handles_change_nothing(host_engine):
     store = LocalStore()
     group = ncclpy.ProcessGroup(store, 0, 1, device=0)
     mine, other = group.reconfigure_handle(), new_handle(1, store)
@@ -505,7 +505,7 @@ def test_what_is_no_handle_changes_nothing(host_engine):
     group.close()
 
 
-def test_a_set_is_in_the_order_of_numbers():
+def test_set_of_handles_is_in_rank_order():
     store = LocalStore()
     made = [new_handle(rank, store) for rank in range(12)]
     assert ordered(set(made), made[5]) == made
@@ -520,7 +520,7 @@ def kinds(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_groups_of_two_stores_meet_in_that_of_rank_0(host_engine, tmp_path, kind):
+def test_groups_of_two_stores_meet_in_store_of_rank_0(host_engine, tmp_path, kind):
     stores = kinds(tmp_path)[kind]
     groups = [ncclpy.ProcessGroup(store, 0, 1, device=i, timeout=DEADLINE) for i, store in enumerate(stores)]
     everyone = [group.reconfigure_handle() for group in groups]
@@ -544,7 +544,7 @@ def test_groups_of_two_stores_meet_in_that_of_rank_0(host_engine, tmp_path, kind
         give_back(store)
 
 
-def test_a_store_that_nobody_else_reaches_is_refused(host_engine):
+def test_store_within_one_process_is_refused(host_engine):
     one, two = (ncclpy.ProcessGroup(LocalStore(), 0, 1, device=i) for i in range(2))
     with pytest.raises(ValueError, match="was made with another store than this one"):
         two.reconfigure([one.reconfigure_handle(), two.reconfigure_handle()], uuid="on")
@@ -553,7 +553,7 @@ def test_a_store_that_nobody_else_reaches_is_refused(host_engine):
     two.close()
 
 
-def test_a_store_that_is_gone(host_engine):
+def test_reconfigure_without_store_is_an_error(host_engine):
     store = LocalStore()
     group = ncclpy.ProcessGroup(store, 0, 1, device=0)
     store.close()

@@ -85,7 +85,7 @@ def recover(seconds=DEADLINE / 4, least=1):
 
 
 @pytest.mark.parametrize("gone", [(3,), (0,), (1, 2), (0, 1, 2)], ids=str)
-def test_those_who_are_left_go_on(ranks, gone):
+def test_survivors_continue(ranks, gone):
     four = ranks(4)
     assert four.sums() == [10] * 4
     for rank in gone:
@@ -100,7 +100,7 @@ def test_those_who_are_left_go_on(ranks, gone):
     assert {four.groups[rank].seq for rank in left} == {1}
 
 
-def test_what_waits_ends_and_then_they_go_on(ranks):
+def test_pending_operation_ends_and_survivors_continue(ranks):
     three = ranks(3)
     three.sums()
     works = three.each(lambda group: group.all_reduce(np.ones(4)), [0, 2])
@@ -112,7 +112,7 @@ def test_what_waits_ends_and_then_they_go_on(ranks):
 
 
 @pytest.mark.parametrize("what", ["admit", "split"])
-def test_a_meeting_to_which_a_rank_cannot_come_any_more_ends(ranks, what):
+def test_meeting_with_dead_rank_ends(ranks, what):
     """Nothing is in flight, so no communicator tells of its death; the group's timeout would take half a minute."""
     three = ranks(3)
     assert three.sums() == [6] * 3
@@ -125,7 +125,7 @@ def test_a_meeting_to_which_a_rank_cannot_come_any_more_ends(ranks, what):
     assert three.sums([0, 2]) == [3] * 2
 
 
-def test_a_group_that_is_well_is_recovered_to_what_it_is(ranks):
+def test_healthy_group_recovers_to_same_ranks(ranks):
     three = ranks(3)
     assert three.sums() == [6] * 3
     found = three.each(recover())
@@ -133,7 +133,7 @@ def test_a_group_that_is_well_is_recovered_to_what_it_is(ranks):
     assert three.sums() == [6] * 3
 
 
-def test_again_and_again(ranks):
+def test_repeated_recovery(ranks):
     four = ranks(4)
     for gone in range(3):
         four.kill(gone)
@@ -143,7 +143,7 @@ def test_again_and_again(ranks):
         assert four.sums(left) == [sum(range(1, len(left) + 1))] * len(left)
 
 
-def test_who_does_not_come_is_lost_and_is_told_when_it_comes(ranks):
+def test_missing_rank_is_lost_and_hears_it_when_late(ranks):
     three = ranks(3)
     three.sums()
     found = three.each(recover(SHORT), [0, 2])
@@ -158,7 +158,7 @@ def test_who_does_not_come_is_lost_and_is_told_when_it_comes(ranks):
     assert three.sums([0, 2]) == [3, 3]
 
 
-def test_too_few_do_not_go_on(ranks):
+def test_too_few_survivors_do_not_continue(ranks):
     four = ranks(4)
     four.sums()
     for gone in (1, 2):
@@ -172,7 +172,7 @@ def test_too_few_do_not_go_on(ranks):
     assert four.sums([0, 3]) == [3, 3]
 
 
-def test_who_dies_when_it_was_decided_is_gone_as_well(ranks, monkeypatch):
+def test_rank_that_dies_after_decision_is_lost_too(ranks, monkeypatch):
     """Rank 2 has come, and does not get to where they meet."""
     four = ranks(4)
     four.sums()
@@ -193,7 +193,7 @@ def test_who_dies_when_it_was_decided_is_gone_as_well(ranks, monkeypatch):
     assert four.sums([0, 3]) == [3, 3]
 
 
-def test_what_all_had_finished(ranks):
+def test_recovery_reports_last_operation_finished_by_all(ranks):
     """Rank 0 has begun two more than rank 1, and finished none of them."""
     three = ranks(3)
     three.sums()
@@ -205,7 +205,7 @@ def test_what_all_had_finished(ranks):
     assert [each.last_finished for each in three.each(recover(SHORT), [0, 1])] == [None, None]  # nothing since
 
 
-def test_a_group_that_reports_is_recovered_too(ranks):
+def test_group_with_on_error_report_recovers(ranks):
     three = ranks(3, on_error="report")
     three.sums()
     assert isinstance(three.groups[0].all_reduce(np.ones(1), timeout=0.2).exception(DEADLINE), ncclpy.NcclTimeout)
@@ -213,7 +213,7 @@ def test_a_group_that_reports_is_recovered_too(ranks):
     assert three.sums([0, 2]) == [3, 3]
 
 
-def test_no_two_halves(ranks):
+def test_survivors_continue_in_one_group_only(ranks):
     """All come at once, each with less patience than the others need; whoever goes on does so in one group."""
     for seconds in (0.0, 0.01, 0.05):
         four = ranks(4)
@@ -239,7 +239,7 @@ def test_no_two_halves(ranks):
 # What ends it.
 
 
-def test_a_store_that_is_gone_is_said_to_be(ranks):
+def test_lost_store_is_named_in_error(ranks):
     two = ranks(2)
     two.sums()
     two.served.close()
@@ -249,7 +249,7 @@ def test_a_store_that_is_gone_is_said_to_be(ranks):
         assert isinstance(error.__cause__, StoreError)
 
 
-def test_an_abort_ends_it(ranks):
+def test_close_ends_recover(ranks):
     two = ranks(2)
     two.sums()
     timer = threading.Timer(0.2, lambda: two.groups[0].close())
@@ -260,7 +260,7 @@ def test_an_abort_ends_it(ranks):
 
 
 @pytest.mark.parametrize("meets", [False, True], ids=["while they decide", "where they meet"])
-def test_an_abort_ends_it_for_good(ranks, monkeypatch, meets):
+def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
     """Nobody decides again and again who goes on with a rank that another thread has given up."""
     three = ranks(3)
     three.sums()
@@ -292,7 +292,7 @@ def test_an_abort_ends_it_for_good(ranks, monkeypatch, meets):
         assert found[0].survivors == (0,)
 
 
-def test_news_that_comes_while_a_rank_goes_on_is_not_lost(ranks, monkeypatch):
+def test_end_told_during_reconfigure_is_not_lost(ranks, monkeypatch):
     """Rank 0 has gone on and ended the group again, before rank 1 is back from it."""
     two = ranks(2)
     two.sums()
@@ -316,7 +316,7 @@ def test_news_that_comes_while_a_rank_goes_on_is_not_lost(ranks, monkeypatch):
     assert "was ended by rank 0 of 2: gone wrong" in str(two.groups[1].error)
 
 
-def test_again_and_again_with_nothing_between(ranks):
+def test_repeated_recovery_without_operations(ranks):
     three = ranks(3, check="always")
 
     def often(group):
@@ -336,7 +336,7 @@ def interrupted(group, call):
         return error
 
 
-def test_who_is_interrupted_before_it_meets_the_others_comes_again(ranks, monkeypatch):
+def test_rank_interrupted_before_meeting_retries(ranks, monkeypatch):
     """It comes to where they have decided to meet, and does not go on alone."""
     three = ranks(3)
     three.sums()
@@ -361,7 +361,7 @@ def test_who_is_interrupted_before_it_meets_the_others_comes_again(ranks, monkey
 
 
 @pytest.mark.parametrize("where", ["close", "listen"])
-def test_who_is_interrupted_once_all_have_met_ends_it_for_all(ranks, monkeypatch, where):
+def test_rank_interrupted_after_meeting_ends_group_on_all(ranks, monkeypatch, where):
     three = ranks(3)
     three.sums()
     everyone = [group.reconfigure_handle() for group in three.groups]
@@ -402,7 +402,7 @@ def test_bad_arguments_change_nothing(host_engine):
 
 
 @pytest.mark.parametrize("kind", ["local", "file"])
-def test_in_a_store_without_leases(host_engine, tmp_path, kind):
+def test_recover_in_store_without_leases(host_engine, tmp_path, kind):
     store = LocalStore() if kind == "local" else FileStore(tmp_path / "store")
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     testing.run_threads(3, lambda each: groups[each.rank].barrier().wait(DEADLINE), DEADLINE)
@@ -417,7 +417,7 @@ def test_in_a_store_without_leases(host_engine, tmp_path, kind):
 # The decision by itself.
 
 
-def test_one_decision_for_any_patience():
+def test_decision_is_unique_for_any_patience():
     """Ranks come at random times with random patience, and some are gone: at most one set of ranks goes on."""
     for seed in range(15):
         random = np.random.default_rng(seed)
@@ -439,7 +439,7 @@ def test_one_decision_for_any_patience():
             assert not gone & set(members), seed
 
 
-def test_what_was_before_is_kept_over_several_decisions():
+def test_past_is_kept_over_several_recoveries():
     past = Past(bool, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
     assert past.origin == [2, 3]
     assert past.recovery([7, 5]) == ncclpy.Recovery((2, 3), (0, 1), 5)
@@ -476,7 +476,7 @@ group.close()
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_after_a_kill(tmp_path, size, victim):
+def test_recover_after_kill(tmp_path, size, victim):
     testing.need_processes(size)
     program = PROGRAM.format(victim=victim, dies="os.kill(os.getpid(), signal.SIGKILL)", patience=30)
     codes, said = run_ranks(tmp_path, size, program)
@@ -487,7 +487,7 @@ def test_after_a_kill(tmp_path, size, victim):
         assert f"rank {rank} goes on: {tuple(left)} ({victim},) 0 {float(sum(range(1, size)))}" in said, said
 
 
-def test_after_a_stop(tmp_path):
+def test_recover_after_stop(tmp_path):
     """A process that is stopped is lost after the patience of the others, and is told when it goes on."""
     size = 2
     testing.need_processes(size)

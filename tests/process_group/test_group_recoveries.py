@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
         pytest.param(4, testing.share(25), marks=[pytest.mark.campaign, pytest.mark.timeout(650)]),
     ],
 )
-def test_survivors_agree_whoever_comes_and_goes(host_engine, processes, runs_each):
+def test_survivors_agree_after_random_kills_and_joins(host_engine, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(1000 * number + 7), str(runs_each)],

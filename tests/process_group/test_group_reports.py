@@ -24,7 +24,7 @@ def told(caplog):
     return lambda: [record.getMessage() for record in caplog.records if "on_error='report'" in record.getMessage()]
 
 
-def test_an_operation_that_is_late_is_told_and_comes_all_the_same(arrays, told):
+def test_late_operation_is_logged_and_completes(arrays, told):
     def body(group):
         array = arrays.make(np.ones(1000, np.float32), group.device)
         group.all_reduce(arrays.argument(array)).wait(DEADLINE)
@@ -49,7 +49,7 @@ def test_an_operation_that_is_late_is_told_and_comes_all_the_same(arrays, told):
     assert len(told()) == 1 and told()[0].startswith("rank 0 of process group 'default' goes on")
 
 
-def test_what_is_late_keeps_its_arrays_until_it_has_come(host_engine):
+def test_late_operation_keeps_its_arrays_until_it_completes(host_engine):
     class Watched(np.ndarray):
         pass
 
@@ -99,7 +99,7 @@ def test_after_a_call_that_failed_its_communicator_refuses_and_pairs_go_on(host_
     testing.wait_for(lambda: len(told()) == 3)
 
 
-def test_ranks_that_do_not_come_are_told_and_not_awaited_again(host_engine, told):
+def test_missing_ranks_are_logged_and_not_waited_for_again(host_engine, told):
     group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3, on_error="report")
     error = group.all_reduce(np.ones(3)).exception(DEADLINE)
     assert "ranks 0, 2 of 3 did not come" in str(error)
@@ -114,7 +114,7 @@ def test_ranks_that_do_not_come_are_told_and_not_awaited_again(host_engine, told
     group.close()
 
 
-def test_an_abort_ends_such_a_group_too(host_engine):
+def test_abort_ends_group_with_on_error_report(host_engine):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         together.wait(DEADLINE)

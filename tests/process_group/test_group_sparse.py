@@ -95,7 +95,7 @@ def test_types(host_engine, dtype):
     assert run_groups(2, body) == [([0, 1, 5], [1, 1, 4])] * 2
 
 
-def test_it_goes_on_with_other_operations(host_engine):
+def test_sparse_sum_between_other_operations(host_engine):
     """Whatever was begun before and behind it."""
 
     def body(group):
@@ -127,7 +127,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_are_told_alike(host_engine, what):
+def test_disagreement_is_same_error_on_all_ranks(host_engine, what):
     """All of them, and the group goes on."""
     *first, words = DISAGREEMENTS[what]
 
@@ -153,7 +153,7 @@ def alone(**options):
         ([None, (5, 3)], r"of shape \(5, 3\), rank 0 brings .* each$"),
     ],
 )
-def test_shapes_that_differ_are_told_alike(host_engine, shapes, said):
+def test_different_shapes_are_same_error_on_all_ranks(host_engine, shapes, said):
     def body(group):
         with pytest.raises(ValueError, match=f"rank 1 brings .*{said}"):
             group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=shapes[group.rank])
@@ -190,7 +190,7 @@ def test_arrays_that_do_not_fit_begin_nothing(host_engine):
         assert group.all_reduce_sparse(np.arange(1), np.ones(1)).result(DEADLINE)[1].tolist() == [1]
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(host_engine):
+def test_missing_rank_is_waited_for_until_deadline(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)
         if group.rank == 0:
@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(host_engine)
     run_groups(2, body)
 
 
-def test_a_wait_that_is_left_ends_the_group(host_engine):
+def test_interrupted_wait_ends_the_group(host_engine):
     """The others would wait for the second half, which this rank does not begin."""
     testing.run_python(
         """
@@ -232,7 +232,7 @@ def test_a_wait_that_is_left_ends_the_group(host_engine):
     )
 
 
-def test_its_arrays_live_by_their_stream(host_engine):
+def test_sparse_arrays_follow_their_stream(host_engine):
     """What another stream produces is waited for."""
     with ncclpy.Stream(0) as stream, alone() as group:
         comm = ncclpy.Communicator.init_all([0])[0]

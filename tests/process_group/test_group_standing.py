@@ -101,7 +101,7 @@ SLOWLY = {"closed": "", "closing": "rank=2 call=CommFinalize do=delay:0.9s; rank
 
 
 @pytest.mark.parametrize("what", INSTEAD)
-def test_what_a_rank_does_instead(host_engine, monkeypatch, what):
+def test_error_tells_what_other_rank_does(host_engine, monkeypatch, what):
     """The first rank in trouble tells it: with another count, type or reduction the host engine says so at once."""
     said, current = INSTEAD[what]
     monkeypatch.setattr(reports, "PATIENCE", DEADLINE)  # all ranks answer, however busy the machine is
@@ -125,7 +125,7 @@ def test_what_a_rank_does_instead(host_engine, monkeypatch, what):
 
 
 @pytest.mark.parametrize("kind", ["local", "tcp"])
-def test_who_is_held_up_by_its_own_stream(host_engine, kind):
+def test_rank_held_up_by_its_own_stream_is_reported(host_engine, kind):
     """Rank 1 has called as well, and its stream does not come to it: so is told, by others too, until it does."""
 
     def body(group):
@@ -156,7 +156,7 @@ def test_who_is_held_up_by_its_own_stream(host_engine, kind):
     assert [(each.state, each.finished) for each in found] == [("idle", told[0])] * 2
 
 
-def test_an_error_names_who_is_held_up_by_its_own_stream(host_engine):
+def test_error_names_rank_held_up_by_its_own_stream(host_engine):
     def body(group):
         with ncclpy.ProcessGroup(group.store, group.rank, 2, device=group.device, name="second") as second:
             second.all_reduce(np.ones(2)).wait(DEADLINE)
@@ -194,7 +194,7 @@ class Late(LocalStore):
 
 
 @pytest.mark.parametrize("late", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_a_store_that_answers_slowly_still_has_the_sentence(host_engine, late):
+def test_slow_store_still_gives_report_in_error(host_engine, late):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         together.wait(DEADLINE)
@@ -252,7 +252,7 @@ def test_state(arrays, tmp_path, kind):
 @pytest.mark.parametrize(
     "kind", [pytest.param("a thread of the store's tells it", marks=pytest.mark.slow), "Python tells it"]
 )
-def test_a_standing_is_published_now_and_then_and_if_it_has_changed(host_engine, kind, monkeypatch):
+def test_status_is_published_periodically_and_on_change(host_engine, kind, monkeypatch):
     def body(group):
         for _ in range(125):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -287,7 +287,7 @@ def test_a_standing_is_published_now_and_then_and_if_it_has_changed(host_engine,
         assert ["closed" in each for each in read] == [False] * (len(read) - 1) + [True]
 
 
-def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(host_engine, monkeypatch):
+def test_rank_that_shares_no_process_is_searched_in_all_local_groups(host_engine, monkeypatch):
     """Whose group nobody else of this process is in may wait anywhere here, and what began first is told."""
     monkeypatch.setattr(reports, "PATIENCE", 0.05)  # the other ranks never come
     with LocalStore() as store, LocalStore() as far:
@@ -306,7 +306,7 @@ def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(ho
             assert one.state(0.1)[0].state == "idle", "what has ended is nowhere"
 
 
-def test_what_is_known_of_a_failed_group_keeps_nothing_of_it(host_engine):
+def test_record_of_failed_group_does_not_hold_its_store(host_engine):
     store = LocalStore()
     with ncclpy.ProcessGroup(store, 0, 1, device=0) as group:
         group.abort("enough")
@@ -316,7 +316,7 @@ def test_what_is_known_of_a_failed_group_keeps_nothing_of_it(host_engine):
     testing.wait_for(lambda: gc.collect() >= 0 and kept() is None, "the end of the store")
 
 
-def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
+def test_late_operation_with_on_error_report_names_late_rank(host_engine):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         if group.rank == 1:
@@ -332,7 +332,7 @@ def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
     assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
 
 
-def test_a_store_that_is_lost_is_said_to_be(host_engine):
+def test_lost_store_is_named_in_error(host_engine):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         together.wait(DEADLINE)
@@ -349,7 +349,7 @@ def test_a_store_that_is_lost_is_said_to_be(host_engine):
     assert "What the other ranks do is not known: " in str(error)
 
 
-def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
+def test_failing_report_still_ends_the_group(host_engine, monkeypatch, caplog):
     from ncclpy.process_group.notices import Notices
 
     def torn(*_):
@@ -395,7 +395,7 @@ WHAT = {
 }
 
 
-def test_what_a_rank_does_is_known_without_the_recorder(host_engine):
+def test_status_of_rank_is_known_without_recorder(host_engine):
     def body(group):
         for _ in range(3):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -415,7 +415,7 @@ def test_what_a_rank_does_is_known_without_the_recorder(host_engine):
         assert [each.finished.seq for each in states] == [2, 2]
 
 
-def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
+def test_begun_operation_is_reported_while_call_holds_gil(tmp_path):
     testing.need_processes(2)
     program = TOLD + (
         "if group.rank == 1:\n"
@@ -438,7 +438,7 @@ def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
 
 
 @pytest.mark.parametrize("what", WHAT)
-def test_what_a_process_does_instead(tmp_path, what):
+def test_error_tells_what_other_process_does(tmp_path, what):
     testing.need_processes(2)
     does, said = WHAT[what]
     program = TOLD + (
@@ -459,7 +459,7 @@ def test_what_a_process_does_instead(tmp_path, what):
         assert ("Python of" in line) == (what == "busy") == bool(re.search(called, line)), line
 
 
-def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
+def test_death_is_noticed_by_lease_alone(host_engine, tmp_path):
     """A receive from a rank that lives waits for another that has died: its lease tells, long before the deadline."""
     program = """
         from ncclpy.peers import status
@@ -485,7 +485,7 @@ def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
     assert "rank 2's process has ended" in line, line
 
 
-def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
+def test_rank_that_exits_after_all_operations_does_no_harm(host_engine, tmp_path):
     output = run_ranks(
         tmp_path,
         3,
@@ -507,7 +507,7 @@ def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
     assert output.count("is well") == 2, output
 
 
-def test_who_asks_a_store_that_is_gone(host_engine):
+def test_state_with_closed_store_is_an_error(host_engine):
     with LocalStore() as store, ncclpy.ProcessGroup(store, 0, 1, device=0) as group:
         assert [each.state for each in group.state()] == ["idle"]
         store.close()
@@ -530,7 +530,7 @@ class Stuck(LocalStore):
         return super()._compare_set(key, expected, desired, deadline)
 
 
-def test_a_store_that_is_stuck_holds_up_no_abort(host_engine, monkeypatch):
+def test_stuck_store_does_not_delay_abort(host_engine, monkeypatch):
     monkeypatch.setattr(inquiry, "_ASKS", 0.25)
     monkeypatch.setattr(lifecycle, "_TELLS", 0.25)
     store = Stuck(20.0)
@@ -543,7 +543,7 @@ def test_a_store_that_is_stuck_holds_up_no_abort(host_engine, monkeypatch):
         store.stuck = False
 
 
-def test_a_handler_that_leaves_an_abort_has_it_end_the_group_all_the_same(host_engine):
+def test_abort_left_by_signal_handler_still_ends_group(host_engine):
     store = Stuck()
     with ncclpy.ProcessGroup(store, 0, 2, name="left"), ncclpy.ProcessGroup(store, 1, 2, name="left") as group:
         store.silent = True
@@ -557,7 +557,7 @@ def test_a_handler_that_leaves_an_abort_has_it_end_the_group_all_the_same(host_e
         assert "enough" in str(group.error)
 
 
-def test_a_handler_may_abort_while_its_thread_asks(host_engine):
+def test_signal_handler_may_abort_during_abort_of_its_thread(host_engine):
     store = Stuck()
     with ncclpy.ProcessGroup(store, 0, 2, name="twice"), ncclpy.ProcessGroup(store, 1, 2, name="twice") as group:
         store.silent = True

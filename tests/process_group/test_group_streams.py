@@ -47,7 +47,7 @@ def test_slow_producers():
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_an_operation_waits_for_its_producers_on_the_device(coalesced):
+def test_operation_waits_for_its_producers_on_device(coalesced):
     """Of a block all of them; the calls return at once. What a producer queues later is not waited for."""
 
     def body(group, side, meet):

@@ -44,7 +44,7 @@ def two_sums(group, parts):
         group.all_reduce(part).wait(DEADLINE)
 
 
-def test_a_work_knows_whether_it_has_started(arrays):
+def test_work_knows_whether_it_has_started(arrays):
     def early(group, parts):
         group.connect()
         first, second = group.all_reduce(parts[1]), group.all_reduce(parts[2])
@@ -59,7 +59,7 @@ def test_a_work_knows_whether_it_has_started(arrays):
         assert work.is_started() is True
 
 
-def test_without_timing_nobody_knows_until_the_end(arrays):
+def test_start_is_unknown_without_timing_until_the_end(arrays):
     def early(group, parts):
         work = group.all_reduce(parts[1])
         testing.wait_for(lambda: work.state == "launched", "the launch")
@@ -72,7 +72,7 @@ def test_without_timing_nobody_knows_until_the_end(arrays):
     assert work.is_started() is True
 
 
-def test_what_fails_tells_whether_it_had_started(host_engine):
+def test_failed_work_tells_whether_it_had_started(host_engine):
     def body(group):
         array = np.ones(3)
         group.all_reduce(array).wait(DEADLINE)
@@ -93,7 +93,7 @@ def test_what_fails_tells_whether_it_had_started(host_engine):
     run_late(testing.NumpyArrays(), early, lambda *_: None, timing=True)
 
 
-def test_one_that_waits_for_its_communicator_has_not_started(host_engine):
+def test_work_waiting_for_communicator_has_not_started(host_engine):
     group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=DEADLINE, timing=True)
     work = group.all_reduce(np.ones(3))  # rank 1 does not come
     assert work.is_started() is False
@@ -120,7 +120,7 @@ def test_tags_are_numbers_that_the_recorder_notes(host_engine):
 
 
 @pytest.mark.parametrize("first", ["send", "recv"])
-def test_what_a_rank_sends_to_itself_has_one_tag(host_engine, first):
+def test_send_to_self_has_one_tag(host_engine, first):
     def body(group):
         begin, other = (group.send, group.recv) if first == "send" else (group.recv, group.send)
         waiting = begin(np.ones(3), 0, tag=7)
@@ -169,7 +169,7 @@ def test_wait_for_each_work_at_once_runs_it_in_the_caller(host_engine, large):
 
 
 @pytest.mark.parametrize("count", [4, 100_000], ids=["small", "large"])
-def test_a_work_that_was_waited_for_in_vain_goes_on(host_engine, count):
+def test_work_continues_after_wait_timed_out(host_engine, count):
     """Whoever waits runs it, and leaves it in the middle: the other rank does not come as long as that."""
     tried, times = threading.Event(), 60  # so that the stream relies on who waits
 
@@ -197,7 +197,7 @@ def test_a_work_that_was_waited_for_in_vain_goes_on(host_engine, count):
 
 
 @pytest.mark.filterwarnings("ignore:the fault .* has not happened")  # where the plan has come too late
-def test_a_fault_that_is_planned_late_holds_up_no_wait(host_engine):
+def test_late_fault_does_not_hold_up_wait(host_engine):
     """The stream's thread is held up, not who waits, whatever was known when the work was begun."""
     times = []
 
@@ -219,7 +219,7 @@ def test_a_fault_that_is_planned_late_holds_up_no_wait(host_engine):
     assert times[0] < 0.4
 
 
-def test_a_signal_ends_a_wait_that_does_the_work(host_engine):
+def test_signal_ends_wait_that_runs_the_operation(host_engine):
     tried = threading.Event()
 
     def late(group):
@@ -253,7 +253,7 @@ def use(store, rank, body):
         body(group)
 
 
-def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked(host_engine):
+def test_timeout_of_short_wait_is_explained_on_demand(host_engine):
     arrived = threading.Event()
 
     def body(group):
@@ -276,7 +276,7 @@ def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked(host_eng
     assert str(error).startswith(plain) and "rank 1" in str(error)[len(plain) :]
 
 
-def test_what_has_run_once_is_launched_by_its_caller(arrays):
+def test_repeated_call_is_launched_by_its_caller(arrays):
     """However many shapes a program has, another thread wakes for what is new alone; of very many for some more."""
     dtypes = (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)
     kinds = [

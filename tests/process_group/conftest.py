@@ -1,4 +1,4 @@
-"""Fixtures of the process groups' tests."""
+"""Fixtures for tests of process groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from group_worlds import Processes, in_threads
 
 @pytest.fixture(scope="module")
 def processes():
-    """Return two processes that run programs, one device each; other modules may look for threads left behind."""
+    """Yield two processes that run programs, one device each; closed per module, as other modules count threads."""
     two = Processes(2)
     yield two
     two.close()
@@ -18,7 +18,7 @@ def processes():
 
 @pytest.fixture(params=["threads", "processes"])
 def run(request):
-    """Return a function that has two ranks, threads or processes, run a program, and returns their results."""
+    """Return a function that runs a program on two ranks, threads or processes, and returns their results."""
     if request.param == "threads":
         return lambda program, *arguments: in_threads(2, program, *arguments)
     return request.getfixturevalue("processes").run
@@ -26,10 +26,7 @@ def run(request):
 
 @pytest.fixture
 def no_collection():
-    """Keep memory of earlier tests from being collected in the middle of one.
-
-    It is freed then, which waits for its whole device, and invalidates a capture.
-    """
+    """Collect garbage before the test only: to free device memory waits for the device and invalidates a capture."""
     gc.collect()
     gc.disable()
     yield

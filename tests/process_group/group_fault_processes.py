@@ -1,8 +1,8 @@
 """Random operations of process groups under random faults: ``python group_fault_processes.py SEED RUNS``.
 
-As group_fault_runs.py, but each rank is a process, and so is the one that serves the store. One of the ranks is
-killed, or stopped for a while (SIGSTOP) and woken; the store's process is stopped or killed. All of a run's processes
-are forked from this one, which uses nothing of NCCL. Prints one JSON object a run.
+As group_fault_runs.py, but each rank is a process, and one more process serves the store. Rank 1 is killed, or stopped
+for a while (SIGSTOP) and continued; the store's process is stopped or killed. All processes of a run are forked from
+this one, which makes no call of NCCL. Prints one JSON object per run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ncclpy.bootstrap import StoreError, TCPStore
 
 VICTIMS = (None, None, "stays", "aborts", "absent", "killed", "killed at once", "stopped", "stopped for long")
 STORES = (None,) * 6 + ("stopped", "killed")
-WAKES = 60.0  # Nobody lives for longer, should this process be killed.
+WAKES = 60.0  # seconds after which each child ends by SIGALRM, also if this process is killed
 
 
 class SlowStore(Slow, TCPStore):
@@ -40,7 +40,7 @@ class ProcessRank(RandomRank):
 
 
 def forked(program):
-    """Return the process id of a child that calls ``program(write)``, and a pipe in which is what it writes."""
+    """Return the process id of a child that calls ``program(write)``, and the pipe that receives what it writes."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid:
@@ -65,7 +65,7 @@ def serve(write):
 
 def run_rank(plan, rank, port, lost):
     def program(write):
-        sys.setswitchinterval(1e-4)  # threads change places often
+        sys.setswitchinterval(1e-4)  # threads are switched often
         begun = time.monotonic()
         try:
             store = (SlowStore if plan.slow else TCPStore)("127.0.0.1", port, timeout=2 if lost else DEADLINE)
@@ -106,7 +106,7 @@ def run(seed):
     for rank in range(plan.size):
         if not (plan.victim == "absent" and rank == 1):
             ranks[rank] = forked(run_rank(plan, rank, port, lost=of_store == "killed"))
-    signals = []  # when, to whom, which
+    signals = []  # moment, process id, signal
     when, long = choose.uniform(0, 0.25), choose.uniform(0.7, 1.2)
     if victim == "killed at once":
         signals.append((when, ranks[1][0], signal.SIGKILL))
@@ -154,15 +154,15 @@ def run(seed):
 
 
 def collect(ranks, signals, begun):
-    """Send signals when it is time for them, and return what the ranks have said by then and by the deadline."""
+    """Send each signal at its moment; return what the ranks have written until all have ended, or the deadline."""
     said = dict.fromkeys(ranks, b"")
     waits = {pipe: rank for rank, (_, pipe) in ranks.items()}
-    deadline = begun + DEADLINE + 20  # for what is left behind to go
+    deadline = begun + DEADLINE + 20  # time in which left-over threads end
     while waits and time.monotonic() < deadline:
         now = time.monotonic() - begun
         while signals and signals[0][0] <= now:
             _, pid, which = signals.pop(0)
-            os.kill(pid, which)  # it is there still, as nobody has waited for it
+            os.kill(pid, which)  # the process id is still valid: the process has not been reaped
         ready, _, _ = select.select(list(waits), [], [], signals[0][0] - now if signals else 0.5)
         for pipe in ready:
             some = os.read(pipe, 1 << 16)
@@ -173,7 +173,7 @@ def collect(ranks, signals, begun):
 
 
 def main():
-    logging.disable(logging.WARNING)  # aborts that were made to hang are told of
+    logging.disable(logging.WARNING)  # aborts that hang by a fault log warnings
     seed, runs = map(int, sys.argv[1:3])
     for number in range(runs):
         print(json.dumps(run(seed + number)), flush=True)

@@ -1,10 +1,10 @@
 """Random operations of process groups under random faults: ``python group_fault_runs.py SEED RUNS``.
 
-The ranks are threads; those of group_fault_processes.py are processes. All of a run's groups begin the same
-operations, while calls of NCCL fail, are late, hang or compute something else; the store is slow or lost at times, and
-now and then a rank stays away, aborts, or is never there. Every work must end once, before the run's deadline; a
-result must be right unless a fault has corrupted it; who waits for nothing must hear of the group's end; nothing may
-be left behind. Prints one JSON object a run.
+The ranks are threads; in group_fault_processes.py they are processes. All ranks of a run begin the same operations,
+while calls of NCCL fail, are late, hang or return corrupted data; the store is slow or lost in some runs, and in some
+a rank stays away, aborts, or is never there. Every work must end once, before the run's deadline; a result must be
+right unless a fault has corrupted it; a rank that waits for no work must hear of the group's end; nothing may be left
+behind. Prints one JSON object per run.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(seed):
 
 
 def main():
-    logging.disable(logging.WARNING)  # aborts that were made to hang are told of
+    logging.disable(logging.WARNING)  # aborts that hang by a fault log warnings
     seed, runs = map(int, sys.argv[1:3])
     for number in range(runs):
         print(json.dumps(run(seed + number)), flush=True)
@@ -87,5 +87,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(1e-4)  # threads change places often
+    sys.setswitchinterval(1e-4)  # threads are switched often
     main()

@@ -1,10 +1,10 @@
 """Groups that lose ranks and gain others, at random: ``python group_recovery_runs.py SEED RUNS``.
 
-The ranks are threads, each with a client of its own of one TCPStore, so that a rank dies as a process does: its lease
-ends, and so does its part of what runs. They sum up step by step what a model knows; some die, before a call, within
-it, or while the others recover, some stay away for longer than the others wait, and new ones join. After each recovery
-and each admission all members must be the same for all of them, and have the same steps behind them. Who is left comes
-to the end in time. Prints one JSON object a run.
+The ranks are threads, each with its own client of one TCPStore, so that a rank dies as a process does: its lease ends,
+and its communicator aborts. Each step is a sum that a model predicts; some ranks die, before a call, within it, or
+while the others recover, some stay away for longer than the others wait, and new ones join. After each recovery and
+each admission all members must agree on the members and on the steps done. The ranks that are left must finish in
+time. Prints one JSON object per run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import ncclpy
 from ncclpy.bootstrap import TCPStore
 
-#: Seconds that a run may take, for an operation, that a rank waits for others, and that one stays away.
+#: Seconds: deadline of a run, timeout of an operation, patience of recover(), absence of a rank that stays away.
 DEADLINE = 60.0
 LIMIT = 1.5
 PATIENCE = 1.5
@@ -34,22 +34,22 @@ class Died(Exception):
 
 
 class NotAdmitted(Exception):
-    """The others have come to their end without this one."""
+    """The other ranks have finished without admitting this one."""
 
 
 class Problem(Exception):
-    """What must not be."""
+    """A violated expectation."""
 
 
 class Member:
-    """One rank: a number that it keeps, its steps, and what befalls it."""
+    """One rank: the number that it keeps, its steps, and its fate."""
 
     def __init__(self, run, number, fate):
         self.run, self.number, self.fate = run, number, fate
         self.store = TCPStore("127.0.0.1", run.port)
         self.group = None
         self.results: list[int] = []
-        self.start = self.first = 0  # steps behind all when this membership began, and the collective that came next
+        self.start = self.first = 0  # steps done when this membership began, and the number of its next collective
         self.members: list[int] = []
         self.outcome = "unfinished"
         self.recoveries = 0
@@ -76,7 +76,7 @@ class Member:
                 self.store.close()
 
     def join(self):
-        """Ask to be admitted, until the others have come to their end; who dies meanwhile may be one of them."""
+        """Ask to be admitted until the other ranks have finished; one of them may die meanwhile."""
         while not self.run.over.is_set():
             try:
                 options = {"device": self.number % 8, "timeout": 2.0, "check": self.run.check}
@@ -88,7 +88,7 @@ class Member:
         raise NotAdmitted
 
     def steps(self):
-        knows = self.outcome != "joined"  # what is behind all
+        knows = self.outcome != "joined"  # whether this rank knows the steps done
         agreed = False
         while True:
             try:
@@ -115,7 +115,7 @@ class Member:
                     return False
 
     def recover(self):
-        """Go on with those who are left; return whether this one is among them."""
+        """Continue with the ranks that are left; return whether this rank is one of them."""
         self.recoveries += 1
         if self.recoveries > 12:
             raise Problem("it recovers again and again")
@@ -123,7 +123,7 @@ class Member:
         try:
             found = self.group.recover(PATIENCE)
         except ncclpy.NcclTimeout:
-            return True  # once more
+            return True  # the next call of the caller recovers again
         except ncclpy.NcclError as error:
             if "goes on without" in str(error) and self.fate is not None and self.fate[0] == "stays":
                 return False
@@ -133,7 +133,7 @@ class Member:
         return True
 
     def agree(self, knows):
-        """Tell each other who all are, and what is behind them, which those who have joined do not know."""
+        """Exchange the members and the results of the steps done, which ranks that have joined do not know."""
         told = np.zeros(2 * self.group.size, np.int64)
         mine = np.array([self.number, len(self.results) if knows else -1])
         self.group.all_gather(mine, told).wait(20.0)

@@ -1,4 +1,4 @@
-"""What random runs of process groups have in common: the plan of a run, and the program of each of its ranks."""
+"""Random runs of process groups: the plan of a run, and the program of each rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from work_watch import WorkWatch
 
 import ncclpy
 
-DEADLINE = 15.0  # by which a run has to be over, whatever happens in it
-NEVER = 1e-9  # as often as that
-HEARD = 8.0  # in which a rank that calls nothing must hear that its group has ended; a loaded machine needs it
+DEADLINE = 15.0  # seconds after which a run must be over, whatever happens in it
+NEVER = 1e-9  # the probability of a fault that does not happen
+HEARD = 8.0  # seconds in which a rank that makes no call must hear that its group has ended; long for a loaded machine
 ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,hang:20ms,corrupt"
 CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv")
-# Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
+# These hangs are short: ncclpy cannot end a hang while there is no communicator yet, nor one in a call that ends it.
 BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
 BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommSplit", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
-END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
-#: The longest timeout of a run that deadlines are to end, in seconds.
+END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # no errors: a failed end would leave the communicator behind
+#: The longest timeout, in seconds, of a run that must end by deadlines.
 LONGEST = 0.6
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier", "divide")
 KINDS += ("itself", "uneven")
 
 
 class Slow:
-    """A store whose answers take their time, now and then, and which cannot tell of changes where it is told so."""
+    """A store that answers slowly now and then, and that has no watches if `watches` is False."""
 
     choose = random.Random(0)
     watches = True
@@ -47,10 +47,10 @@ class Slow:
 
 @dataclass
 class Plan:
-    """A run: what its ranks do, and what becomes of rank 1, the victim.
+    """A run: what its ranks do, and what happens to rank 1, the victim.
 
-    The victim does it before its operation `when`: ``"stays"``, it begins nothing more; ``"aborts"`` the group;
-    ``"killed"`` by itself; ``"absent"`` from the beginning; None is nothing.
+    It happens before the victim's operation `when`: ``"stays"``, it begins no more operations; ``"aborts"`` the group;
+    ``"killed"``, by itself. ``"absent"``: rank 1 is not started. None: nothing happens.
     """
 
     choose: random.Random
@@ -67,7 +67,7 @@ class Plan:
         choose = self.choose
         seed, often = choose.getrandbits(30), choose.choice([NEVER, 0.0001, 0.005, 0.02, 0.1])
         self.timeout = choose.choice([0.3, LONGEST])
-        if self.victim == "aborts" and choose.random() < 0.5:  # nothing but the abort ends it in time
+        if self.victim == "aborts" and choose.random() < 0.5:  # only the abort ends the run in time
             often, self.timeout = NEVER, 4 * DEADLINE
         rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
         rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
@@ -75,28 +75,28 @@ class Plan:
         self.rules = "; ".join(rules)
         self.size = choose.choice([2, 3, 4])
         self.steps = [(choose.choice(KINDS), choose.choice([1, 60, 5000])) for _ in range(choose.randint(3, 15))]
-        self.steps.append(("barrier", 1))  # which ends nowhere unless all have come: who stays has to hear of that
+        self.steps.append(("barrier", 1))  # ends only if all ranks begin it: a staying rank must hear of that
         self.when = choose.randrange(len(self.steps))
         self.slow, self.watches = choose.random() < 0.3, choose.random() < 0.7
 
     def lose_the_store(self):
-        """Leave it to deadlines to end what waits: nobody hears of an abort any more."""
+        """Let deadlines end pending operations: without the store no rank hears of an abort."""
         self.timeout = min(self.timeout, LONGEST)
 
 
 class RandomRank:
-    """One rank's program: the same operations as the others', and what must come of them.
+    """One rank's program: the same operations on every rank, and their expected results.
 
     Parameters
     ----------
     plan
         The run.
     rank
-        Which it is.
+        Its rank.
     store
         Where the ranks meet.
     lost
-        Whether the store is lost in this run, so that nobody need hear of anything.
+        Whether the store is lost in this run, so that no rank has to hear of another's end.
     """
 
     def __init__(self, plan, rank, store, *, lost):
@@ -130,7 +130,7 @@ class RandomRank:
                     elif self.plan.victim == "killed":
                         self.be_killed()
                 self.begin(group, kind, count)
-        except ncclpy.NcclError:  # its group has ended
+        except ncclpy.NcclError:  # expected if the group has ended
             if group.error is None:
                 self.failures.append("a call was refused by a group that works")
         except BaseException as error:
@@ -141,7 +141,7 @@ class RandomRank:
             self.failures.append(repr(error))
 
     def close(self, group):
-        """Close a group, which raises if the group fails, or its deadline passes, while works are in flight."""
+        """Close a group; close() raises if the group fails, or its deadline passes, while works are in flight."""
         try:
             group.close(2 * self.timeout + 1)
         except ncclpy.NcclTimeout:
@@ -154,7 +154,7 @@ class RandomRank:
         raise NotImplementedError("threads cannot be killed")
 
     def _stay(self, group):
-        """Wait for the news that the others have given up."""
+        """Wait until this rank hears that the group has ended."""
         end = time.monotonic() + HEARD
         while group.error is None and time.monotonic() < end and not self.lost:
             time.sleep(0.002)
@@ -206,7 +206,7 @@ class RandomRank:
         """Split the group in two, and use this rank's half."""
         try:
             part = group.split(self.rank % 2)
-        except ncclpy.NcclError:  # some do not come: that alone does not end the group
+        except ncclpy.NcclError:  # some ranks are missing, which does not end the group by itself
             return
         members = range(self.rank % 2, self.size, 2)
         try:
@@ -218,7 +218,7 @@ class RandomRank:
 
 
 def left_over():
-    """Return what there is that ought to have gone, once it has had its time to go."""
+    """Return the threads that remain although they should have ended, after up to 15 s."""
 
     def look():
         return {

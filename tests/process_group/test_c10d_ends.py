@@ -1,27 +1,26 @@
-"""How groups end and begin again: the first half of the cases that PyTorch's test_c10d_nccl has for its groups.
+"""Ends and restarts of groups: the first half of the process group cases of PyTorch's test_c10d_nccl.
 
-They are written anew for `ncclpy.ProcessGroup`, by what each of them asserts. The other half is in
-test_c10d_operations.py.
+Each is rewritten for `ncclpy.ProcessGroup` with the same assertions. The other half is in test_c10d_operations.py.
 
 - abort_pg, close_pg, restart_pg, restart_pg_after_error, abort_in_destroy_pg, close_multi_pg_unordered: test_… of that
   name
-- abort_in_destroy_multi_pgs: test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each has its own
+- abort_in_destroy_multi_pgs: test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each is ended
 - abort_in_destroy_mixed_empty_pgs: test_abort_in_destroy_mixed_empty_pgs
 - destruct_before_terminate_pg: test_fork_cannot_use_group_and_dropped_group_does_no_harm in
   test_group_processes.py
 - nccl_dist_backend_error: test_nccl_dist_backend_error
-- nccl_errors_blocking: test_nccl_errors_blocking; by a kill, where the engine sees it,
+- nccl_errors_blocking: test_nccl_errors_blocking; with a killed process, where the engine notices it,
   test_killed_rank_ends_group_on_all_ranks in test_group_processes.py
 - nccl_errors_nonblocking: test_nccl_errors_nonblocking
 - nccl_blocking_wait_with_barrier: test_nccl_blocking_wait_with_barrier
 - error_detection_and_propagation: test_error_detection_and_propagation
 - nccl_errors_dump: test_on_error_exit_ends_the_process in test_group_ends.py; on_error="exit" dumps, then ends
 - timeout_dumps, timeout_dumps_on_stuck_ranks, trace_while_stuck: test_… of that name
-- trace_while_active: test_trace_while_active; "only active" is what is neither completed nor failed
+- trace_while_active: test_trace_while_active; "only active" means neither completed nor failed
 - long: test_long
 - batched_send_recv: test_batched_send_recv
-- invalid_nccl_blocking_wait_env does not apply: whether a wait blocks is said by the call (`wait` or `synchronize`),
-  not by a variable. What can be said wrongly: test_invalid_options
+- invalid_nccl_blocking_wait_env does not apply: the call (`wait` or `synchronize`), not a variable, decides whether a
+  wait blocks. Invalid options: test_invalid_options
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ def abort_pg(world):
         world.meet()
         array = world.array(ONES)
         if world.rank == 0:
-            work = world.call(group.all_reduce, array)  # which rank 1 does not begin
+            work = world.call(group.all_reduce, array)  # rank 1 does not begin it
             aborting = threading.Thread(target=group.abort, args=("it is stuck",))
             aborting.start()
             with pytest.raises(ncclpy.NcclAborted, match="it is stuck"):
                 work.wait(DEADLINE)
-            world.lib.read(array)  # the device goes on
+            world.lib.read(array)  # the device still works
             aborting.join(DEADLINE)
             assert not aborting.is_alive()
         testing.wait_for(lambda: group.error is not None, "the news")
@@ -131,7 +130,7 @@ def abort_in_destroy_pg(world):
 
 
 def test_abort_in_destroy_pg(run):
-    """A group that is left by an exception is aborted: it is of no use afterwards."""
+    """A with block that an exception leaves aborts the group, which cannot be used afterwards."""
     assert run(abort_in_destroy_pg) == ["NcclAborted"] * 2
 
 
@@ -139,14 +138,14 @@ def abort_in_destroy_multi_pgs(world):
     group = world.group()
     parts = [group.new_group([0, 1]), group.new_group([1, 0])]
     totals = [float(world.sum(each, ONES)[0]) for each in (group, *parts)]
-    arrays = [world.array(ONES) for _ in totals]  # before the device is stuck
+    arrays = [world.array(ONES) for _ in totals]  # allocated before the device is stuck
     world.meet()
-    if world.rank == 0:  # stuck in all of them
+    if world.rank == 0:  # stuck in all groups
         works = [world.call(each.all_reduce, array) for each, array in zip((group, *parts), arrays, strict=True)]
         for each in (group, *parts):
             each.abort("the end")
         assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in works)
-    for each in (group, *parts):  # the one that the others come from first
+    for each in (group, *parts):  # the parent of the other groups first
         testing.wait_for(lambda each=each: each.error is not None, "the news")
         each.close()
     return totals
@@ -189,7 +188,7 @@ def nccl_dist_backend_error(world):
     group = ncclpy.ProcessGroup(world.store, world.rank, world.size, device=0, timeout=DEADLINE / 2)
     array = world.lib.make(ONES, 0)
     with pytest.raises(ncclpy.NcclError) as caught:
-        # By the call, if the other rank has been refused and has ended the group before.
+        # The call itself raises if the other rank was refused, and ended the group, earlier.
         world.call(group.broadcast, array, root=0).wait(DEADLINE)
     assert isinstance(caught.value, RuntimeError)
     group.close()
@@ -218,7 +217,7 @@ def nccl_errors_blocking(world):
 
 
 def test_nccl_errors_blocking(run):
-    """Rank 1 leaves; rank 0, which waits in a collective, comes free by an error."""
+    """Rank 1 leaves; the wait of rank 0 in a collective ends with an error."""
     error, _ = run(nccl_errors_blocking)
     assert "all_reduce" in error
 
@@ -241,7 +240,7 @@ def nccl_errors_nonblocking(world):
 
 
 def test_nccl_errors_nonblocking(run):
-    """What waits for a rank that is late makes no call wait, and no error."""
+    """An operation that waits for a late rank blocks no call, and is no error."""
     assert run(nccl_errors_nonblocking) == [2, 2]
 
 
@@ -270,7 +269,7 @@ def error_detection_and_propagation(world):
         assert work.exception(DEADLINE) is group.error
     testing.wait_for(lambda: group.error is not None, "the news")
     name, text = type(group.error).__name__, str(group.error)
-    group.abort("all of them")  # the first error is kept
+    group.abort("all of them")  # later errors do not replace the first
     assert str(group.error) == text
     group.close()
     return name, text
@@ -327,7 +326,7 @@ def timeout_dumps_on_stuck_ranks(world, folder):
 
 
 def test_timeout_dumps_on_stuck_ranks(processes, tmp_path):
-    """Both ranks dump, also the one that has not come; what they say tells which one that is."""
+    """Both ranks dump, also the missing one, and the dumps tell which rank is missing."""
     processes.run(timeout_dumps_on_stuck_ranks, str(tmp_path))
     said = {}
     for rank in range(2):
@@ -395,7 +394,7 @@ def long(world):
 
 
 def test_long(processes):
-    """More operations than the recorder keeps: the newest are there."""
+    """With more operations than the recorder keeps, the newest are kept."""
     assert processes.run(long) == [[(number, "completed") for number in range(2, 12)]] * 2
 
 

@@ -1,13 +1,13 @@
-"""Operations, parts and options of groups: the second half of the cases of PyTorch's test_c10d_nccl.
+"""Operations, parts and options of groups: the second half of the process group cases of PyTorch's test_c10d_nccl.
 
-They are written anew for `ncclpy.ProcessGroup`, by what each of them asserts. The first half is in test_c10d_ends.py.
+Each is rewritten for `ncclpy.ProcessGroup` with the same assertions. The first half is in test_c10d_ends.py.
 
 - allgather_uneven: test_group_operations.test_uneven_parts
 - reduce_scatter_tensor_coalesced: test_group_operations.test_coalesced_operations_are_one_launch_with_one_number
-- extend_nccl_pg_timeout: test_extend_nccl_pg_timeout, by a block of `deadline`; nothing is added up
-- comm_split_group_larger_scale: test_comm_split_group_larger_scale, of 8 ranks where there are as many devices
+- extend_nccl_pg_timeout: test_extend_nccl_pg_timeout, by a block of `deadline`; nested deadlines do not add up
+- comm_split_group_larger_scale: test_comm_split_group_larger_scale, of 8 ranks if there are 8 devices
 - comm_recursive_split_group: test_comm_recursive_split_group
-- non_blocking_p2p: test_non_blocking_p2p; how a communicator is made is not for users to choose
+- non_blocking_p2p: test_non_blocking_p2p; users cannot choose how a communicator is made
 - nan_rank_filter: test_nan_rank_filter
 - extra_cuda_context: test_extra_cuda_context, on GPUs
 - unwaited: test_unwaited
@@ -121,7 +121,7 @@ def nan_rank_filter(world):
     with world.group(check_nan=True) as group:
         values = np.ones(12, np.float32)
         if world.rank:
-            values[5] = np.nan  # where it receives
+            values[5] = np.nan  # in the receive buffer
         array = world.array(values)
         world.call(group.broadcast, array, root=0).wait(DEADLINE)
         first = world.lib.read(array).tolist()
@@ -131,7 +131,7 @@ def nan_rank_filter(world):
 
 
 def test_nan_rank_filter(run):
-    """NaN in what receives is no error, although what is sent is looked at."""
+    """A NaN in a receive buffer is no error, although sent data is checked."""
     assert run(nan_rank_filter) == [([1.0] * 12, [1.0] * 12)] * 2
 
 
@@ -169,7 +169,7 @@ def extra_cuda_context(world):
 def test_extra_cuda_context():
     """Each process has a context on its own device and on no other."""
     testing.need_devices(2)
-    processes = Processes(2)  # new ones: those that others have used may have contexts everywhere
+    processes = Processes(2)  # new processes: used ones may already have contexts on other devices
     try:
         found = processes.run(extra_cuda_context)
     finally:
@@ -191,7 +191,7 @@ def unwaited(world, thousands):
             for _ in range(rounds):
                 for _ in range(1000):
                     world.call(group.all_reduce, array, op="max")
-                group.wait_for_pending_works(DEADLINE)  # so that those that run at a time are as many as before
+                group.wait_for_pending_works(DEADLINE)  # bounds the number of operations in flight
             world.meet()
             return leftovers.rss(), threading.active_count(), leftovers.descriptors()
 
@@ -201,14 +201,14 @@ def unwaited(world, thousands):
 
 @pytest.mark.parametrize(("thousands", "seen"), [(5, 500), pytest.param(50, 100, marks=pytest.mark.slow)])
 def test_unwaited(run, thousands, seen):
-    """Works that are never waited for leave nothing behind; so many bytes of each would be seen."""
-    testing.need_devices(2)  # processes that share one take minutes
+    """Works without a wait leave nothing behind; a leak of `seen` bytes per work would be detected."""
+    testing.need_devices(2)  # processes that share a device take minutes
     for grown, threads, descriptors in run(unwaited, thousands):
         assert grown < 1000 * thousands * seen and threads <= 4 and descriptors <= 4
 
 
 def cuda_event_cache_mthd_race(world):
-    """A thread begins collectives and ends before they do; what it has used serves others afterwards."""
+    """A thread begins collectives and ends before they do; other threads then reuse its events."""
 
     def begin():
         for _ in range(3):
@@ -244,7 +244,7 @@ def test_pass_nccl_options_config(run):
 
 
 def test_group_config_reaches_nccl(host_engine):
-    """That of the group, and that of its part: the engine finds both communicators by their name."""
+    """Check the configs of a group and of its part: the engine finds both communicators by their names."""
     with ncclpy.faults("comm=options call=AllReduce nth=* do=delay:1us") as faults:
         in_threads(2, pass_nccl_options_config)
     assert len(faults.fired) == 4
@@ -261,7 +261,7 @@ def nccl_window_registration(world):
             with group.communicator.window(buffer):
                 group.all_reduce(buffer).wait(DEADLINE)
                 assert (testing.read(pointer, count, np.float32, world.device) == 2 * np.arange(count)).all()
-            group.all_reduce(buffer, op="avg").wait(DEADLINE)  # and without it
+            group.all_reduce(buffer, op="avg").wait(DEADLINE)  # and without the window
             return bool((testing.read(pointer, count, np.float32, world.device) == 2 * np.arange(count)).all())
         finally:
             group.wait_for_pending_works(DEADLINE)

@@ -1,4 +1,4 @@
-"""Trouble before a group's first operation, and at its meetings: errors say what each of the others does."""
+"""Failures before a group's first operation, and at its meetings: errors tell the state of every other rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def states_of(error):
     return [each.state for each in error.ranks]
 
 
-# A rank that has closed the group, or ended, is not waited for.
+# A rank that has closed the group, or that has exited, is not waited for.
 
 WAITS = {
     "all_reduce": lambda group: group.all_reduce(np.ones(2)).wait(DEADLINE),
@@ -42,7 +42,7 @@ WAITS = {
 @pytest.mark.parametrize("check", ["off", "always"])
 @pytest.mark.parametrize("what", WAITS)
 def test_closed_rank_is_not_waited_for(host_engine, what, check, monkeypatch):
-    monkeypatch.setattr(arrivals, "_SLICE", 0.05)  # several are waited for to be sure
+    monkeypatch.setattr(arrivals, "_SLICE", 0.05)  # a missing rank is checked in several slices
 
     def body(group):
         together.wait(DEADLINE)
@@ -93,7 +93,7 @@ def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
 
 @pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
 def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engine, what, monkeypatch):
-    """The communicators stand: nobody waits at a meeting."""
+    """The communicators exist already, so that no rank waits at a meeting."""
     monkeypatch.setattr(status, "_BEAT", 0.05)
 
     def body(group):
@@ -102,7 +102,7 @@ def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engin
             group.close()
             return None
         if group.rank == 0:
-            array = np.ones(1 << 20)  # more than a send leaves behind
+            array = np.ones(1 << 20)  # larger than a send that completes without its receive
             error = getattr(group, what)(array, *([] if what == "all_reduce" else [1])).exception(DEADLINE)
             together.wait(DEADLINE)
             return error
@@ -195,7 +195,7 @@ def test_closed_rank_is_not_waited_for_with_on_error_report(host_engine):
     assert isinstance(error, ncclpy.NcclRemoteError) and states_of(error) == ["waits", "closed"]
 
 
-# Who is only late is waited for until the deadline, and is told apart.
+# A late rank is waited for until the deadline, and the error tells it apart from a closed one.
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "split", "admit", "connect"])
@@ -229,7 +229,7 @@ def test_connect_with_shorter_timeout_names_missing_rank(host_engine):
                 group.connect(timeout=0.2)
             assert states_of(caught.value) == ["idle", "idle"] and group.error is None
         together.wait(DEADLINE)
-        group.connect()  # nothing has come of it
+        group.connect()  # the timeout did not harm the group
 
     together = threading.Barrier(2)
     run_groups(2, body)
@@ -244,7 +244,7 @@ def test_rank_that_never_made_the_group_is_told_apart(host_engine):
 
 
 def test_suspected_end_of_rank_is_checked_again(monkeypatch):
-    """One that only just makes its group has no lease for an instant."""
+    """A rank that is just making its group has no lease for an instant."""
     monkeypatch.setattr(arrivals, "_SLICE", 0.02)
     store, looks = LocalStore(), []
 
@@ -267,7 +267,7 @@ def test_many_missing_ranks_are_checked_a_few_at_a_time(monkeypatch):
     assert 8 <= len(looks) <= 24 and len(set(looks)) == len(looks)
 
 
-# Processes.
+# Ranks that are processes.
 
 FIRST = """
 from ncclpy.bootstrap import rendezvous
@@ -333,7 +333,7 @@ def test_from_env_timeout_tells_state_of_missing_rank(host_engine, tmp_path, cam
     assert ("rank 1's process has ended" in line) == came, output
 
 
-# What ranks compare.
+# Comparison of options and calls.
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
@@ -387,7 +387,7 @@ def test_joiner_with_different_check_option_is_refused(host_engine):
         assert group.error is None and group.all_reduce(np.ones(1)).result(DEADLINE)[0] == 1
 
 
-# Going on.
+# Reconfiguration.
 
 
 def test_reconfigure_with_other_handles_ends_wait_of_other_ranks(host_engine):

@@ -1,4 +1,4 @@
-"""Operations that are compared across ranks: what differs is an error on all of them, what fits goes through."""
+"""Operations that are compared across ranks: mismatches are errors on all ranks, matching calls run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ F4 = np.float32
 
 @pytest.fixture(params=["shared", "stored"])
 def board(request, monkeypatch):
-    """Have the ranks compare in shared memory, or in the store, since one of them cannot open that."""
+    """Have the ranks compare in shared memory, or in the store because one rank cannot open the shared memory."""
     if request.param == "stored":
         refuse_memory(monkeypatch)
     return request.param
@@ -45,7 +45,7 @@ def refuse_memory(monkeypatch):
         return attach(pid, fd, token, rank, size)
 
     def refused_mailbox(mine, rank, peer, *offered):
-        if rank > peer:  # one of each two
+        if rank > peer:  # one rank of each pair
             raise OSError("another machine")
         return attach_mailbox(mine, rank, peer, *offered)
 
@@ -54,7 +54,7 @@ def refuse_memory(monkeypatch):
 
 
 def errors_of(size, body, *, store=None, **options):
-    """Return what each rank's program raises, as text without the rank's own line; the group then closes."""
+    """Return the error text of each rank's program, without the line of its call; the group is then closed."""
 
     def each(rank):
         with_store = options | {"timeout": options.get("timeout", DEADLINE / 2)}
@@ -78,7 +78,7 @@ def disagreement(number, text, rank, name="default"):
     )
 
 
-# What each rank calls, and what all are told.
+# Number of ranks, what each rank calls, and the text of the error on all ranks.
 MISMATCHES = {
     "another call": (
         3,
@@ -124,7 +124,7 @@ MISMATCHES = {
     ),
     "a step of a block": (
         2,
-        lambda g: g.all_reduce_coalesced([*np.ones((300, 1)), np.ones(2 + g.rank), np.ones(1)]),  # too long
+        lambda g: g.all_reduce_coalesced([*np.ones((300, 1)), np.ones(2 + g.rank), np.ones(1)]),  # truncated
         "rank 0 brings a block of 302 collectives, of which number 301 is all_reduce of 2 float64 (sum), rank 1 a "
         "block of 302 collectives, of which number 301 is all_reduce of 3 float64 (sum)",
     ),
@@ -172,7 +172,7 @@ MISMATCHES = {
 }  # fmt: skip
 
 
-# Types that NCCL carries alike, with the names that the two ranks are told; so many elements of the second are as
+# Types that are one type for NCCL: the two types, their names in the error, and how many elements of the second are as
 # long as two of the first.
 CARRIED_ALIKE = {
     "signs": ("i2", "u2", "int16", "uint16", 2),
@@ -224,7 +224,7 @@ def test_types_with_same_nccl_type_are_told_apart(board, kind, how):
 
 
 def test_dtype_of_many_fields_is_compared_whole(board):
-    """Its name is cut; what differs behind that is still seen."""
+    """The name of the type is truncated; a difference behind the cut is still found."""
 
     def body(group):
         fields = [(f"field {i}", "f8") for i in range(299)] + [("last", ["i8", "u8"][group.rank])]
@@ -276,7 +276,7 @@ def test_mismatch_is_an_error_on_all_ranks(board, kind, check):
 
 
 def test_call_known_on_one_rank_and_new_on_other_ends_the_group(board):
-    """The rank that knows its call waits for nobody; the other one finds what it has noted."""
+    """A rank with a known call does not wait; the other rank finds the note of that call."""
 
     def body(group):
         for _ in range(3):
@@ -284,7 +284,7 @@ def test_call_known_on_one_rank_and_new_on_other_ends_the_group(board):
         group.broadcast(np.ones(2)) if group.rank else group.all_reduce(np.ones(1)).wait(DEADLINE)
 
     begun = time.monotonic()
-    found = errors_of(2, body, check="first", on_error="report")  # it cannot go on, also then
+    found = errors_of(2, body, check="first", on_error="report")  # ends the group all the same
     text = "rank 0 brings all_reduce of 1 float64 (sum), rank 1 broadcast of 2 float64 from root 0"
     assert found[1] == disagreement(3, text, 1)
     assert text in found[0]
@@ -292,7 +292,7 @@ def test_call_known_on_one_rank_and_new_on_other_ends_the_group(board):
 
 
 def test_rank_far_ahead_still_gets_disagreement(board):
-    """Its note is overwritten in shared memory; it is a disagreement all the same."""
+    """The note of the fast rank is overwritten in shared memory; the mismatch is still found."""
 
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -328,7 +328,7 @@ def test_mismatch_with_on_error_report_keeps_the_group(board, caplog):
     testing.wait_for(lambda: caplog.text.count("disagree") >= 4)
 
 
-# Messages.
+# Sends and receives.
 
 SENT = {
     "tag": (lambda g: way(g)(np.ones(2), 1 - g.rank, 3 + g.rank), "send of 2 float64 to rank 1 with tag 3",
@@ -390,7 +390,7 @@ def test_message_without_its_other_half_times_out(board):
     assert all("rank 1 has not begun what it meets within 300 ms" in told for told in found), found
 
 
-# What fits.
+# Matching calls.
 
 PROGRAMS = {
     "all_reduce": lambda arrays: operations.test_all_reduce(arrays, 4, "avg", False),
@@ -420,12 +420,12 @@ def everything(world, check):
             works = [call() for call in calls[:: 1 - 2 * world.rank]]
             for work in works:
                 work.wait(DEADLINE)
-            with group.coalescing() as work:  # no collective of all ranks
+            with group.coalescing() as work:  # messages only: no collective of all ranks
                 group.send(np.full(2, float(world.rank)), other, 7)
                 group.recv(got, other, 7)
             work.wait(DEADLINE)
             results.append(got.tolist())
-            sizes = [[2, 1], [1, 0]]  # nothing goes from rank 1 to itself
+            sizes = [[2, 1], [1, 0]]  # rank 1 sends nothing to itself
             sent, came = [np.ones(n) for n in sizes[world.rank]], [np.zeros(n) for n in sizes[world.rank]]
             group.all_to_all(sent, came).wait(DEADLINE)
             rows, sums = group.all_reduce_sparse(np.arange(world.rank + 1), np.ones(world.rank + 1)).result(DEADLINE)
@@ -433,7 +433,7 @@ def everything(world, check):
             with group.split(0) as part:
                 results.append(world.sum(part, np.ones(1)).tolist())
             part = group.new_group([1, 0])
-            with pytest.raises(ncclpy.NcclError, match="disagree on collective 0"):  # they compare too
+            with pytest.raises(ncclpy.NcclError, match="disagree on collective 0"):  # the part compares calls too
                 part.all_reduce(np.ones(1 + world.rank))
             part.close()
             group.barrier().wait(DEADLINE)
@@ -468,7 +468,7 @@ def test_rings(board, check, first):
 
 
 def test_only_two_ranks_of_three_send(board):
-    """Who has no part in it is waited for by nobody."""
+    """The third rank is not waited for."""
 
     def body(group):
         if group.rank < 2:
@@ -482,7 +482,7 @@ def test_only_two_ranks_of_three_send(board):
         if group.rank < 2:
             work.wait(DEADLINE)
             return got[0] if group.rank else 4
-        group.connect()  # the block goes by the communicator of all
+        group.connect()  # the block uses the communicator of all ranks
         return 4
 
     meeting = threading.Barrier(3)
@@ -502,7 +502,7 @@ def test_check_works_with_each_store(monkeypatch, tmp_path, kind):
         for _ in range(5):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank == 0:
-            group.all_reduce(np.ones(1)).wait(DEADLINE)  # known: it has to be asked
+            group.all_reduce(np.ones(1)).wait(DEADLINE)  # a known call: the store must be asked
         else:
             group.all_reduce(np.ones(2)).wait(DEADLINE)
 
@@ -528,12 +528,12 @@ def test_missing_rank_is_named(board, met):
             group.barrier()
 
     found = errors_of(3, body, check="always", timeout=DEADLINE / 2 if met else 0.5)
-    what = "to compare collective 1 " if met else "to "  # compare, or to make the communicator
+    what = "to compare collective 1 " if met else "to "  # to compare, or to make the communicator
     assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
 
 
 def test_late_rank_fails_after_other_rank_gave_up(board):
-    """The group goes on without its collectives, but nobody is left alone in NCCL."""
+    """The group continues without its collectives, and no rank waits alone in NCCL."""
 
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
@@ -555,7 +555,7 @@ def test_late_rank_fails_after_other_rank_gave_up(board):
 
 
 def test_message_deadline_begins_at_launch(board):
-    """Its deadline is that of its launch, as without a check."""
+    """The timeout of a message begins at its launch, as without check=."""
 
     def body(group):
         got = np.full(1, 3.0)
@@ -635,7 +635,7 @@ def test_ctrl_c_ends_the_wait_and_the_group():
 
 
 def test_killed_rank_ends_wait_of_others(tmp_path):
-    """They hear of it long before their deadline, and no file and no descriptor stays."""
+    """The other ranks hear of the kill long before their deadline; no shared memory stays."""
     before = set(os.listdir("/dev/shm"))
     codes, said = run_ranks(
         tmp_path,
@@ -661,12 +661,12 @@ def test_killed_rank_ends_wait_of_others(tmp_path):
 
 def test_groups_with_check_leave_nothing_behind():
     def body(group):
-        kept.append(group)  # its end is close(), not the collector's
+        kept.append(group)  # so that close(), not the garbage collector, ends the group
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         way(group)(np.ones(1), 1 - group.rank).wait(DEADLINE)
 
     kept = []
-    gc.collect()  # what other tests have left to be closed by it
+    gc.collect()  # closes groups that other tests have left
     run_groups(2, body, check="always")
     maps = lambda: Path("/proc/self/maps").read_text().count("ncclpy-check")  # noqa: E731
     fds = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Comparisons that are left early, `check=`: by a deadline or by the group's end, and with a store that fails."""
+"""Comparisons (`check=`) that end early: by a deadline, by the group's end, or by a failing store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 
 def beside(function):
-    """Call a function in a thread; return what joins it and returns its exception, or None."""
+    """Call a function in a thread; return a function that joins the thread and returns its exception, or None."""
     raised = []
 
     def body():
@@ -41,7 +41,7 @@ def beside(function):
 
 
 def begin_block(group):
-    """Begin a block that the other of two ranks has yet to meet."""
+    """Begin a block that waits for the matching block of the other rank."""
     got = np.zeros(1)
     with group.coalescing() as work:
         group.send(np.full(1, 1.0 + group.rank), 1 - group.rank)
@@ -52,7 +52,7 @@ def begin_block(group):
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 def test_capture_behind_held_block_ends_with(end):
-    """By its deadline nothing is captured, and the group, the block and the capture go on."""
+    """At a deadline nothing is captured, and the group, the block and the capture stay usable."""
     late = threading.Event()
 
     def body(group):
@@ -92,7 +92,7 @@ def test_capture_behind_held_block_ends_with(end):
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
-    """Another thread waits for rank 1 meanwhile: its deadline is its own."""
+    """The first thread, which waits for rank 1, keeps its own deadline."""
     late = threading.Event()
 
     def body(group):
@@ -121,7 +121,7 @@ def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
 
 
 class Failing(LocalStore):
-    """A store that fails, once it is told to, where ranks look for what the others bring."""
+    """A store in which, once `fails` is set, ranks cannot look for the calls of others."""
 
     fails = False
 
@@ -133,7 +133,7 @@ class Failing(LocalStore):
 
 @pytest.mark.parametrize("on_error", ["abort", "report"])
 def test_store_that_fails_while_a_message_is_compared_fails_the_message(monkeypatch, caplog, on_error):
-    """The group ends with it, or goes on without that communicator."""
+    """The group ends with the message, or continues without that communicator."""
     monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
     store, failed, both_have = Failing(), threading.Event(), threading.Barrier(2)
 
@@ -168,7 +168,7 @@ def refused(*offered):
 
 
 def test_message_without_a_thread_to_compare_it_ends_the_group_and_close_returns(monkeypatch):
-    """The peer may have launched what meets it, which the next message would meet in its place."""
+    """The peer may have launched the other half, which the next message would match instead."""
     testing.refuse_threads("ncclpy-group-check", monkeypatch.setattr)
 
     def body(group):

@@ -1,4 +1,4 @@
-"""How far the clocks of a group's ranks are apart, as they find out through the store and as a trace uses it."""
+"""Offsets between the clocks of a group's ranks: measured through the store, and used by a trace."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from ncclpy.process_group import clocks
 
 
 def pair(store, ahead, identities=("one", "two")):
-    """Return ranks 0 and 1, whose clocks are so many seconds apart, and what is to be closed."""
+    """Return the clocks of ranks 0 and 1, with rank 0's `ahead` seconds ahead, and the watches to close."""
     made = []
     for rank, identity in enumerate(identities):
         now = time.monotonic if rank else lambda: time.monotonic() + ahead
@@ -31,7 +31,7 @@ def test_clock_offset_is_within_its_reported_error():
 
 
 def test_shortest_round_trip_gives_clock_offset(monkeypatch):
-    """All but the fifth answer are late by what the clock is made to show: only that one tells the difference."""
+    """Every answer but the fifth is late, by shifting the clock: only the fifth gives the right offset."""
     slow = iter([3.0, 4.0, 5.0, 2.0, 0.0, 3.0, 6.0, 7.0])
     with LocalStore() as store:
         (_, other), watches = pair(store, 50.0)
@@ -40,7 +40,7 @@ def test_shortest_round_trip_gives_clock_offset(monkeypatch):
         def late(key, timeout=None):
             value = get(key, timeout)
             delay = next(slow)
-            other._now = lambda now=other._now: now() + delay  # as if so much time had passed on the way back
+            other._now = lambda now=other._now: now() + delay  # as if the answer had been that long on its way
             return value
 
         monkeypatch.setattr(store, "get", late)
@@ -65,7 +65,7 @@ def test_rank_with_clock_of_rank_0_does_not_compare():
 
 
 def on_another_machine(rank, port, folder):
-    """Be a rank whose wall clock is 5 s ahead, on a machine of its own as far as its dump tells, if it is rank 1."""
+    """Be a rank; rank 1's wall clock is 5 s ahead, and its dump names another machine."""
     from ncclpy.engine import known, recorder
 
     if rank.rank == 1:
@@ -87,7 +87,7 @@ def on_another_machine(rank, port, folder):
 
 
 def test_dumps_of_two_machines_are_on_one_time_line(host_engine, tmp_path):
-    """The processes have one clock, so that nothing but the error told may be left of the five seconds."""
+    """Both processes really share a clock, so that at most the reported error may be left of the five seconds."""
     from ncclpy.bootstrap import TCPStore
     from ncclpy.cli.trace import reading
 

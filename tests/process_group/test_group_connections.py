@@ -1,4 +1,4 @@
-"""Communicators that cannot be made: the group ends with that on all ranks, or goes on where it only reports."""
+"""Communicators that cannot be made: the group ends on all ranks, or continues with on_error="report"."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 
 def without_streams(monkeypatch):
-    """Have rank 0's groups get no stream for what they launch on."""
+    """Give rank 0's groups no stream to launch on."""
 
     class Empty(StreamPool):
         def of(self, device, number):
@@ -30,7 +30,7 @@ def without_streams(monkeypatch):
 
 
 def without_threads(monkeypatch):
-    """Have rank 0 get no thread that makes a communicator."""
+    """Give rank 0 no thread to make a communicator."""
     start = threading.Thread.start
 
     def started(thread):
@@ -53,7 +53,7 @@ def test_communicator_that_cannot_be_made_ends_the_group_on_all_ranks(monkeypatc
         error = None
         try:
             error = group.all_reduce(np.ones(2)).exception(DEADLINE)
-        except (RuntimeError, ncclpy.NcclError) as raised:  # in the call
+        except (RuntimeError, ncclpy.NcclError) as raised:  # raised by the call itself
             error = raised
         assert why in str(error), error
         testing.wait_for(lambda: group.error is not None, "the news", DEADLINE)
@@ -72,7 +72,7 @@ def test_group_that_only_reports_goes_on_without_the_communicator(monkeypatch, c
 
     def body(group):
         if group.rank == 1:
-            if what == "stream":  # NCCL makes it, on both ranks
+            if what == "stream":  # NCCL makes the communicator on both ranks
                 group.connect()
             assert failed.wait(DEADLINE)
             return group.error

@@ -1,4 +1,4 @@
-"""Values in a store that are not what a rank has put there: one error names the key and the rank, on all ranks."""
+"""Damaged values in a store: on all ranks, one error names the key and the rank that wrote it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 
 
 class Damaged(PrefixStore):
-    """A store in which what one rank puts under keys of one end is something else."""
+    """A store that replaces the values that one rank writes under keys with a given end."""
 
     def __init__(self, store, end, junk):
         super().__init__("damaged", store)
@@ -88,8 +88,8 @@ def coordinator(rank, store):
         made.barrier("here").wait(DEADLINE)
 
 
-# A program, the rank whose value is damaged (None: both, as the first one sets it), the end of its key, the value
-# instead, and whose the error says it is.
+# A program, the rank with the damaged value (None: both, as the first one sets it), the end of the key, the damaged
+# value, and its writer in the error.
 CASES = {
     "memory that is offered to all": (all_reduce, 1, "check/meeting/here/1", b"[]", "rank 1"),
     "whether that was opened": (all_reduce, 1, "check/opened/here/1", b"perhaps", "rank 1"),
@@ -105,7 +105,7 @@ CASES = {
     "a Manager's meeting": (manager, 0, "communicator/outcome", b"-[]", "a rank"),
     "where a coordinator listens": (coordinator, 1, "meet/here/1", b'{"machine": "here"}', "rank 1"),
 }
-# The same where two ranks cannot share memory.
+# The same if two ranks cannot share memory.
 STORED = {
     "what is brought to a collective": (all_reduce, 1, "check/0/1", b"+\x08\0\0\0", "rank 1"),
     "what is brought to a message": (message, 1, "check/pair '0:1'/0/1", b"\x01", "rank 1"),
@@ -113,7 +113,7 @@ STORED = {
 
 
 def errors_of(program, damages, end, junk):
-    """Return what each rank raises, and the keys that were damaged."""
+    """Return the error of each rank, and the keys that were damaged."""
     store = LocalStore()
     stores = [Damaged(store, end if damages in (rank, None) else None, junk) for rank in range(2)]
 
@@ -133,7 +133,7 @@ def check_errors(case):
         text = str(error).replace('"', "'")
         assert f"what {who} has put under '" in text
         assert f"{end}' cannot be read" in text
-    # A call that begins when the group has ended already has what ended it as its cause.
+    # An error of a call after the group's end has the group's error as its cause.
     assert any(isinstance(each, StoreDamaged) for error in errors for each in (error, error.__cause__))
 
 
@@ -181,7 +181,7 @@ def test_joiner_gets_error_of_damaged_value(end, junk, said):
             while not over.wait(0.01):
                 try:
                     group.admit()
-                except ncclpy.NcclError:  # nobody has come
+                except ncclpy.NcclError:  # no rank has joined yet
                     break
             over.wait(DEADLINE)
 

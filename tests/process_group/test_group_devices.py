@@ -1,4 +1,4 @@
-"""Groups on real devices: processes that are nodes of their own, and a caching allocator that is busy meanwhile."""
+"""Groups on real devices: processes that act as nodes, and a busy caching allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import testing
 
 
 def be_a_node(world):
-    """Let NCCL take this process for another machine; the host engine has no such notion."""
+    """Make NCCL take this process for a separate machine; the host engine ignores this."""
     os.environ["NCCL_HOSTID"] = f"node{world.rank}"
     os.environ["NCCL_NET"] = "Socket"
     with world.group() as group:
@@ -41,7 +41,7 @@ def be_a_node(world):
 
 
 def test_several_nodes():
-    processes = Processes(2)  # new ones: NCCL looks once at who they are
+    processes = Processes(2)  # new processes: NCCL reads the host id once per process
     try:
         found = processes.run(be_a_node)
     finally:
@@ -51,7 +51,7 @@ def test_several_nodes():
 
 
 def comparing(world, check):
-    """Return what collectives and messages bring where calls are compared, and what is said of calls that differ."""
+    """Return the results of compared collectives and messages, and the error texts of calls that differ."""
     other, results, texts = 1 - world.rank, [], []
 
     def message(group, count, tag):
@@ -79,7 +79,7 @@ def comparing(world, check):
 
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_calls_are_compared_before_they_are_launched(processes, check):
-    """Memory that the processes share tells what each brings, of arrays on devices too."""
+    """Processes compare calls in shared memory, also those of device arrays."""
     for results, texts in processes.run(comparing, check):
         assert results == [each for number in range(4) for each in (1 + 2 * number, number)]
         assert "rank 0 brings all_reduce of 2 float32 (sum), rank 1 all_reduce of 3 float32 (sum)" in texts[0]
@@ -107,7 +107,7 @@ def test_reductions_of_bool_and_complex_tensors(run):
 
 
 def side_streams(world, rounds, count):
-    """Inputs and outputs die as soon as the call is back, and others of their size are made, on several streams."""
+    """Drop inputs and outputs as soon as the call returns, and allocate tensors of their size on several streams."""
     import torch
 
     device = torch.device("cuda", world.device)
@@ -123,9 +123,9 @@ def side_streams(world, rounds, count):
                 send = torch.full((count,), float(number % 50 + world.rank), device=device)
                 recv = torch.empty(count, device=device)
                 work = group.all_reduce(send, recv)
-                group.all_reduce(torch.ones(count, device=device))  # which nobody holds or waits for
+                group.all_reduce(torch.ones(count, device=device))  # a work and a tensor without any reference
                 del send
-                for stream in streams:  # whose memory may be what the operation uses, were it let go of
+                for stream in streams:  # these would get the operation's memory if it were released too early
                     with torch.cuda.stream(stream):
                         others.append(torch.full((count,), -1.0, device=device))
                 work.synchronize(torch.cuda.current_stream(device))
@@ -146,7 +146,7 @@ def side_streams(world, rounds, count):
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1000, 1 << 20])
 def test_works_on_side_streams_with_a_busy_allocator(run, count):
-    """Memory of torch that an operation uses is given to nobody else, and comes back."""
+    """Torch memory in use by an operation is not reused, and returns to the allocator afterwards."""
     pytest.importorskip("torch")
     for wrong, reserved in run(side_streams, 300, count):
         assert wrong == 0

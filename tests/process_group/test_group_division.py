@@ -1,4 +1,4 @@
-"""Groups that are divided: by NCCL where their communicator stands, else the parts meet anew."""
+"""Groups that are split: by NCCL if their communicator exists, else by new meetings of the parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_split_uses_nccl_when_all_have_the_communicator(arrays, size, connected)
         if connected == "all":
             group.connect()
         elif connected == "one" and group.rank == 0:
-            group.barrier()  # it is being made, until the others come
+            group.barrier()  # begins making the communicator, which waits for the others
         array = arrays.make(np.full(3, group.rank + 1, np.float32), group.device)
         parts = [group.split(group.rank % 2, key=-group.rank), group.split(5 + 3 * (group.rank // 2))]
         seen = []
@@ -50,7 +50,7 @@ def test_split_uses_nccl_when_all_have_the_communicator(arrays, size, connected)
                 seen.append((part.rank, part.size, float(arrays.read(array)[0])))
         if connected == "one" and group.rank:
             group.barrier()
-        group.all_reduce(arrays.argument(array), op="max").wait(DEADLINE)  # it goes on after its parts have closed
+        group.all_reduce(arrays.argument(array), op="max").wait(DEADLINE)  # the group outlives its parts
         return seen, float(arrays.read(array)[0])
 
     found = run_groups(size, body, name=name)
@@ -76,7 +76,7 @@ def test_rank_without_color_takes_part_in_split(host_engine):
         if group.rank == 1:
             assert part is None
             return None
-        group.close()  # on these ranks, where the part goes on
+        group.close()  # on the ranks of the part, which stays usable
         with part:
             total = np.ones(2)
             part.all_reduce(total).wait(DEADLINE)
@@ -191,7 +191,7 @@ def test_failed_split_ends_before_deadline_on_all_ranks(host_engine, what, on_er
     assert faults.fired, said
 
 
-@pytest.mark.parametrize("call", [2, 3])  # of the communicator, and of the one by which it can be ended
+@pytest.mark.parametrize("call", [2, 3])  # the split of the communicator, and that of the communicator that ends it
 def test_abort_ends_split(host_engine, call):
     def body(group):
         group.connect()
@@ -210,7 +210,7 @@ def test_abort_ends_split(host_engine, call):
 
 @pytest.mark.parametrize("connected", [True, False], ids=["by NCCL", "meeting anew"])
 def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeypatch, connected):
-    """The others have made theirs, and begin: nothing but the news ends that."""
+    """The other rank has made its part and begins an operation, which only news of the failure ends."""
     gather, begin = Notices.gather, Notices.__init__
 
     def torn(self, name, *arguments):

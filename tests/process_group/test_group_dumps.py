@@ -1,4 +1,4 @@
-"""What processes leave behind in NCCLPY_DUMP_DIR when their group fails, and what ``ncclpy trace`` says of it."""
+"""Dumps of processes in NCCLPY_DUMP_DIR after their group failed, and the report of ``ncclpy trace`` on them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def all_have_written(number=size):
 
 @pytest.fixture
 def ranks(tmp_path, capsys):
-    """Return a function that runs a program as so many processes; it gives their exit codes, dumps and the report."""
+    """Return a function that runs a program as `size` processes, and returns their dumps and the report."""
 
     def run(size, code, killed=()):
         code = f"{BEGIN}\n{textwrap.dedent(code)}\nos._exit(0)"
@@ -73,18 +73,18 @@ def ranks(tmp_path, capsys):
 
 
 def part(said):
-    """Return the lines of where the ranks part."""
+    """Return the lines of the report on where the ranks diverge."""
     told = said.splitlines()
     at = next(number for number, line in enumerate(told) if line.startswith("the ranks part"))
     return told[at : told.index("", at)]
 
 
 def brought(lines):
-    """Return what each rank has brought, by rank: whether it has failed or is about to, as it dumps then."""
+    """Return the last call of each rank; "ended" stands for failed, and for the states shortly before a failure."""
     found = {}
     for line in lines:
         ranks, _, what = line.strip().partition(": ")
-        if ranks == "late":  # of two ranks that have come, on a machine with much to do
+        if ranks == "late":  # on a busy machine also one of the two ranks that joined in time
             continue
         first, _, last = ranks.split()[1].partition("-")
         ends = "called and not launched|launched and not completed|failed"
@@ -94,7 +94,7 @@ def brought(lines):
 
 
 def test_rank_that_joins_after_deadline_is_named(ranks):
-    """It sleeps for longer than the others wait: each has written a dump, and the last one's says when it came."""
+    """Rank 2 sleeps for longer than the others wait: every rank writes a dump, and rank 2's tells when it joined."""
     dumps, said = ranks(
         3,
         """
@@ -199,7 +199,7 @@ def test_two_groups_of_which_one_fails(ranks):
             assert isinstance(two.all_reduce(np.ones(4), timeout=0.5).exception(20), ncclpy.NcclTimeout)
         all_have_written()
         one.barrier().wait()
-        store.barrier("end", rank, size, 60)  # who ends at once may end before the other's barrier is done
+        store.barrier("end", rank, size, 60)  # otherwise a rank could exit before the other's barrier is done
         """,
     )
     for dump in dumps.values():

@@ -1,4 +1,4 @@
-"""How groups end: ranks that do not come, deadlines, aborts that all hear of, hooks, and close."""
+"""How groups end: missing ranks, deadlines, aborts on all ranks, hooks, and close."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_missing_rank_is_named(arrays):
 
 
 def test_abort_ends_wait_for_missing_ranks(host_engine):
-    """Long before the group's deadline: the thread that makes the communicator, and who is in `split`."""
+    """An abort ends the thread that makes the communicator, and a call of `split`, long before the deadline."""
 
     def making():
         return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]
@@ -54,7 +54,7 @@ def test_abort_ends_wait_for_missing_ranks(host_engine):
 
 @pytest.mark.parametrize("moment", ["at once", "later"])
 def test_abort_ends_communicator_init(host_engine, moment):
-    """Rank 1 comes to the meeting, and not to NCCL."""
+    """Rank 1 joins the meeting, and makes no call of NCCL."""
 
     def making():
         return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]
@@ -73,7 +73,7 @@ def test_abort_ends_communicator_init(host_engine, moment):
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
-    """The first rank to give up says so to all, also to those that come later."""
+    """The first rank to give up tells all ranks, also those that arrive later."""
 
     def body(rank):
         if rank == late:
@@ -82,7 +82,7 @@ def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
         with ncclpy.ProcessGroup(store, rank, 4, device=rank, timeout=timeout, on_error="report") as group:
             try:
                 group.all_reduce(np.ones(3)).wait(DEADLINE)
-            except ncclpy.NcclError as error:  # of the work, or of the call if it comes after that
+            except ncclpy.NcclError as error:  # of the work, or of the call if the group ended before it
                 said[rank] = str(error)
             given_up.set()
 
@@ -107,7 +107,7 @@ def test_meeting_leaves_nothing_in_store(host_engine):
 
 
 def test_failure_is_in_store_before_close_returns(arrays, monkeypatch):
-    """A process that fails, closes its group and ends would take the news with it."""
+    """Otherwise a process that fails, closes its group and exits would not tell the other ranks."""
 
     class Slow(LocalStore):
         def _compare_set(self, *args):
@@ -141,7 +141,7 @@ def test_connect_waits_until_the_communicator_stands():
 
 @pytest.mark.parametrize("how", ["operation", "block", "group"])
 def test_deadline_ends_the_group_on_all_ranks(arrays, how):
-    """Rank 1 does not come to the second collective; all ranks hear of its end, also those that wait for nothing."""
+    """Rank 1 does not begin the second collective; all ranks hear of the end, also a rank that waits for nothing."""
 
     def body(group):
         array = arrays.argument(arrays.make(np.ones(3), group.device))
@@ -164,7 +164,7 @@ def test_deadline_ends_the_group_on_all_ranks(arrays, how):
         return "all_reduce on device 0" in str(error)
 
     together = threading.Barrier(2)
-    # Seconds in which the communicator has to stand, too; NCCL takes some for its first one on a GPU.
+    # Also the seconds in which the communicator must be made; NCCL takes some for the first one on a GPU.
     shortest = 1 if ncclpy.library().engine == "host" else 8
     assert run_groups(2, body, timeout=shortest if how == "group" else DEADLINE / 2) == [True, True]
 
@@ -223,7 +223,7 @@ def test_failed_operation_ends_group_with_first_error(host_engine):
         faults = ncclpy.faults("rank=0 call=AllReduce do=error:ncclInternalError")
         with faults if group.rank == 0 else contextlib.nullcontext():
             works = []
-            with contextlib.suppress(ncclpy.NcclAborted):  # the other rank's failure may be known already
+            with contextlib.suppress(ncclpy.NcclAborted):  # if the other rank's failure is known already
                 for _ in range(3):
                     works.append(group.all_reduce(array))
             errors = [work.exception(DEADLINE) for work in works]
@@ -365,7 +365,7 @@ def test_close_raises_unreported_failure(host_engine, asks):
         if group.rank == 0 and asks == "nothing":
             with pytest.raises(ncclpy.NcclTimeout, match="has ended: all_reduce on device 0 was not done within"):
                 group.close()
-        group.close()  # rank 1 had nothing in flight
+        group.close()  # rank 1 had no work in flight: nothing to raise
 
     run_groups(2, body)
 
@@ -421,7 +421,7 @@ def test_recorder_entries_have_group_and_number(arrays):
 
 
 def test_parts_of_groups_of_one_name_do_not_meet(host_engine):
-    """Rank 2 makes its group of the second before rank 1 makes its own of the first."""
+    """Rank 2 makes its part of the second group before rank 1 makes its part of the first."""
 
     def body(first):
         with ncclpy.ProcessGroup(store, first.rank, 3, device=first.device, timeout=DEADLINE / 2) as second:
@@ -446,7 +446,7 @@ def test_hook_added_while_group_ends_is_called_once(monkeypatch):
     told, start = [], threading.Thread.start
 
     def late(thread):
-        if thread.name == "ncclpy-group-end":  # the error is there, the hooks were not called
+        if thread.name == "ncclpy-group-end":  # the error is set, and the hooks are not yet called
             assert group.error is not None
             group.on_abort(lambda error: told.append("late"))
         start(thread)
@@ -526,7 +526,7 @@ def test_explicit_abort_does_not_end_the_process():
             group.abort("asked for")
             time.sleep(0.2)
             told = []
-            group.on_abort(told.append)  # late
+            group.on_abort(told.append)  # added after the end
             testing.wait_for(lambda: told)
             assert told == [group.error]
 

@@ -20,7 +20,7 @@ OF_PROCESSES = {"killed", "killed at once", "stopped", "stopped for long", "stor
 
 
 @pytest.mark.parametrize(
-    ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
+    ("processes", "runs_each"),  # at once, since most of the time they wait for deadlines
     [
         (2, 1),
         pytest.param(5, 3, marks=pytest.mark.slow),
@@ -61,6 +61,6 @@ def test_every_work_ends_once_under_random_faults(host_engine, script, events, p
     if runs_each >= 3:
         assert {"result", "NcclTimeout"} <= outcomes
     if runs_each >= 10:
-        assert {"NcclAborted", "NcclRemoteError"} <= outcomes  # where a rank aborts by itself, and where one dies
+        assert {"NcclAborted", "NcclRemoteError"} <= outcomes  # of a rank that aborts by itself, and of one that dies
         assert happened == events
         assert len(fired) >= 8, fired  # of many kinds

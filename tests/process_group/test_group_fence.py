@@ -1,4 +1,4 @@
-"""Ends of operations that are seen while a group ends: what is not known to be whole is no success."""
+"""Operations that complete while a group ends: a result that may be corrupt is no success."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("ended", ["on all ranks", "for those that ask", None])
 def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engine, tmp_path, ended):
-    """While it stands still the others may end the group and abort, after which its operation ends like any other."""
+    """While rank 1 is stopped, others may end the group and abort, and then rank 1's operation completes normally."""
     path = tmp_path / "store"
     child = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
@@ -56,15 +56,15 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
         group.all_reduce(array := np.ones(4)).wait(DEADLINE)
         comm = group.communicator
         assert child.stdout.readline() == "begun\n"
-        with store._locked(time.monotonic() + DEADLINE):  # else the child may take the store's lock into its stop
+        with store._locked(time.monotonic() + DEADLINE):  # the child must not be stopped with the lock
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
         if ended:
             told = End("rank 0 of 2: a test", 0, asked=ended == "for those that ask")
             FileStore(path).compare_set(ENDED, None, told.packed())
         stream = ncclpy.Stream(0)
-        comm.all_reduce(array, stream=stream)  # so that the operation of the other rank ends
-        time.sleep(0.7)  # less than what the others wait for a rank that is stopped
+        comm.all_reduce(array, stream=stream)  # completes the operation of the stopped rank
+        time.sleep(0.7)  # shorter than the wait of the others for a stopped rank
         child.stdin.write("go on\n")
         child.stdin.flush()
         child.send_signal(signal.SIGCONT)
@@ -92,7 +92,7 @@ LEFT_BEHIND = (
 
 
 def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_engine):
-    """The others have gone on without it, and it cannot ask. It is told of its stop, not that the store is gone."""
+    """The others have continued without the rank, which cannot ask; its error tells of its stop, not a lost store."""
     with TCPStore("127.0.0.1", 0, serve=True, linger=0, timeout=DEADLINE) as store:
         child = subprocess.Popen(
             [sys.executable, "-c", LEFT_BEHIND, str(store.port)],
@@ -104,7 +104,7 @@ def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_en
             assert child.stdout.readline() == "begun\n"
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
-            # So that the operation of the other rank ends.
+            # Completes the operation of the stopped rank.
             group.communicator.all_reduce(array, stream=ncclpy.Stream(0))
             testing.wait_for(lambda: not store.keys("ncclpy/group/default/1/alive/1"), "the end of its lease")
             child.stdin.write("go on\n")
@@ -122,7 +122,7 @@ def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_en
         group.close()
 
 
-#: Two ranks stand still; the store then fails with an error where they ask, until it answers.
+#: Two ranks stand still; then the store fails where they ask, until it answers.
 STOOD_STILL = """
 import logging, threading
 import numpy as np
@@ -157,7 +157,7 @@ def begun_after_a_stop(group):
 
 
 def test_rank_that_stood_still_asks_again_until_the_store_answers(host_engine):
-    """No end of an operation is a success before."""
+    """No completed operation counts as a success before that."""
     testing.run_python(
         STOOD_STILL
         + """
@@ -204,7 +204,7 @@ testing.wait_for(lambda: sorted(set(said)) == words, "the warnings", 10)
 
 
 def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):
-    """A coordinator's ranks hear of its end by its control plane; only one that has stood still asks the store."""
+    """Ranks of a coordinator hear of its end over the control plane; only a rank that stood still asks the store."""
     told = threading.Barrier(2)
 
     def body(group):
@@ -255,7 +255,7 @@ def test_abort_waits_until_the_other_rank_has_heard(host_engine, monkeypatch):
 
 
 def test_thread_that_waits_by_a_stream_is_told_before_the_abort(host_engine):
-    """It waits for nothing of ncclpy's: the error is raised where it is."""
+    """The thread waits in no call of ncclpy: the error is raised wherever the thread is."""
 
     def body(group):
         group.all_reduce(array := np.ones(4)).wait(DEADLINE)

@@ -1,4 +1,4 @@
-"""Operations of process groups in CUDA graphs: captured on the user's stream, and replayed."""
+"""Operations of process groups in CUDA graphs: capture on the user's stream, and replay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED], ids=["g
 
 
 class Side:
-    """A rank's stream, arrays that stay where they are, and what both ranks do one after the other."""
+    """A rank's stream, arrays at fixed addresses, and steps in which both ranks wait for each other."""
 
     meeting = threading.Barrier(2)
 
@@ -32,12 +32,12 @@ class Side:
         self.stream = ncclpy.Stream(group.device)
 
     def meet(self):
-        """Wait for the other rank: in global mode one that captures is not to be disturbed by the other's test."""
+        """Wait for the other rank: in global mode its calls could invalidate this rank's capture."""
         self.meeting.wait(DEADLINE / 2)
 
     @contextlib.contextmanager
     def capture(self, graph):
-        """Capture, while the other rank does so as well, or waits for that."""
+        """Capture while the other rank captures too, or waits in meet()."""
         self.meet()
         with graph.capture():
             yield
@@ -60,13 +60,13 @@ class Side:
         )
 
     def warm(self, *arrays):
-        """Have NCCL connect the ranks for what is captured later."""
+        """Have NCCL connect the ranks for the operations captured later."""
         for array in arrays:
             self.all_reduce(array).wait(DEADLINE)
 
 
 def run(body, **options):
-    """Call ``body(side)`` on two ranks, whose test fails together."""
+    """Call ``body(side)`` on two ranks; a failure of one ends the waits of both."""
     Side.meeting = threading.Barrier(2)
 
     def one(group):
@@ -84,7 +84,7 @@ def run(body, **options):
 
 @MODES
 def test_operations_in_one_graph(mode):
-    """Several collectives and a batch of both ranks' messages, replayed with new inputs."""
+    """Replay several collectives and a batch of messages in both directions with new inputs."""
 
     def body(side):
         group, other = side.group, 1 - side.group.rank
@@ -120,7 +120,7 @@ def test_operations_in_one_graph(mode):
 
 
 def test_lists_and_pairs_in_a_graph():
-    """Uneven parts, a group's barrier, and sends by the communicator of a pair."""
+    """Capture uneven parts, a barrier, and sends on a pair's communicator."""
 
     def body(side):
         group, rank = side.group, side.group.rank
@@ -154,7 +154,7 @@ def test_lists_and_pairs_in_a_graph():
 
 @MODES
 def test_capture_without_communicator_is_refused(mode):
-    """Neither the capture nor the group comes to harm, and nothing is begun."""
+    """The capture and the group stay valid, and nothing is begun."""
 
     def body(side):
         group, array, memory = side.group, side.array(1), side.array(1)
@@ -199,12 +199,12 @@ def test_captured_work_refuses_wait_and_result():
                     work.add_done_callback(told.append)
                 with pytest.raises(ValueError, match="the legacy default stream cannot be part"):
                     work.synchronize()
-                work.synchronize(side.stream)  # which is the one that it is on
+                work.synchronize(side.stream)  # the stream of the capture itself
                 work.synchronize(other)  # joins the capture
                 driver().cuMemcpyAsync(copied.pointer, array.pointer, 4000, other.handle)
                 side.stream.wait(other.record())
             with pytest.raises(ValueError, match="was captured into a CUDA graph"):
-                work.synchronize(other)  # there is no capture any more
+                work.synchronize(other)  # the capture has ended
             group.wait_for_pending_works(DEADLINE)
             graph.launch()
             assert side.read(copied) == 4 and work.state == "captured" and group.seq == 2
@@ -234,14 +234,14 @@ def test_captured_work_does_not_hold_arrays():
             gone = weakref.ref(buffer.owner)
             del buffer
             array = RAW.make(np.zeros(1, np.float32), side.group.device)
-            testing.wait_for(lambda: gone() is None, "the end of the array")  # the monitor has that of before a little
+            testing.wait_for(lambda: gone() is None, "the end of the array")  # the monitor may hold it a little longer
             return all(work.state == "captured" for work in kept)
 
     assert run(body) == [True, True]
 
 
 def test_eager_operations_between_replays():
-    """Those before a replay are launched first, as all ranks must have both in one order."""
+    """Eager operations before a replay are launched first: all ranks need the same order."""
 
     def body(side):
         x, y = side.array(1), side.array(0)
@@ -251,7 +251,7 @@ def test_eager_operations_between_replays():
                 side.all_reduce(x, y)
             for _ in range(10):
                 graph.launch(wait=False)
-                work = side.all_reduce(y, x)  # behind the replay, by its producer
+                work = side.all_reduce(y, x)  # ordered behind the replay by its producer
                 work.synchronize(side.stream)
             work.wait(DEADLINE)
             return side.read(x), side.group.seq
@@ -261,7 +261,7 @@ def test_eager_operations_between_replays():
 
 @MODES
 def test_capture_stays_valid_while_other_thread_uses_group(mode):
-    """Its works are waited for by that thread and by the monitor, which ask events, and the captures stay valid."""
+    """That thread and the monitor query events for its works, and the captures stay valid."""
 
     def body(side):
         x, y, z = side.array(1), side.array(1), side.array(2)
@@ -296,7 +296,7 @@ def test_capture_stays_valid_while_other_thread_uses_group(mode):
 
 @MODES
 def test_earlier_work_can_be_waited_for_during_capture(mode):
-    """An operation that runs on the group's stream meanwhile is asked and waited for in the middle of a capture."""
+    """Query and wait for an operation on the group's stream in the middle of a capture."""
 
     def body(side):
         x, y = side.array(1), side.array(1)
@@ -317,7 +317,7 @@ def test_earlier_work_can_be_waited_for_during_capture(mode):
 
 
 def test_communicators_are_made_and_closed_while_others_capture(host_engine):
-    """In global mode any thread could invalidate the capture; ours do not, whatever they make of the driver."""
+    """In global mode a call of any thread could invalidate the capture; ncclpy's threads avoid such calls."""
 
     def body(side):
         group, array, got = side.group, side.array(1), side.array(0)
@@ -348,7 +348,7 @@ def test_communicators_are_made_and_closed_while_others_capture(host_engine):
 
 
 def test_monitor_ignores_captured_operations():
-    """No deadline passes while a graph waits to be launched, and none for a replay that takes long."""
+    """No deadline applies while a graph is not launched, nor to a long replay."""
 
     def body(side):
         array = side.array(1)
@@ -376,12 +376,12 @@ def test_abort_ends_replay():
         with side.capture(graph):
             side.all_reduce(array)
         if side.group.rank == 0:
-            graph.launch(wait=False)  # the other rank does not come
+            graph.launch(wait=False)  # the other rank does not launch its graph
             time.sleep(0.05)
             side.group.abort("enough")
         testing.wait_for(lambda: side.group.error is not None, "the end of the group")
         side.stream.synchronize(DEADLINE / 2)
-        graph.close()  # an abort waits for it
+        graph.close()  # an abort waits until the graph is closed
         with pytest.raises(ncclpy.NcclAborted, match="enough"):
             side.all_reduce(array)
 
@@ -389,14 +389,14 @@ def test_abort_ends_replay():
 
 
 def test_earlier_operation_is_launched_before_capture(host_engine):
-    """NCCL sees one thread's operations in their order, also where a lane still has one of them before it."""
+    """NCCL gets one thread's operations in order, also if a lane still has an earlier one to launch."""
 
     def body(side):
         array = side.array(1)
         side.group.connect()
         with Graph(side.stream) as graph:
             with side.capture(graph):
-                early = side.group.all_reduce(np.ones(4))  # the first of its kind: its lane makes the call
+                early = side.group.all_reduce(np.ones(4))  # the first of its kind: a lane makes the call
                 side.all_reduce(array)
                 assert early.state != "pending"
             graph.launch()
@@ -407,7 +407,7 @@ def test_earlier_operation_is_launched_before_capture(host_engine):
 
 
 def test_stuck_earlier_operation_leaves_capture_valid(host_engine):
-    """Nothing is captured then, and the capture goes on."""
+    """Nothing is captured, and the capture stays valid."""
 
     def body(side):
         array = side.array(1)
@@ -427,7 +427,7 @@ def test_stuck_earlier_operation_leaves_capture_valid(host_engine):
 
 
 def test_stuck_captured_call_ends_at_deadline(host_engine):
-    """NCCL may wait for other ranks when it captures what they have not run before."""
+    """NCCL may wait for other ranks when it captures a call that they have not run before."""
 
     def body(side):
         array = side.array(1)
@@ -446,12 +446,12 @@ def test_stuck_captured_call_ends_at_deadline(host_engine):
 
 
 def test_ended_group_refuses_capture(host_engine):
-    """What NCCL refuses ends the group as it does outside of a capture, and all ranks hear of it."""
+    """A call that NCCL refuses ends the group, as outside of a capture, and all ranks hear of the end."""
 
     def body(side):
         array = side.array(1)
         side.warm(array)
-        side.meet()  # before the group ends
+        side.meet()  # both ranks are warm before the group ends
         graph = Graph(side.stream)
         if side.group.rank == 0:
             with ncclpy.faults("rank=0 call=AllReduce nth=1 do=error:ncclSystemError"):
@@ -491,7 +491,7 @@ def test_refused_calls_keep_capture_valid():
 
 
 def test_capture_skips_nan_check_and_refuses_sparse(host_engine):
-    """NaNs are not looked for in a capture, and a sparse sum refuses it; the capture goes on."""
+    """A capture skips the NaN check, and a sparse sum is refused in it; the capture stays valid."""
 
     def body(side):
         array = np.full(4, np.nan)
@@ -514,14 +514,14 @@ def test_capture_skips_nan_check_and_refuses_sparse(host_engine):
 
 
 def test_invalidated_capture_is_reported_before_nccl_call():
-    """The group is told before NCCL is, and goes on."""
+    """The group notices the invalid capture before a call of NCCL, and stays usable."""
 
     def body(side):
         array = side.array(1)
         side.warm(array)
         graph = Graph(side.stream)
         with pytest.raises(DriverError, match="cuStreamEndCapture returned 901"), graph.capture():
-            driver().library.cuStreamSynchronize(side.stream.handle)  # not allowed in a capture
+            driver().library.cuStreamSynchronize(side.stream.handle)  # invalidates the capture
             with pytest.raises(ncclpy.NcclError, match="CAPTURE_INVALIDATED"):
                 side.all_reduce(array)
         side.warm(array)
@@ -531,7 +531,7 @@ def test_invalidated_capture_is_reported_before_nccl_call():
 
 
 def test_graph_of_several_streams():
-    """A block whose inputs come from several captured streams waits for all of them, and all of them wait for it."""
+    """A block with inputs from several captured streams waits for all of them, and all of them wait for the block."""
 
     def body(side):
         x, y = side.array(0), side.array(0)

@@ -1,4 +1,4 @@
-"""Ranks of several machines over a store that does not know who is alive: a rank that dies there is known at once."""
+"""Ranks of several machines over a store without leases: heartbeats make the death of a rank known soon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ncclpy.peers.heartbeats import Heartbeats
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
-#: Two ranks, each on a machine of its own; who beats by Python is silent as soon as others.
+#: Two ranks on two machines; heartbeats from Python count as silent as soon as native ones.
 APART = """
 from ncclpy.bootstrap import FileStore
 from ncclpy.peers import heartbeats, processes, reports
@@ -29,14 +29,14 @@ group = ncclpy.ProcessGroup(store, rank, size, device=rank, timeout=100)
 
 
 def run(tmp_path, program, *, size=2, ranks_a_machine=1, only=None):
-    """Return the exit codes of ranks over a FileStore, and what they say."""
+    """Run ranks over a FileStore; return their exit codes and output."""
     head = APART.replace("RANKS_A_MACHINE", str(ranks_a_machine)).replace("STORE", str(tmp_path / "store"))
     return run_ranks(tmp_path, size, head + textwrap.dedent(program), only=only)
 
 
 BEAT = "ncclpy/group/default/1/beat/"
-#: What stands for the end of a machine: the host engine, unlike NCCL, would tell of a process that was killed.
-#: No thread has the lock of the store meanwhile.
+#: SIGSTOP stands for the end of a machine, since the host engine, unlike NCCL, reports a killed process.
+#: Under `_turn` no thread holds the store's file lock.
 STOPS = "with store._turn: os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -62,7 +62,7 @@ def test_rank_of_another_machine_that_is_gone_ends_the_wait_for_a_communicator(t
 
 @pytest.mark.parametrize("when", ["in an operation", "before the first one"])
 def test_rank_of_another_machine_that_is_gone_is_known_long_before_the_deadline(tmp_path, when):
-    """Before the first operation the ranks that live wait for the communicator."""
+    """Before the first operation the living ranks wait for the communicator."""
     testing.need_processes(2)
     said = run(
         tmp_path,
@@ -130,7 +130,7 @@ def test_ranks_of_one_machine_among_several_write_a_heartbeat_each_and_take_it_a
 
 
 class Here:
-    """The processes of this machine, as far as they have told theirs."""
+    """The ranks known to run on this machine."""
 
     def __init__(self, *ranks):
         self.here = set(ranks)
@@ -140,7 +140,7 @@ class Here:
 
 
 class Moments:
-    """A clock that a test moves."""
+    """A clock that the test advances."""
 
     now = 100.0
 
@@ -156,7 +156,7 @@ def moments(monkeypatch):
 
 
 def listens(beats, moments, seconds, step=0.2):
-    """Return what a rank hears that listens for so long."""
+    """Return the silent ranks that a rank finds while it listens for `seconds`."""
     found = []
     for _ in range(round(seconds / step)):
         moments.now += step
@@ -166,7 +166,7 @@ def listens(beats, moments, seconds, step=0.2):
 
 @pytest.fixture
 def pair(moments):
-    """Return the heartbeats of two ranks, each of a machine of its own, and their store."""
+    """Return the heartbeats of two ranks on two machines, and their store."""
     store = LocalStore()
     both = [Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2)]
     for each in both:
@@ -218,12 +218,12 @@ def test_heartbeats_are_not_written_where_a_wait_of_the_program_holds_them_up(mo
 
 def test_rank_is_silent_once_it_has_not_beaten_for_as_long_as_it_says(pair, moments):
     first, _, store = pair
-    assert listens(first, moments, 5.8) == []  # Python may be held up for so long
+    assert listens(first, moments, 5.8) == []  # Python may be held up for that long
     [(rank, why)] = listens(first, moments, 0.6)
     assert rank == 1 and re.fullmatch(r"its heartbeats in the store have stopped 6 s ago", why), why
-    assert first.is_silent(1) and listens(first, moments, 10) == []  # it is told once
+    assert first.is_silent(1) and listens(first, moments, 10) == []  # reported once
     first.look(lambda: None)
-    assert first.is_silent(1) and len(listens(first, moments, 6.4)) == 1  # and once more for what is waited for next
+    assert first.is_silent(1) and len(listens(first, moments, 6.4)) == 1  # and once more for the next wait
     store.set("beat/1", b"1.25 7")
     assert not first.is_silent(1)
     assert listens(first, moments, 1.4) == [] and len(listens(first, moments, 0.4)) == 1
@@ -242,7 +242,7 @@ def test_time_in_which_the_reader_or_the_store_stood_still_is_no_silence(pair, m
     listens(first, moments, 0.2)
     assert listens(first, moments, 200, step=100) == []  # two reads
     first.look(lambda: None)
-    assert listens(first, moments, 1.2) == []  # it begins anew
+    assert listens(first, moments, 1.2) == []  # the count begins anew
 
 
 def test_rank_that_has_closed_the_group_is_not_silent(pair, moments):
@@ -250,7 +250,7 @@ def test_rank_that_has_closed_the_group_is_not_silent(pair, moments):
     listens(first, moments, 5)
     second.close()
     assert store.keys("beat/") == ["beat/0"] and listens(first, moments, 20) == []
-    second.beat()  # a thread that was on its way
+    second.beat()  # a beat of a thread that had begun it before the close
     assert store.keys("beat/") == ["beat/0"]
 
 

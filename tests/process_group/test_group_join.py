@@ -1,4 +1,4 @@
-"""New processes join a running group, at a place that the group chooses."""
+"""New processes join a running group, when its ranks call `admit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = 0.5
 
 
 def total(group, arrays):
-    """Return what the ranks' numbers, each one more, sum up to."""
+    """Return the sum of the ranks' numbers, each plus one."""
     array = arrays.make(np.full(2, group.rank + 1.0), group.device)
     group.all_reduce(arrays.argument(array)).wait(DEADLINE)
     return arrays.read(array)[0]
@@ -46,7 +46,7 @@ def asks(store, name="default"):
 
 
 def test_one_joins_one(arrays):
-    """One that is alone grows to two, as after a failure."""
+    """A group of one rank, as after a failure, grows to two."""
     testing.need_devices(2)
     store, results = LocalStore(), []
     with ncclpy.ProcessGroup(store, 0, 1, device=0, timeout=DEADLINE / 2) as group:
@@ -70,7 +70,7 @@ def test_two_join_three(host_engine, check):
             results.append(together(group))
 
     def together(group):
-        """Do what all five do once they are together, those who have joined as well."""
+        """Run the checks of all five ranks, old and new."""
         found = total(group, arrays)
         group.barrier().wait(DEADLINE)
         assert group.admit() == ()
@@ -99,7 +99,7 @@ def test_two_join_three(host_engine, check):
 
 
 def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine, monkeypatch):
-    """One that has gone on ends what the group was; a rank that is slow in the store has met it all the same."""
+    """A rank that has moved on ends the old group; a rank that reads the store slowly has still met it."""
     awaits, slow = Arrivals._await, []
 
     def await_slowly(self, keys, deadline, number, wanted, *others, **named):
@@ -124,7 +124,7 @@ def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypatch, who):
-    """The others have gone on with the new one, and wait for it; a half of its own would be the second."""
+    """The others have moved on with the new rank and wait for the interrupted one; alone it would be a 2nd group."""
     gathers, others_moved = Notices.gather, threading.Event()
 
     def gather_and_leave(self, name, *arguments):
@@ -145,7 +145,7 @@ def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypa
             with pytest.raises(ncclpy.NcclError, match=f"gone on with new ranks, and rank {who} was not with them"):
                 group.recover(SHORT)
             return None
-        with pytest.raises(ncclpy.NcclTimeout):  # the other one has met them, and does not come
+        with pytest.raises(ncclpy.NcclTimeout):  # the interrupted rank has met the others, and does not continue
             group.admit(timeout=1)
         return None
 
@@ -163,7 +163,7 @@ def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypa
 
 
 def left_of_meetings(store):
-    """Return how many keys there are of meetings, and not of what ranks tell now and then."""
+    """Return the number of keys of meetings in `admit`."""
     return sum("/admit/" in key for key in store.keys())
 
 
@@ -183,7 +183,7 @@ def test_admit_without_joiners_leaves_nothing_in_store(host_engine):
 
 
 def test_joiner_that_missed_its_invitation_asks_again(host_engine):
-    """It was stopped, say, when it was invited; the group has forgotten it."""
+    """The joiner was stopped, for instance, when it was invited, and the group has forgotten it."""
     store, results, arrays = LocalStore(), [], testing.arrays()
     with ncclpy.ProcessGroup(store, 0, 1, device=0, timeout=DEADLINE / 2) as group:
         thread = joins(store, 1, arrays, results)
@@ -228,7 +228,7 @@ def test_admit_times_out_on_unfinished_operations(host_engine):
 
 
 def test_failed_admit_counts_on_all_ranks(host_engine):
-    """Rank 0 has not come to where rank 1 waited for it; the next time they meet."""
+    """Rank 0 has missed the meeting in which rank 1 waited; the next call of both meets."""
 
     def body(group):
         group.barrier().wait(DEADLINE)
@@ -244,7 +244,7 @@ def test_failed_admit_counts_on_all_ranks(host_engine):
 
 
 def test_rank_missing_from_admit_is_named(host_engine):
-    """Who waits to join hears of it, and the group is what it was."""
+    """The joiner gets an error, and the group is unchanged."""
     store, results, arrays = LocalStore(), [], testing.arrays()
 
     def body(group):
@@ -278,7 +278,7 @@ def test_joiner_that_died_before_admit_is_not_waited_for(host_engine):
     with ncclpy.ProcessGroup(served, 0, 1, device=0) as group:
         joiner = Joiner(theirs, "default", "ncclpy:0:00:other:Store/")
         joiner._put("asks", b"ncclpy:0:00:other:Store/")
-        assert Admitter(served, "default").invite(SHORT, lambda: True) == {}  # it is there, and does not answer
+        assert Admitter(served, "default").invite(SHORT, lambda: True) == {}  # it does not answer the invitation
         theirs.close()
         testing.wait_for(lambda: asks(served) == 0, "its end")
         assert group.admit() == ()
@@ -287,7 +287,7 @@ def test_joiner_that_died_before_admit_is_not_waited_for(host_engine):
 
 
 def test_recover_after_joiner_died_in_join(host_engine, monkeypatch):
-    """It is admitted, and does not come to where they meet."""
+    """The joiner is admitted, and does not come to the meeting of the new group."""
     store, arrays, results = LocalStore(), testing.arrays(), []
     wait = Joiner.wait
 
@@ -313,7 +313,7 @@ def test_recover_after_joiner_died_in_join(host_engine, monkeypatch):
 
 
 def test_rank_interrupted_in_welcome_remains_member(host_engine, monkeypatch):
-    """Rank 0 leaves when the others may have gone on: they hear of it, and nobody goes on alone."""
+    """Rank 0 is interrupted when the others may have moved on: they hear of it, and no rank continues alone."""
     store, arrays, results = LocalStore(), testing.arrays(), []
 
     def torn(self, joiners, *_):
@@ -349,7 +349,7 @@ def test_invalid_join_arguments_are_refused(host_engine):
 
 
 def test_fewer_and_more_again(tmp_path):
-    """A rank is killed, the others go on, and a new process takes its place."""
+    """A rank is killed, the others continue, and a new process takes its place."""
     size = 2
     testing.need_processes(size)
     codes, said = run_ranks(

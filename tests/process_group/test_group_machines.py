@@ -1,4 +1,4 @@
-"""What is known of a rank on another machine, of whose process the store alone can tell."""
+"""The known state of a rank on another machine: only the store tells of its process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warm_ranks import run_ranks
 
 import testing
 
-#: What rank 1 does, its state, and what is said of it.
+#: What rank 1 does, its state, and the text of the error.
 AWAY = {
     "killed": (
         "os.kill(os.getpid(), signal.SIGKILL)",
@@ -24,7 +24,7 @@ AWAY = {
 
 @pytest.mark.parametrize("what", AWAY)
 def test_error_tells_state_of_process_on_other_machine(tmp_path, what):
-    """Its number says nothing here: that it is stopped cannot be known, that it is gone says its lease."""
+    """The process id means nothing on another machine: a stop cannot be known, and an end is known by the lease."""
     testing.need_processes(2)
     does, state, said = AWAY[what]
     program = (

@@ -1,7 +1,7 @@
-"""How long a group's works keep arrays: until their own stream waits for the operation, else until it is done.
+"""How long a group's works keep arrays: until the arrays' stream waits for the operation, else until it is done.
 
-Arrays here name their stream themselves, as `__cuda_array_interface__` lets them; their memory outlives them, so that
-what still runs may go on.
+Arrays here name their stream through `__cuda_array_interface__`; their memory outlives them, so that operations still
+running may use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNT = 1000
 
 
 class StreamArray:
-    """An array on a device whose memory is used in the order of one stream."""
+    """A device array with stream-ordered memory."""
 
     def __init__(self, pointer, stream):
         self.pointer, self.stream = pointer, stream
@@ -39,7 +39,7 @@ class StreamArray:
 
 @pytest.fixture
 def rooms():
-    """Ranks with a stream, memory that is filled and read, and arrays in it; closed when all is done."""
+    """Make a `Room` for each rank: streams, and memory with arrays in it; closed after the test."""
     made = []
 
     def make(rank):
@@ -68,11 +68,11 @@ class Room:
         ncclpy.synchronize(self.device, DEADLINE)
         self.stream.close()
         self.other.close()
-        self.memories.clear()  # here: to free memory waits for the device, which no finaliser in any thread is to do
+        self.memories.clear()  # here, since it waits for the device: a finaliser in another thread must not
 
 
 def run_late(rooms, early, late, **options):
-    """Run two ranks: the second begins once the first is through `early`, whose operations cannot end before."""
+    """Run two ranks: rank 1 runs `late` once rank 0 has left `early`, in which no operation can end before."""
     warmed, through = threading.Event(), threading.Event()
 
     def body(group):
@@ -98,16 +98,16 @@ def late_sum(group, room):
 
 
 def test_arrays_are_released_when_their_stream_waits(rooms):
-    """The work keeps what it results in, for its user alone."""
+    """The work keeps its result for its user only."""
 
     def early(group, room):
         send, recv, before = room.array(1), room.array(), room.array()
         group.all_reduce(before)
-        time.sleep(0.02)  # so that nothing wakes the monitor for the next one
+        time.sleep(0.02)  # no event wakes the monitor for the next operation
         alive = [weakref.ref(send), weakref.ref(recv)]
         work = group.all_reduce(send, recv)
         del send, recv
-        work.synchronize(room.other)  # on which they do not live
+        work.synchronize(room.other)  # not the stream of the arrays
         assert all(each() is not None for each in alive)
         work.synchronize(room.stream)
         assert work.state == "launched"
@@ -142,7 +142,7 @@ def test_results_stay_with_the_work(rooms):
 
 
 def test_values_arrive_after_works_were_dropped(rooms):
-    """Both ranks let go; what comes behind on the stream finds the result."""
+    """Both ranks drop their works; later work on the stream finds the result."""
 
     def body(group):
         room = rooms(group.rank)
@@ -196,7 +196,7 @@ def test_block_releases_arrays_of_one_stream_early(rooms, streams):
 
 
 def test_memory_without_stream_is_held(host_engine, rooms):
-    """Freed CPU memory is anybody's at once, whatever stream waits; so is that of a `Buffer`."""
+    """Freed CPU memory, and that of a `Buffer`, can be reused at once, whatever stream waits."""
 
     class Owner(np.ndarray):
         pass
@@ -254,7 +254,7 @@ def test_deadline_ends_released_operation(host_engine, rooms):
 
 
 def test_late_released_operation_is_still_waited_for(host_engine, rooms):
-    """With on_error="report" the group goes on, and knows of what is on the device although nobody keeps its work."""
+    """With on_error="report" the group continues, and tracks the operation without a reference to its work."""
     told = []
 
     def early(group, room):
@@ -271,7 +271,7 @@ def test_late_released_operation_is_still_waited_for(host_engine, rooms):
 
 
 def test_many_threads_drop_works(host_engine, rooms):
-    """Works of many threads, which the monitor ends meanwhile: each goes, none twice."""
+    """Many threads drop works while the monitor ends them: each is released, none twice."""
     works, told = [], []
 
     def body(group):
@@ -306,7 +306,7 @@ def test_many_threads_drop_works(host_engine, rooms):
 
 @pytest.mark.gpu
 def test_torch_gets_its_memory_back_before_the_end(rooms):
-    """As with torch's own backend: the next tensor of the stream lies where the last one was, behind the operation."""
+    """As with torch's own backend, the next tensor of the stream reuses the memory, ordered behind the operation."""
     torch = pytest.importorskip("torch", reason="needs torch")
     numbers = 1 << 20
 

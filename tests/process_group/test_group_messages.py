@@ -1,4 +1,4 @@
-"""Sends and receives that are compared, `check=`, and the way that two ranks tell each other of them."""
+"""Sends and receives that are compared (`check=`), and how two ranks exchange notes about them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ncclpy.process_group.check import shared_memory
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
-#: More than a ring of notes holds.
+#: More messages than a ring of notes holds.
 MANY = 200
 
 
 class Counted(PrefixStore):
-    """A store that counts what is asked of it to compare messages."""
+    """A store that counts the requests for comparing messages."""
 
     def __init__(self, prefix, store):
         super().__init__(prefix, store)
@@ -54,7 +54,7 @@ for each in ("_set", "_get", "_compare_set", "_wait", "_check", "_delete", "_mul
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Keep two ranks from sharing memory: the higher one cannot open the other's."""
+    """Keep two ranks from sharing memory: the higher rank cannot open the mailbox of the lower."""
     attach = shared_memory.attach_mailbox
 
     def refused(mine, rank, peer, *offered):
@@ -66,7 +66,7 @@ def apart(monkeypatch):
 
 
 def exchange(group, number, tag=0):
-    """Send a number to the other of two ranks, one after the other, and return what that has sent."""
+    """Exchange numbers between two ranks, one direction after the other; return the received one."""
     got = np.zeros(1)
     calls = [
         lambda: group.send(np.full(1, float(number)), 1 - group.rank, tag),
@@ -78,7 +78,7 @@ def exchange(group, number, tag=0):
 
 
 def blocks(group, number):
-    """The same in a block."""
+    """Exchange numbers between two ranks in a block; return the received one."""
     got = np.zeros(1)
     with group.coalescing() as work:
         group.send(np.full(1, float(number)), 1 - group.rank)
@@ -88,7 +88,7 @@ def blocks(group, number):
 
 
 def counted(world, check):
-    """Return what messages ask of the store once two ranks have met, and the numbers that came."""
+    """Return how often messages ask the store once two ranks have met, and the received numbers."""
     store = Counted("counted", world.store)
     with ncclpy.ProcessGroup(store, world.rank, 2, device=world.device, check=check, timeout=DEADLINE / 2) as group:
         exchange(group, 0.0)
@@ -122,7 +122,7 @@ def test_ranks_without_shared_memory_both_use_the_store(apart):
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_messages_beyond_ring_capacity_wait_in_order(in_blocks):
-    """What does not fit waits, in its order, while nothing is taken; who begins it does not."""
+    """Messages that do not fit wait in order while the peer takes none; the calls that begin them do not wait."""
 
     def body(group):
         exchange(group, 0.0)
@@ -150,7 +150,7 @@ def test_messages_beyond_ring_capacity_wait_in_order(in_blocks):
 
 
 def test_receives_begun_before_all_sends_complete():
-    """In a ring of three; and nobody has to wait for a work so that it is launched."""
+    """In a ring of three ranks; a work is launched also if no thread waits for it."""
 
     def body(group):
         before, behind = (group.rank - 1) % 3, (group.rank + 1) % 3
@@ -164,7 +164,7 @@ def test_receives_begun_before_all_sends_complete():
 
 
 def test_operations_behind_held_block_keep_their_order():
-    """A collective behind a block, on one communicator, is launched behind it, whichever thread does so."""
+    """A collective behind a block on one communicator is launched behind the block by whichever thread launches it."""
 
     def body(group):
         blocks(group, 0.0)
@@ -184,7 +184,7 @@ def test_operations_behind_held_block_keep_their_order():
 
 
 def test_several_threads_wait_for_messages_of_several_peers():
-    """What comes for one of them is not lost on another that looks."""
+    """A note for one thread is not lost if another thread reads it."""
 
     def body(group):
         others = [rank for rank in range(3) if rank != group.rank]
@@ -210,11 +210,11 @@ def test_several_threads_wait_for_messages_of_several_peers():
     assert run_groups(3, body, check="always") == [True] * 3
 
 
-# Ends.
+# Ends of waits.
 
 
 def test_wait_that_ends_by_deadline_names_the_rank():
-    """Also once the two have met, where nobody rings."""
+    """Also after the two ranks have met, if no note arrives to wake the waiting thread."""
 
     def body(group):
         exchange(group, 0.0)
@@ -250,7 +250,7 @@ def test_abort_ends_held_messages(met):
 
 
 def test_killed_peer_ends_the_message(tmp_path):
-    """It has brought what it brings, or not: the other one hears of its end long before the deadline."""
+    """Whether or not the peer has brought its half, the other rank hears of its end long before the deadline."""
     before = set(os.listdir("/dev/shm"))
     codes, said = run_ranks(
         tmp_path,
@@ -279,7 +279,7 @@ def test_killed_peer_ends_the_message(tmp_path):
 
 
 def test_ctrl_c_ends_wait_but_not_message():
-    """It ends the wait alone; the message goes on."""
+    """Ctrl-C ends the wait only; the message continues."""
     testing.run_python(
         """
         import os, signal, threading, time, numpy as np, ncclpy
@@ -315,7 +315,7 @@ def test_ctrl_c_ends_wait_but_not_message():
 
 
 def test_way_of_notes_is_found_anew_after_reconfigure(run):
-    """One that goes on with others finds out anew which way their notes go."""
+    """A reconfigured group decides anew between shared memory and the store."""
     assert run(goes_on) == [[1.0 - rank, 6.0 - rank] for rank in range(2)]
 
 
@@ -332,11 +332,11 @@ def goes_on(world):
 
 def test_mailboxes_leave_nothing_behind():
     def body(group):
-        kept.append(group)  # its end is close(), not the collector's
+        kept.append(group)  # so that close(), not the garbage collector, ends the group
         exchange(group, 0.0)
 
     kept = []
-    gc.collect()  # what other tests have left to be closed by it
+    gc.collect()  # closes groups that other tests have left
     maps = lambda: Path("/proc/self/maps").read_text().count("ncclpy-check-messages")  # noqa: E731
     testing.wait_for(lambda: maps() == 0, "the memory of other tests to go")
     run_groups(2, body, check="always")

@@ -1,4 +1,4 @@
-"""check_nan: what a rank is about to send is looked at, and only that."""
+"""check_nan: a rank checks the data that it sends, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_nan(count=4, at=2, dtype=np.float32):
     return array
 
 
-#: Each with NaNs in what it sends on rank 0, and nowhere else on rank 0; whether rank 0 sends is for the roots to say.
+#: Calls in which `bad`, the array with the NaN, is sent and `good` is not; in `ROOTED`, only the root sends.
 CALLS = {
     "all_reduce": lambda group, bad, good, root: group.all_reduce(bad),
     "all_reduce to another": lambda group, bad, good, root: group.all_reduce(bad, good),
@@ -47,7 +47,7 @@ ROOTED = {
 
 @pytest.mark.parametrize("call", [*CALLS, *ROOTED])
 def test_call_with_nan_does_not_begin(host_engine, call):
-    """The group goes on: nothing of it was begun."""
+    """Nothing is begun, and the group stays usable."""
 
     def body(group):
         if group.rank == 0:
@@ -64,7 +64,7 @@ def test_call_with_nan_does_not_begin(host_engine, call):
 
 @pytest.mark.parametrize("call", ROOTED)
 def test_nan_on_rank_that_does_not_send_is_ignored(host_engine, call):
-    """Rank 0, whose array has the NaN, does not send: the root is rank 1."""
+    """Rank 0 has the NaN and does not send: the root is rank 1."""
 
     def body(group):
         bad = with_nan(at=1) if group.rank == 0 else np.full(4, 3, np.float32)
@@ -79,7 +79,7 @@ def test_received_memory_is_not_checked(host_engine):
     def body(group):
         array = with_nan() if group.rank == 0 else np.ones(4, np.float32)
         (group.recv if group.rank == 0 else group.send)(array, 1 - group.rank).wait(DEADLINE)
-        group.all_reduce(array, with_nan()).wait(DEADLINE)  # nor is what is written over
+        group.all_reduce(array, with_nan()).wait(DEADLINE)  # an overwritten receive array is not checked either
         return array.tolist()
 
     assert run_groups(2, body, check_nan=True) == [[1] * 4] * 2
@@ -151,7 +151,7 @@ def test_memory_without_framework_is_skipped_with_warning(host_engine, caplog):
 
 
 def test_check_waits_for_the_producer(host_engine):
-    """What another stream is still to write is looked at once it is there."""
+    """An array that another stream still writes is checked after the write."""
     with ncclpy.Stream(0) as stream, alone(check_nan=True) as group:
         clean, array = np.ones(4, np.float32), with_nan()
         comm = ncclpy.Communicator.init_all([0])[0]
@@ -195,7 +195,7 @@ def test_arrays_of_cupy(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
 def test_arrays_of_jax(dtype, arrays, monkeypatch):
-    """They cannot be written to, so they are sent to another array."""
+    """JAX arrays are read-only, so that the result goes to another array."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jnp = pytest.importorskip("jax.numpy", reason="needs JAX")
     ones = jnp.ones((2, 3), dtype)

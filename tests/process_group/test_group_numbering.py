@@ -1,4 +1,4 @@
-"""Which groups of one name meet: failed attempts, ranks that come twice, other sizes; and what stays in the store."""
+"""Which groups of one name meet after failed attempts, with duplicate ranks or other sizes; keys left in the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ncclpy.bootstrap import LocalStore
 from ncclpy.peers import reports
 from ncclpy.peers.numbering import FIRST, Numbering
 
-#: Starts processes as ranks of a group; each says what has come of it.
+#: Starts processes as ranks of a group; each writes its result or its error to a pipe.
 RANKS = """
 import os, signal, sys, tempfile
 import numpy as np, ncclpy, testing
@@ -80,7 +80,7 @@ def run_processes(store, program):
 stores = pytest.mark.parametrize("store", ["tcp", "file"])
 
 
-# Attempts.
+# Attempts to make a group.
 
 
 @stores
@@ -92,7 +92,7 @@ def test_failed_attempt_does_not_block_later_ones(host_engine, store, first):
 said = end(start({first}, timeout=0.2))
 assert said.startswith("NcclTimeout: "), said
 for attempt in (2, 3):
-    other = start({1 - first})  # whose rank has not come before
+    other = start({1 - first})  # a rank that was not in the failed attempt
     has_made({1 - first}, attempt)
     both = start({first}), other
     assert [end(each) for each in both] == ["fine 2", "fine 2"]
@@ -162,7 +162,7 @@ assert there() == ["go on", "ncclpy/group/default/base"], there()
     )
 
 
-# Ranks that come twice, and other sizes.
+# Duplicate ranks, and other sizes.
 
 
 @stores
@@ -218,7 +218,7 @@ assert [end(each) for each in both] == ["fine 2", "fine 2"]
     )
 
 
-# A rank that fails while its group is made.
+# A rank that fails while it makes its group.
 
 FAILS = {"device": {"device": 99}, "timeout": {"timeout": "soon"}, "check": {"check": "sometimes"}}
 
@@ -244,7 +244,7 @@ def test_rank_that_cannot_make_the_group_tells_others_why(host_engine, what, fai
         assert "rank 1 of 3, which could not make it: " in str(caught.value) and why in str(caught.value)
     for group in groups:
         group.close()
-    # The next ones of the name are no worse for it.
+    # Later groups of the name are not affected.
     assert run_groups(3, lambda group: group.seq, store=store) == [0, 0, 0]
 
 
@@ -259,9 +259,9 @@ def test_rank_without_unique_id_tells_others_why(host_engine, on_error):
     together = LocalStore()
     with ncclpy.faults("call=GetUniqueId do=error:ncclSystemError"):
         errors = run_groups(2, body, on_error=on_error)
-    # Where the other rank is faster to end the group, the rank hears of its own failure by that.
+    # If the other rank ends the group first, this rank hears of its own failure by that end.
     assert type(errors[0]) in (ncclpy.NcclError, ncclpy.NcclAborted, ncclpy.NcclRemoteError), errors
-    # Its call is of the class of the others, or comes later and is caused by it.
+    # The other rank's call raises NcclRemoteError, or, if it comes later, an error with that cause.
     assert ncclpy.NcclRemoteError in (type(errors[1]), type(errors[1].__cause__)), errors
     assert "rank 0 of 2" in str(errors[1]) and "ncclGetUniqueId: unhandled system error" in str(errors[1])
 
@@ -277,7 +277,7 @@ def test_failed_communicator_init_is_remote_error_on_others(host_engine, which):
     together = LocalStore()
     with ncclpy.faults(f"rank={which} call=CommInitRankConfig do=error:ncclSystemError"):
         errors = run_groups(2, body)
-    # A call that the rank makes behind the end has that as its cause.
+    # The error of a call after the group's end has the group's error as its cause.
     own = (ncclpy.NcclError, ncclpy.NcclAborted, ncclpy.NcclRemoteError)
     assert type(errors[which]) in own and type(errors[1 - which]) is ncclpy.NcclRemoteError, errors
     assert f"rank {which} of 2: ncclCommInitRankConfig" in str(errors[1 - which])
@@ -308,7 +308,7 @@ def test_failure_of_ended_launched_rank_reaches_later_ranks(host_engine, tmp_pat
     assert codes == [1, 7], said
 
 
-# What stays in the store.
+# Keys left in the store.
 
 
 def test_group_closed_by_all_ranks_leaves_only_its_number(host_engine):
@@ -331,7 +331,7 @@ def test_group_closed_by_all_ranks_leaves_only_its_number(host_engine):
 @stores
 @pytest.mark.parametrize("late", [0.0, 0.5])
 def test_last_living_rank_leaves_nothing_of_group(host_engine, store, late):
-    """Both ranks give up making the communicator, and close the group at once; with 0.5 s they say so behind that."""
+    """Ranks 0 and 2 give up making the communicator and close the group; with 0.5 s they leave the meeting later."""
     run_processes(
         store,
         f"""
@@ -402,15 +402,15 @@ def test_failed_group_leaves_nothing_once_all_closed(host_engine):
 
 
 def test_close_waits_for_confirmation_of_failure(host_engine):
-    """The group has its error before it has begun the thread that confirms the end in the store."""
+    """The group has its error before the thread begins that confirms the end in the store."""
 
     def body(group):
         def translate(error):
-            with contextlib.suppress(ncclpy.NcclTimeout):  # not there before this rank has confirmed
+            with contextlib.suppress(ncclpy.NcclTimeout):  # absent until this rank has confirmed
                 store.wait(["ncclpy/group/default/1/left/0"], 0.3)
             return error
 
-        together.wait(DEADLINE)  # no communicator is made: else the other rank waits for the confirmation itself
+        together.wait(DEADLINE)  # else the other rank, with a communicator, waits for the confirmation
         aborts = threading.Thread(target=group.abort, args=("enough",))
         if group.rank == 0:
             group.translate = translate
@@ -426,7 +426,7 @@ def test_close_waits_for_confirmation_of_failure(host_engine):
 
 
 def test_second_process_of_rank_is_refused_at_sight_of_first(host_engine):
-    """Also where a group counts as over whose first rank has cleared FIRST away, as for `Communicator.from_env`."""
+    """Also if a group counts as over once rank 0 has deleted FIRST, as in `Communicator.from_env`."""
 
     def numbering():
         def is_over(number):

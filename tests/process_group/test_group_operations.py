@@ -1,4 +1,4 @@
-"""Every operation of a process group, as arrays, lists, and parts of different sizes."""
+"""Every operation of a process group, on arrays, lists, and parts of different sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_reduce(arrays, size, op, in_place):
 
 @pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
 def test_all_reduce_of_each_type(arrays, size, dtype):
-    op = "max" if dtype.itemsize == 1 and dtype.kind not in "iu" else "sum"  # sums of float8 are not exact
+    op = "max" if dtype.itemsize == 1 and dtype.kind not in "iu" else "sum"  # float8 sums are not exact
 
     def body(group):
         send = arrays.make(values(group.rank, dtype=dtype), group.device)
@@ -137,7 +137,7 @@ def test_gather_and_scatter_take_parts_of_any_size_on_the_root_alone(arrays, siz
     def body(group):
         rank, device = group.rank, group.device
         found = []
-        for lengths in ([3] * size, list(range(size))):  # of one size as in one buffer, and of several, one of them 0
+        for lengths in ([3] * size, list(range(size))):  # equal parts, as in one buffer; different ones, one empty
             mine = arrays.make(values(rank, lengths[rank]), device)
             parts = [arrays.make(np.zeros(each, np.float32), device) for each in lengths]
             listed = [arrays.argument(part) for part in parts] if rank == root else None
@@ -182,7 +182,7 @@ def test_coalesced_operations_are_one_launch_with_one_number(arrays, size):
 
 
 def test_block_without_operation_of_one_rank(host_engine):
-    """It takes part in making the communicator, and its numbers go on as those of the others."""
+    """The idle rank takes part in making the communicator, and its numbers advance as on the other ranks."""
 
     def body(group):
         parts = [np.full(2 if {group.rank, peer} == {0, 1} else 0, group.rank, np.int32) for peer in range(3)]
@@ -263,7 +263,7 @@ def test_barrier_waits_for_all():
 
 
 def test_two_groups_interleaved_from_two_threads_each(host_engine):
-    """Groups of one name, made and used by several threads of each rank at once, are the same group on all ranks."""
+    """Groups that several threads of each rank make and use at once are matched across ranks by name."""
     store = LocalStore()
 
     def rank(rank, which):
@@ -286,7 +286,7 @@ def test_thread_does_not_wait_for_its_own_block(arrays):
             for wait in (work.wait, work.result, work.synchronize, work.exception):
                 with pytest.raises(RuntimeError, match="wait for it behind the block"):
                     wait()
-            waits = pool.submit(work.wait, DEADLINE)  # another one may
+            waits = pool.submit(work.wait, DEADLINE)  # another thread may wait
             with pytest.raises(ncclpy.NcclTimeout, match="it waits for the end of its coalescing block"):
                 pool.submit(work.wait, 0.05).result()
         waits.result()
@@ -343,7 +343,7 @@ def test_block_refuses_memory_written_by_one_operation_and_used_by_another(host_
             call(group, memory)
         assert [word for word in words if word not in str(caught.value)] == [], caught.value
         assert memory.tolist() == list(range(6)) and group.seq == 0
-        with group.coalescing() as work:  # what the refused one has begun is over
+        with group.coalescing() as work:  # the refused block has left nothing begun
             group.all_reduce(memory)
         work.wait(DEADLINE)
         return (memory / 2).tolist()[:2]

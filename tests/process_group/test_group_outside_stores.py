@@ -1,4 +1,4 @@
-"""Where the store is when a rank dies: within that rank, where all ends, or outside of all, where the others go on."""
+"""Death of a rank with the store in that rank, which ends all, or outside of all ranks: then the others continue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ group.close()
 
 
 def run(tmp_path, store):
-    """Return what the ranks say."""
+    """Run the ranks and return their output."""
     codes, said = run_ranks(tmp_path, 3, PROGRAM.format(store=textwrap.dedent(store)))
     assert codes == [-9, 0, 0], said
     return said

@@ -1,4 +1,4 @@
-"""Sends and receives: pairs with communicators of their own, batches, and what a rank sends to itself."""
+"""Sends and receives: pairs with separate communicators, batches, and sends of a rank to itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ncclpy.bootstrap import LocalStore
 
 
 def test_ring_of_send_then_receive_does_not_deadlock(arrays):
-    """Each send is begun before its receive is, while the pairs are still being made."""
+    """Each send begins before its receive, while the pairs are still being made."""
     size = 2 if ncclpy.library().engine == "cuda" else 4
 
     def body(group):
@@ -34,7 +34,7 @@ def test_ring_of_send_then_receive_does_not_deadlock(arrays):
 
 
 def test_pairs_beside_collectives(arrays):
-    """A send whose receive comes late does not hold up the collectives of the group."""
+    """A send with a late receive does not delay the collectives of the group."""
 
     def body(group):
         group.connect(peers=[1 - group.rank])
@@ -51,12 +51,12 @@ def test_pairs_beside_collectives(arrays):
 
 
 def test_pair_is_made_beside_collective_waiting_for_its_peer(arrays):
-    """Rank 1 begins the collective once it has received: nothing of the pair may wait for the whole device."""
+    """Rank 1 begins the collective after its receive: making the pair must not wait for the whole device."""
 
     def body(group):
         data = arrays.make(np.full(5, group.rank, np.float32), group.device)
         total = arrays.make(np.ones(5, np.float32), group.device)
-        for first in (True, False):  # the one that connects the ranks is made by a lane
+        for first in (True, False):  # a lane makes the first, which connects the ranks
             if group.rank == 1 and not first:
                 group.recv(arrays.argument(data), 0).wait(DEADLINE)
             work = group.all_reduce(arrays.argument(total))
@@ -75,7 +75,7 @@ def test_disconnected_pair_is_made_anew(arrays):
         for turn in range(3):
             data = arrays.make(np.full(5, turn + 1, np.float32), group.device)
             if group.rank == 0:
-                group.send(arrays.argument(data), peer)  # nobody waits for it
+                group.send(arrays.argument(data), peer)  # without a wait
             else:
                 data = arrays.make(np.zeros(5, np.float32), group.device)
                 group.recv(arrays.argument(data), peer)
@@ -93,7 +93,7 @@ def test_disconnected_pair_is_made_anew(arrays):
 
 
 def test_pairs_are_disconnected_in_one_order_and_leave_nothing_behind(host_engine):
-    """Each rank names its peers in another order; threads, streams and keys are as before."""
+    """Each rank names its peers in a different order; threads, streams and keys are as before."""
     size = 4
 
     def body(group):
@@ -104,7 +104,7 @@ def test_pairs_are_disconnected_in_one_order_and_leave_nothing_behind(host_engin
                 calls = (group.send, group.recv) if group.rank < peer else (group.recv, group.send)
                 calls[0](np.ones(1), peer), calls[1](np.ones(1), peer)
             group.disconnect(peers[::-1] if turn % 2 else peers)
-            group.disconnect()  # there is none
+            group.disconnect()  # no pair is left
         testing.wait_for(lambda: not [key for key in store.keys() if "communicator" in key or "disconnect" in key])
 
     store = LocalStore()
@@ -128,7 +128,7 @@ def test_pair_stays_when_other_rank_does_not_disconnect(host_engine):
         work.wait(DEADLINE)
         if group.rank == 1:
             with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come to disconnect pair '0:1' "):
-                group.disconnect([0])  # that attempt has failed, for both
+                group.disconnect([0])  # the attempt has failed on both ranks
         group.disconnect([1 - group.rank])
         return got.tolist()
 
@@ -139,7 +139,7 @@ def test_pair_stays_when_other_rank_does_not_disconnect(host_engine):
 def test_disconnect_ends_with_abort_of_group(host_engine):
     def body(group):
         group.connect(peers=[1 - group.rank])
-        together.wait(DEADLINE)  # who is still connecting would hear of it there
+        together.wait(DEADLINE)  # otherwise connect() could raise the abort
         if group.rank == 0:
             with pytest.raises(ncclpy.NcclAborted, match="enough"):
                 group.disconnect()
@@ -217,7 +217,7 @@ def test_refused_receive_from_self_has_no_number(host_engine):
     assert run_groups(1, body) == [[("recv", 1), ("send", 0)]]
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the communicator, which may go a little later
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the communicator may be released a little later
 def test_send_to_self_ends_with_dropped_group(host_engine):
     def begin():
         return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0).send(np.ones(4), 0)
@@ -233,7 +233,7 @@ def test_send_to_self_ends_with_dropped_group(host_engine):
 
 
 def test_abort_ends_pair_in_init(host_engine):
-    """The two ranks of a pair exchange a byte; what hangs there is aborted, long before its deadline."""
+    """An abort ends the hanging first exchange of a pair, a byte, long before its deadline."""
 
     def making():
         return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]

@@ -1,4 +1,4 @@
-"""Groups of processes: started by `ncclpy run`, killed, forked, dropped."""
+"""Groups of processes that are started by `ncclpy run`, killed, forked, or dropped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_group_of_launched_processes(tmp_path):
 
 
 def test_killed_rank_ends_group_on_all_ranks(tmp_path):
-    """Rank 0 is in a collective with it and sees its end; rank 2 waits for nothing, and is told through the store."""
+    """Rank 0, in a collective with the killed rank, sees its end; rank 2 waits for nothing, and hears by the store."""
     codes, said = run_ranks(
         tmp_path,
         3,
@@ -53,7 +53,7 @@ def test_killed_rank_ends_group_on_all_ranks(tmp_path):
         """,
     )
     assert codes == [0, -9, 0], said
-    assert re.search(r"rank 0 has heard: nccl\w+: remote process exited", said), said  # by the next call, or in it
+    assert re.search(r"rank 0 has heard: nccl\w+: remote process exited", said), said  # in this call or the next
     assert "rank 2 has heard: process group 'default' was ended by rank 0 of 3" in said, said
     assert said.count("rank 1 of 3 is dead") >= 2, said
 
@@ -132,7 +132,7 @@ def test_fork_cannot_use_group_and_dropped_group_does_no_harm():
 
 
 def test_rank_of_process_that_ended_before_meeting_is_told_apart():
-    """Rank 1 makes the group and ends, rank 2 never makes it: the store knows who was there."""
+    """Rank 1 makes the group and exits, rank 2 never makes it: the store tells them apart."""
     testing.run_python(
         """
         import os, signal, time

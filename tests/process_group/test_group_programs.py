@@ -1,4 +1,4 @@
-"""What a group does, in programs of two ranks that are threads or processes, which may share a GPU."""
+"""Programs of two ranks that use a group: threads or processes, and processes may share a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RAW = testing.RawArrays()
 
 
 def values(rank, dtype, count=COUNT):
-    """Return values that every type has, and whose sums and maxima over two ranks it has too."""
+    """Return values that are exact in every type, as are their sums and maxima over two ranks."""
     return (np.arange(count) % 5 + 1 + rank).astype(dtype)
 
 
 def all_of_a_type(world, number):
-    """Make each operation once; return the names of those whose result is wrong."""
+    """Make each operation once; return the names of the operations with a wrong result."""
     dtype, wrong, me = testing.DTYPES[number], [], world.rank
     op, combine = ("max", np.max) if dtype.itemsize == 1 and dtype.kind not in "iu" else ("sum", np.sum)
     ranks = range(world.size)
@@ -46,13 +46,13 @@ def all_of_a_type(world, number):
         check("reduce_scatter", group.reduce_scatter(given, world.lib.argument(small), op), small, combined[part])
         check("broadcast", group.broadcast(given if me == 1 else out, root=1), mine if me == 1 else recv, both[1])
         work = group.reduce(given, out if me == 0 else None, op, root=0)
-        check("reduce", work, recv, combined)  # rank 1 has it since the all-reduce
+        check("reduce", work, recv, combined)  # on rank 1 from the all-reduce
         rooted = array(COUNT * world.size)
         work = group.gather(given, world.lib.argument(rooted) if me == 1 else None, 1)
         check("gather", work, rooted, whole if me == 1 else 0)
         work = group.scatter(world.lib.argument(rooted) if me == 1 else None, out, 1)
         check("scatter", work, recv, both[me])
-        apart = [array(), array()]  # only the root knows that its parts lie apart
+        apart = [array(), array()]  # separate parts, on the root only
         parts = [world.lib.argument(each) for each in apart] if me == 1 else None
         work = group.gather(given, parts, 1)
         check("gather into a list", work, apart[0], both[0] if me == 1 else 0)
@@ -63,7 +63,7 @@ def all_of_a_type(world, number):
             group.send(given, 1 - me)
             group.recv(out, 1 - me)
         check("a batch", work, recv, both[1 - me])
-        if me == 0:  # by the pair's own communicator
+        if me == 0:  # on the pair's communicator
             group.send(given, 1).wait(DEADLINE)
         else:
             check("a pair", group.recv(out, 0), recv, both[0])
@@ -91,7 +91,7 @@ def replays(world):
                 group.recv(got.buffer, 1 - me, stream=stream)
             return first, second
 
-        for work in operations():  # NCCL connects the ranks
+        for work in operations():  # has NCCL connect the ranks
             work.wait(DEADLINE)
         with Graph(stream, THREAD_LOCAL) as graph:
             world.meet()
@@ -116,7 +116,7 @@ def test_replays_of_a_graph(run):
 
 
 def crossing(world, rounds):
-    """Have many collectives under way beside messages of both directions, and wait for all in the end."""
+    """Run many collectives beside messages in both directions, and wait for all at the end."""
     me, works, sums, got = world.rank, [], [], []
     with world.group() as group:
         group.connect(peers=[1 - me])

@@ -1,4 +1,4 @@
-"""A group goes on with other ranks: reconfigure, as the newest backends know it, and what becomes of what was."""
+"""reconfigure: a group continues with other ranks, as in torch's newest backends; effects on its old operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import testing
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, StoreError, TCPStore
 from ncclpy.process_group.handles import give_back, new_handle, ordered
 
-#: Seconds after which those have not come who do not.
+#: Seconds that tests wait for ranks that do not come.
 SHORT = 1.0
 
 
@@ -32,7 +32,7 @@ def four_processes():
 
 @pytest.fixture(params=["threads", "processes"])
 def four(request):
-    """Return a function that has four ranks, threads or processes, run a program, and returns their results."""
+    """Return a function that runs a program on four ranks, threads or processes, and returns their results."""
     testing.need_devices(4)
     if request.param == "threads":
         return lambda program, *arguments: in_threads(4, program, *arguments)
@@ -40,18 +40,18 @@ def four(request):
 
 
 def handles(world, group):
-    """Return the handles of the groups of all ranks of a world."""
+    """Return the handles of all ranks of a world for one group."""
     told = world.store.gather("handles", world.rank, world.size, group.reconfigure_handle().encode(), DEADLINE)
     return [each.decode() for each in told]
 
 
 def handles_of(group):
-    """Return those of all ranks of one group."""
+    """Return the handles of all ranks of a group."""
     return handles(group, group)
 
 
 def works(world, group):
-    """Raise unless all ranks of a group can sum up, and exchange with their neighbours."""
+    """Raise unless all ranks of a group can all-reduce, and exchange with their neighbours."""
     total = sum(range(1, group.size + 1))
     assert world.sum(group, np.full(3, group.rank + 1.0)).tolist() == [total] * 3
     assert group.seq == 1
@@ -65,7 +65,7 @@ def works(world, group):
     group.health_check(DEADLINE)
 
 
-# What the newest line of torch's backends is asked for.
+# The requirements of torch's newest backend interface.
 
 
 def same(world):
@@ -83,7 +83,7 @@ def test_reconfigure_with_same_ranks(run):
 
 
 def held(world):
-    """What rank 0 has begun alone has its array until it has ended."""
+    """Check that an operation that only rank 0 has begun holds its array until its end."""
     with world.group() as group:
         everyone = handles(world, group)
         world.sum(group, np.ones(1))
@@ -266,14 +266,14 @@ def used(world):
         for order in (everyone, everyone[::-1], everyone[world.rank : world.rank + 1]):
             with pytest.raises(ValueError, match=r"uuid: .*used"):
                 group.reconfigure(order, uuid="one")
-        works(world, group)  # nothing has changed
+        works(world, group)  # the group is unchanged
 
 
 def test_uuid_is_used_once(run):
     run(used)
 
 
-# What it does to what was there.
+# Effects on operations, hooks, options and waiting threads.
 
 
 def in_flight(world):
@@ -316,7 +316,7 @@ def kept(world):
             world.call(group.all_reduce, world.array(np.array([np.nan])))
         testing.wait_for(lambda: len(done) == 2, "the hooks", DEADLINE)
         assert done == [(world.rank, "kept", "all_reduce", 0), (group.rank, "kept", "all_reduce", 0)]
-        assert ended == []  # nothing has ended before its time
+        assert ended == []  # the abort hook has not been called
         world.meet()
         group.abort("now it has")
         testing.wait_for(lambda: ended, "the hook", DEADLINE)
@@ -340,7 +340,7 @@ def test_calls_are_compared_after_reconfigure(arrays, check):
 
 
 def test_rank_waiting_for_comparison_gets_the_error(host_engine):
-    """A thread waits for the other rank's call, while this one goes on: it does not end what the group is then."""
+    """A thread waits for the other rank's call during reconfigure(); its failure does not end the new group."""
 
     def body(group):
         everyone = handles_of(group)
@@ -400,7 +400,7 @@ def test_block_from_before_reconfigure_begins_nothing(host_engine):
 
 @pytest.mark.parametrize("on_error", ["abort", "report"])
 def test_abort_ends_reconfigure(host_engine, on_error):
-    """Rank 1 does not come; another thread of rank 0 gives up."""
+    """Rank 1 does not come; another thread of rank 0 aborts."""
     store = LocalStore()
     one, two = (
         ncclpy.ProcessGroup(store, rank, 2, device=rank, timeout=DEADLINE, on_error=on_error) for rank in (0, 1)
@@ -458,7 +458,7 @@ def test_missing_rank_is_named_and_reconfigure_can_be_retried(host_engine):
 
 
 def test_reconfigure_does_not_end_process_with_on_error_exit(host_engine, monkeypatch):
-    """Rank 1 has something in flight when rank 0 goes on."""
+    """Rank 1 has an operation in flight when rank 0 reconfigures."""
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
 
@@ -479,7 +479,7 @@ def test_reconfigure_does_not_end_process_with_on_error_exit(host_engine, monkey
     assert exits == []
 
 
-# What is given.
+# Arguments.
 
 
 def test_invalid_handles_change_nothing(host_engine):
@@ -530,16 +530,16 @@ def test_groups_of_two_stores_meet_in_store_of_rank_0(host_engine, tmp_path, kin
         group = groups[each.rank]
         group.reconfigure(everyone, uuid="on")
         total = group.all_reduce(np.full(1, group.rank + 1.0)).result(DEADLINE)[0]
-        group.reconfigure(everyone[::-1], uuid="again")  # in the other's
+        group.reconfigure(everyone[::-1], uuid="again")  # meets in the other store
         again = group.all_reduce(np.full(1, group.rank + 1.0)).result(DEADLINE)[0]
-        together.wait(DEADLINE)  # who goes on alone does not wait for the other
+        together.wait(DEADLINE)  # a group of one rank does not wait for the other
         group.reconfigure([group.reconfigure_handle()], uuid=f"alone {each.rank}")
         return total, again, group.all_reduce(np.ones(1)).result(DEADLINE)[0]
 
     assert testing.run_threads(2, move, DEADLINE) == [(3, 3, 1)] * 2
     for group in groups:
         group.close()
-    assert all(store.check([]) for store in stores)  # those of the groups are still open
+    assert all(store.check([]) for store in stores)  # the stores of the groups are still open
     for store in stores[::-1]:
         give_back(store)
 
@@ -559,5 +559,5 @@ def test_reconfigure_without_store_is_an_error(host_engine):
     store.close()
     with pytest.raises(StoreError):
         group.reconfigure([group.reconfigure_handle()], uuid="on")
-    assert group.error is None  # nothing was ended
+    assert group.error is None  # the group was not ended
     group.close()

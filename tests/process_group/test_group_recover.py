@@ -1,4 +1,4 @@
-"""A group goes on without the ranks that are gone: who survives, what they know, and that there is one group only."""
+"""recover: a group continues without lost ranks: its survivors, their knowledge, and that only one group continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.process_group.decision import Past, decide
 from ncclpy.process_group.notices import Notices
 
-#: Seconds that survivors wait for those who may yet come.
+#: Seconds that survivors wait for ranks that may still come.
 SHORT = 0.5
 
 
 class Ranks:
-    """Groups of one process, each with a client of its own of one store: a lease, which ends when it is closed."""
+    """Groups in one process, each with its own client of one store: closing the client ends the rank's lease."""
 
     def __init__(self, size, **options):
         testing.need_devices(size)
@@ -35,7 +35,7 @@ class Ranks:
         ]
 
     def each(self, call, ranks=None):
-        """Return what a call returns, or raises, for each of some ranks, in threads."""
+        """Return the result or the exception of a call on each of some ranks, each in a thread."""
         ranks = range(len(self.groups)) if ranks is None else ranks
 
         def run(which):
@@ -50,7 +50,7 @@ class Ranks:
         return self.each(lambda group: group.all_reduce(np.full(1, group.rank + 1.0)).result(DEADLINE)[0], ranks)
 
     def kill(self, rank):
-        """End a rank as the end of its process would: its lease, and its part of what runs."""
+        """End a rank like the end of its process: its lease, and its part in running operations."""
         self.stores[rank].close()
         if self.groups[rank].communicator is not None:
             self.groups[rank].communicator.abort()
@@ -81,7 +81,7 @@ def recover(seconds=DEADLINE / 4, least=1):
     return lambda group: group.recover(seconds, least)
 
 
-# Who goes on.
+# Survivors.
 
 
 @pytest.mark.parametrize("gone", [(3,), (0,), (1, 2), (0, 1, 2)], ids=str)
@@ -93,7 +93,7 @@ def test_survivors_continue(ranks, gone):
     left = [rank for rank in range(4) if rank not in gone]
     begun = time.monotonic()
     found = four.each(recover(), left)
-    assert time.monotonic() - begun < DEADLINE / 4  # nobody waits for who is known to be gone
+    assert time.monotonic() - begun < DEADLINE / 4  # dead ranks are not waited for
     assert [(each.survivors, each.lost, each.last_finished) for each in found] == [(tuple(left), gone, 0)] * len(left)
     assert [four.groups[rank].rank for rank in left] == list(range(len(left)))
     assert four.sums(left) == [sum(range(1, len(left) + 1))] * len(left)
@@ -113,7 +113,7 @@ def test_pending_operation_ends_and_survivors_continue(ranks):
 
 @pytest.mark.parametrize("what", ["admit", "split"])
 def test_meeting_with_dead_rank_ends(ranks, what):
-    """Nothing is in flight, so no communicator tells of its death; the group's timeout would take half a minute."""
+    """Without operations in flight no communicator reports the death; the group's timeout would take half a minute."""
     three = ranks(3)
     assert three.sums() == [6] * 3
     threading.Timer(0.2, three.kill, [1]).start()
@@ -167,13 +167,13 @@ def test_too_few_survivors_do_not_continue(ranks):
         assert "process group 'default' is not recovered: 2 of its 4 ranks have come" in str(error)
         assert "(ranks 0, 3), and min_size=3 asks for more" in str(error)
     assert four.groups[0].error is not None
-    found = four.each(recover(SHORT, 2), [0, 3])  # the next time it is decided anew
+    found = four.each(recover(SHORT, 2), [0, 3])  # the next call decides anew
     assert [each.survivors for each in found] == [(0, 3)] * 2
     assert four.sums([0, 3]) == [3, 3]
 
 
 def test_rank_that_dies_after_decision_is_lost_too(ranks, monkeypatch):
-    """Rank 2 has come, and does not get to where they meet."""
+    """Rank 2 takes part in the decision, and dies before the meeting of the new group."""
     four = ranks(4)
     four.sums()
     four.kill(1)
@@ -194,7 +194,7 @@ def test_rank_that_dies_after_decision_is_lost_too(ranks, monkeypatch):
 
 
 def test_recovery_reports_last_operation_finished_by_all(ranks):
-    """Rank 0 has begun two more than rank 1, and finished none of them."""
+    """Rank 0 has begun two more operations than rank 1, and finished neither."""
     three = ranks(3)
     three.sums()
     three.sums()
@@ -214,7 +214,7 @@ def test_group_with_on_error_report_recovers(ranks):
 
 
 def test_survivors_continue_in_one_group_only(ranks):
-    """All come at once, each with less patience than the others need; whoever goes on does so in one group."""
+    """All ranks come at once, each with less patience than the others need; all that continue are in one group."""
     for seconds in (0.0, 0.01, 0.05):
         four = ranks(4)
         four.sums()
@@ -226,7 +226,7 @@ def test_survivors_continue_in_one_group_only(ranks):
         found = four.each(come)
         gone_on = [each for each in found if not isinstance(each, Exception)]
         assert len({each.survivors for each in gone_on}) <= 1
-        if not gone_on:  # a busy machine: none has met the others in so short a time
+        if not gone_on:  # on a busy machine no rank may have met the others in so short a time
             continue
         survivors = gone_on[0].survivors
         assert survivors == tuple(rank for rank, each in enumerate(found) if not isinstance(each, Exception))
@@ -236,7 +236,7 @@ def test_survivors_continue_in_one_group_only(ranks):
         assert four.sums(list(survivors)) == [sum(range(1, len(survivors) + 1))] * len(survivors)
 
 
-# What ends it.
+# Ends of recover().
 
 
 def test_lost_store_is_named_in_error(ranks):
@@ -261,7 +261,7 @@ def test_close_ends_recover(ranks):
 
 @pytest.mark.parametrize("meets", [False, True], ids=["while they decide", "where they meet"])
 def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
-    """Nobody decides again and again who goes on with a rank that another thread has given up."""
+    """Ranks do not repeat the decision for ever because of a rank that another thread has aborted."""
     three = ranks(3)
     three.sums()
     some = [0, 1, 2] if meets else [0, 1]  # rank 2 is waited for
@@ -275,7 +275,7 @@ def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
         return gather(self, *arguments)
 
     def abort():
-        assert not meets or come.wait(DEADLINE)  # before that it is what rank 1 goes on from
+        assert not meets or come.wait(DEADLINE)  # an earlier abort would be what rank 1 recovers from
         three.groups[1].abort("enough")
         aborted.set()
 
@@ -293,7 +293,7 @@ def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
 
 
 def test_end_told_during_reconfigure_is_not_lost(ranks, monkeypatch):
-    """Rank 0 has gone on and ended the group again, before rank 1 is back from it."""
+    """Rank 0 has moved on and ended the new group before rank 1 returns from reconfigure()."""
     two = ranks(2)
     two.sums()
     listen = Notices.listen
@@ -326,7 +326,7 @@ def test_repeated_recovery_without_operations(ranks):
 
 
 class Interrupted(BaseException):
-    """What a signal handler has raised."""
+    """The exception of a signal handler."""
 
 
 def interrupted(group, call):
@@ -337,7 +337,7 @@ def interrupted(group, call):
 
 
 def test_rank_interrupted_before_meeting_retries(ranks, monkeypatch):
-    """It comes to where they have decided to meet, and does not go on alone."""
+    """The interrupted rank calls again, joins the decided meeting, and does not continue alone."""
     three = ranks(3)
     three.sums()
     left, put = [], Arrivals._put
@@ -406,7 +406,7 @@ def test_recover_in_store_without_leases(host_engine, tmp_path, kind):
     store = LocalStore() if kind == "local" else FileStore(tmp_path / "store")
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     testing.run_threads(3, lambda each: groups[each.rank].barrier().wait(DEADLINE), DEADLINE)
-    groups[1].close()  # says so
+    groups[1].close()  # announces the end in the store
     found = testing.run_threads(2, lambda each: groups[2 * each.rank].recover(DEADLINE / 2), DEADLINE)
     assert [each.survivors for each in found] == [(0, 2)] * 2
     for group in groups:
@@ -414,11 +414,11 @@ def test_recover_in_store_without_leases(host_engine, tmp_path, kind):
     store.close()
 
 
-# The decision by itself.
+# The decision alone.
 
 
 def test_decision_is_unique_for_any_patience():
-    """Ranks come at random times with random patience, and some are gone: at most one set of ranks goes on."""
+    """Ranks come at random times with random patience, and some are gone: at most one set of ranks continues."""
     for seed in range(15):
         random = np.random.default_rng(seed)
         size = int(random.integers(2, 8))
@@ -446,7 +446,7 @@ def test_past_is_kept_over_several_recoveries():
     assert past.recovery([7, None]).last_finished is None
 
 
-# Processes.
+# Ranks that are processes.
 
 PROGRAM = """
 import testing
@@ -488,7 +488,7 @@ def test_recover_after_kill(tmp_path, size, victim):
 
 
 def test_recover_after_stop(tmp_path):
-    """A process that is stopped is lost after the patience of the others, and is told when it goes on."""
+    """A stopped process is lost after the patience of the others, and gets that error when it continues."""
     size = 2
     testing.need_processes(size)
     stops = "group.store.set('stops', b'%d' % os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"

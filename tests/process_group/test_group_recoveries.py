@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
 
 
 @pytest.mark.parametrize(
-    ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
+    ("processes", "runs_each"),  # at once, since most of the time they wait for deadlines
     [
         (2, 1),
         pytest.param(4, 3, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Groups with on_error="report": what fails is told, and nothing is touched."""
+"""Groups with on_error="report": failures are logged, and the group is not ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ncclpy.bootstrap import LocalStore
 
 @pytest.fixture
 def told(caplog):
-    """Return what the group's logger was told so far."""
+    """Return a function with the messages of the group's logger so far."""
     caplog.set_level(logging.ERROR, "ncclpy.process_group")
     return lambda: [record.getMessage() for record in caplog.records if "on_error='report'" in record.getMessage()]
 
@@ -90,7 +90,7 @@ def test_after_a_call_that_failed_its_communicator_refuses_and_pairs_go_on(host_
         (group.send if group.rank == 0 else group.recv)(other, 1 - group.rank).wait(DEADLINE)
         assert group.error is None
         together.wait(DEADLINE)
-        with contextlib.suppress(ncclpy.NcclTimeout):  # rank 1 has its all-reduce still
+        with contextlib.suppress(ncclpy.NcclTimeout):  # rank 1 still has its all-reduce in flight
             group.close(0.5)
         return other.tolist()
 

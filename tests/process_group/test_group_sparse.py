@@ -1,4 +1,4 @@
-"""Sums of sparse arrays over all ranks, which bring as many entries as they like."""
+"""Sums of sparse arrays over all ranks, with different numbers of entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {"torch": testing.TorchArrays, "cupy": testing.CupyArrays}
 
 @pytest.fixture(params=["of the run", *PACKAGES])
 def kind(request, arrays):
-    """Whose arrays are summed: those of the run, torch's or CuPy's; all have to know how to add."""
+    """The kind of the summed arrays: those of the run, torch's or CuPy's; each must support addition."""
     if request.param in PACKAGES:
         pytest.importorskip(request.param, reason=f"needs {request.param}")
         if request.param == "cupy" and ncclpy.library().engine == "host":
@@ -28,14 +28,14 @@ def kind(request, arrays):
 
 
 def brought(rank, dimensions, entry, dtype, counts):
-    """Return indices, of which some come several times, and values of one rank."""
+    """Return the indices, with duplicates, and the values of one rank."""
     random = np.random.default_rng(rank)
     shape = (counts[rank],) if dimensions is None else (dimensions, counts[rank])
     return random.integers(0, 3, shape), random.integers(0, 5, (counts[rank], *entry)).astype(dtype)
 
 
 def dense(indices, values):
-    """Return what sparse entries stand for, as a dictionary of sums."""
+    """Return the dictionary of sums by index that sparse entries stand for."""
     sums = {}
     columns = np.atleast_2d(indices).T
     for index, value in zip(map(tuple, columns.tolist()), values.astype(np.float64), strict=True):
@@ -80,7 +80,7 @@ def test_sums(host_engine, kind, shape, counts):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("counts", [(7, 5), (0, 6), (0, 0)], ids=str)
 def test_sums_of_processes(processes, kind, shape, counts):
-    """On GPUs the ranks are processes: what one allocates between two launches would wait for the other's kernel."""
+    """On GPUs the ranks are processes: an allocation between two launches would wait for the other thread's kernel."""
     check_sums(processes.run(sum_of, kind, counts, *SHAPES[shape]), counts, *SHAPES[shape])
 
 
@@ -96,7 +96,7 @@ def test_types(host_engine, dtype):
 
 
 def test_sparse_sum_between_other_operations(host_engine):
-    """Whatever was begun before and behind it."""
+    """The sparse sum has other operations before and behind it."""
 
     def body(group):
         array = np.ones(1000)
@@ -128,7 +128,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_disagreement_is_same_error_on_all_ranks(host_engine, what):
-    """All of them, and the group goes on."""
+    """Every rank raises the error, and the group stays usable."""
     *first, words = DISAGREEMENTS[what]
 
     def body(group):
@@ -203,7 +203,7 @@ def test_missing_rank_is_waited_for_until_deadline(host_engine):
 
 
 def test_interrupted_wait_ends_the_group(host_engine):
-    """The others would wait for the second half, which this rank does not begin."""
+    """Otherwise the other ranks would wait for the second half, which the interrupted rank does not begin."""
     testing.run_python(
         """
         import signal, threading
@@ -233,7 +233,7 @@ def test_interrupted_wait_ends_the_group(host_engine):
 
 
 def test_sparse_arrays_follow_their_stream(host_engine):
-    """What another stream produces is waited for."""
+    """The sparse sum waits for values that another stream produces."""
     with ncclpy.Stream(0) as stream, alone() as group:
         comm = ncclpy.Communicator.init_all([0])[0]
         source, values = np.ones(4), np.zeros(4)

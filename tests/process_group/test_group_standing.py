@@ -1,4 +1,4 @@
-"""Who is wrong: every rank's error says what each of the others does."""
+"""The state of other ranks in errors: every rank's error tells what each other rank does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ncclpy.peers.reports import Reports
 from ncclpy.peers.standing import Began
 from ncclpy.process_group import lifecycle
 
-# Ranks as threads: what the others do instead.
+# Ranks as threads: the calls of other ranks.
 
 
 def program(group, what, together):
@@ -39,7 +39,7 @@ def program(group, what, together):
         part.connect(timeout=DEADLINE)
     together.wait(DEADLINE)
     one = np.ones(1024, np.float32)
-    if what == "another root":  # of so much that a root waits, too
+    if what == "another root":  # so large that the root waits, too
         group.broadcast(np.ones(16384, np.float32), root=2 if group.rank == 2 else 0, timeout=0.5)
     elif group.rank < 2:
         group.all_reduce(one, timeout=0.5)
@@ -75,7 +75,7 @@ def program(group, what, together):
 ended: dict[int, bool] = {}
 
 ROOTED = Began("broadcast", 1, "float32", 16384, None, 2)
-#: Of those the state is another one than of ranks that wait, or are in nothing.
+#: States other than "waits" and "idle".
 STATES = {"closed": "closed", "closing": "closed", "another group": "elsewhere", "a split": "meets"}
 WHERE = {"another group": "g/0", "a split": "split()"}
 
@@ -102,9 +102,9 @@ SLOWLY = {"closed": "", "closing": "rank=2 call=CommFinalize do=delay:0.9s; rank
 
 @pytest.mark.parametrize("what", INSTEAD)
 def test_error_tells_what_other_rank_does(host_engine, monkeypatch, what):
-    """The first rank in trouble tells it: with another count, type or reduction the host engine says so at once."""
+    """The first failing rank reports for all; for another count, type or reduction the host engine fails at once."""
     said, current = INSTEAD[what]
-    monkeypatch.setattr(reports, "PATIENCE", DEADLINE)  # all ranks answer, however busy the machine is
+    monkeypatch.setattr(reports, "PATIENCE", DEADLINE)  # long, so that all ranks answer on a busy machine
     together = threading.Barrier(3)
     ended[id(together)] = False
     with ncclpy.faults(SLOWLY.get(what, "")):
@@ -126,7 +126,7 @@ def test_error_tells_what_other_rank_does(host_engine, monkeypatch, what):
 
 @pytest.mark.parametrize("kind", ["local", "tcp"])
 def test_rank_held_up_by_its_own_stream_is_reported(host_engine, kind):
-    """Rank 1 has called as well, and its stream does not come to it: so is told, by others too, until it does."""
+    """Rank 1 has called too, but its stream has not reached the operation: all ranks report that until it has."""
 
     def body(group):
         with ncclpy.ProcessGroup(group.store, group.rank, 2, device=group.device, name="second") as second:
@@ -167,7 +167,7 @@ def test_error_names_rank_held_up_by_its_own_stream(host_engine):
                 group.all_reduce(np.ones(4), stream=stream)
             else:
                 group.all_reduce(np.ones(4), timeout=0.5)
-            if group.rank == 1:  # whose stream waits for an operation of the second group: it hears of that one's end
+            if group.rank == 1:  # its stream waits for the second group: it hears of that group's end
                 with pytest.raises(ncclpy.NcclAborted, match="process group 'second'"):
                     testing.wait_for(lambda: False, "the end of the second group")
             testing.wait_for(lambda: group.error is not None, "the end")
@@ -184,7 +184,7 @@ def test_error_names_rank_held_up_by_its_own_stream(host_engine):
 
 
 class Late(LocalStore):
-    """A store in which each operation takes its time, once it does."""
+    """A store in which each operation takes `late` seconds."""
 
     late = 0.0
 
@@ -218,7 +218,7 @@ def test_slow_store_still_gives_report_in_error(host_engine, late):
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
 def test_state(arrays, tmp_path, kind):
-    """Anybody may ask at any time; nobody's operations are disturbed."""
+    """Any rank may call `state` at any time, without an effect on operations."""
     stores = {
         "local": LocalStore,
         "file": lambda: FileStore(tmp_path / "s"),
@@ -234,7 +234,7 @@ def test_state(arrays, tmp_path, kind):
         together.wait(DEADLINE)
         work = group.all_reduce(arrays.argument(array)) if group.rank == 0 else None
         together.wait(DEADLINE)
-        found = group.state(DEADLINE / 4)  # ranks that share one FileStore take turns
+        found = group.state(DEADLINE / 4)  # a generous timeout: ranks that share one FileStore take turns
         together.wait(DEADLINE)
         (work or group.all_reduce(arrays.argument(array))).wait(DEADLINE)
         return found
@@ -257,7 +257,7 @@ def test_status_is_published_periodically_and_on_change(host_engine, kind, monke
         for _ in range(125):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
             time.sleep(0.02 * pace)
-        time.sleep(3.5 * pace)  # in which nothing changes
+        time.sleep(3.5 * pace)  # a time without changes
         quiet.append(time.monotonic())
 
     told, quiet = [], []
@@ -288,8 +288,8 @@ def test_status_is_published_periodically_and_on_change(host_engine, kind, monke
 
 
 def test_rank_that_shares_no_process_is_searched_in_all_local_groups(host_engine, monkeypatch):
-    """Whose group nobody else of this process is in may wait anywhere here, and what began first is told."""
-    monkeypatch.setattr(reports, "PATIENCE", 0.05)  # the other ranks never come
+    """A group's only rank in its process may wait in any group there; the operation that began first is reported."""
+    monkeypatch.setattr(reports, "PATIENCE", 0.05)  # no other rank answers
     with LocalStore() as store, LocalStore() as far:
         with ncclpy.ProcessGroup(store, 0, 2, name="one", device=0) as one:
             others = [ncclpy.ProcessGroup(far, 0, 2, name=name, device=1) for name in ("first", "second")]
@@ -371,7 +371,7 @@ def test_failing_report_still_ends_the_group(host_engine, monkeypatch, caplog):
     assert "could not ask what the others do" in caplog.text
 
 
-# Processes.
+# Ranks that are processes.
 
 WHAT = {
     "busy": (
@@ -460,7 +460,7 @@ def test_error_tells_what_other_process_does(tmp_path, what):
 
 
 def test_death_is_noticed_by_lease_alone(host_engine, tmp_path):
-    """A receive from a rank that lives waits for another that has died: its lease tells, long before the deadline."""
+    """A receive from a living rank ends when a third rank has died: the lease tells, long before the deadline."""
     program = """
         from ncclpy.peers import status
 
@@ -516,7 +516,7 @@ def test_state_with_closed_store_is_an_error(host_engine):
 
 
 class Stuck(LocalStore):
-    """A store in which ranks that are asked do not answer, or nothing ends once it is stuck."""
+    """A store in which asked ranks do not answer (`silent`), or in which ends cannot be written (`stuck`)."""
 
     stuck = silent = False
 
@@ -584,7 +584,7 @@ def test_rank_that_closes_while_its_status_is_written_has_closed(host_engine):
     def late(key, value):
         store.set = inner
         closing.start()
-        closing.join(0.2)  # it waits for this
+        closing.join(0.2)  # close() waits for this write
         inner(key, value)
 
     store.set = late

@@ -1,4 +1,4 @@
-"""Stream order of process groups with slow producers and consumers, and deadlines, which begin when the device can."""
+"""Stream order of process groups with slow producers and consumers; deadlines begin when the device could start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def run(body, **options):
-    """Call ``body(group, side, meet)`` on two ranks; the groups are connected, and `meet` waits for the other rank."""
+    """Call ``body(group, side, meet)`` on two connected ranks; `meet` waits for the other rank."""
     meeting = threading.Barrier(2)
 
     def one(group):
@@ -48,12 +48,12 @@ def test_slow_producers():
 
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_operation_waits_for_its_producers_on_device(coalesced):
-    """Of a block all of them; the calls return at once. What a producer queues later is not waited for."""
+    """A block waits for all producers of its operations, but not for work queued later; the calls return at once."""
 
     def body(group, side, meet):
         second, done = Side(group.device), Side(group.device)
         gates = [Gate(0), Gate(0)] if group.rank == 0 else []
-        meet()  # what makes gates waits for the devices
+        meet()  # making a gate waits for the devices
         if gates:
             gates[0].shut(second.stream if coalesced else side.stream)
         side.fill(2)
@@ -92,7 +92,7 @@ def test_operation_waits_for_its_producers_on_device(coalesced):
 
 
 def test_pipelines_of_producer_communication_and_consumer():
-    """Many steps in flight; nobody waits on the CPU until the end."""
+    """Many steps are in flight; the CPU waits only at the end."""
 
     def body(group, side, meet):
         consumer, steps = Side(group.device), 30
@@ -100,7 +100,7 @@ def test_pipelines_of_producer_communication_and_consumer():
             side.fill(step, slowly=step % 10 == group.rank)
             group.all_reduce(side.buffer, stream=side.stream).synchronize(consumer.stream)
             consumer.keep(side.memory, step)
-            side.stream.wait(consumer.stream.record())  # the next step writes when this one was read
+            side.stream.wait(consumer.stream.record())  # the next step writes after this one was read
         consumer.stream.synchronize(DEADLINE)
         good = all(np.all(consumer.read(step) == 2 * step) for step in range(1, steps + 1))
         consumer.close()
@@ -111,7 +111,7 @@ def test_pipelines_of_producer_communication_and_consumer():
 
 @pytest.mark.parametrize("timing", [False, True])
 def test_deadlines_begin_when_the_device_could(timing):
-    """Neither the time that a producer takes is counted nor that of the operations before; what follows counts."""
+    """A deadline excludes the time of the producer and of earlier operations, and includes everything after."""
 
     def body(group, side, meet):
         second = Side(group.device)
@@ -153,7 +153,7 @@ def test_deadlines_begin_when_the_device_could(timing):
 
 
 def test_pairs_beside_collectives_from_two_threads():
-    """Neither waits for the other: each thread has its own order, which is that of the other rank's thread."""
+    """The two threads do not wait for each other: each has the same order as its peer thread on the other rank."""
 
     def body(group, side, meet):
         group.connect(peers=[1 - group.rank])
@@ -189,7 +189,7 @@ def test_pairs_beside_collectives_from_two_threads():
 
 
 def test_two_groups_of_one_device_from_two_threads():
-    """Each thread has a group, whose operations are in one order on both ranks; those of the two are in none."""
+    """Each thread has its own group, with one order on both ranks; operations of the two groups have no order."""
 
     def body(group, side, meet):
         other = group.new_group([0, 1])

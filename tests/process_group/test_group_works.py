@@ -1,4 +1,4 @@
-"""What the works of a group tell of themselves, and the tags of sends and receives."""
+"""The state that works of a group report, and the tags of sends and receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ncclpy.bootstrap import LocalStore
 
 
 def run_late(arrays, early, late, **options):
-    """Run two ranks: the second begins once the first is through `early`, whose operations cannot end before."""
+    """Run two ranks: rank 1 runs `late` once rank 0 has left `early`, in which no operation can end before."""
     warmed, through = threading.Event(), threading.Event()
 
     def body(group):
@@ -134,10 +134,10 @@ def test_send_to_self_has_one_tag(host_engine, first):
 
 
 def time_of(threads):
-    """Return for how many seconds threads have run whose names begin so."""
+    """Return how many seconds threads have run with names that begin with `threads`."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             if (task / "comm").read_text().startswith(threads):
                 total += int((task / "schedstat").read_text().split()[0])
     return total * 1e-9
@@ -145,16 +145,16 @@ def time_of(threads):
 
 @pytest.mark.parametrize("large", [0, 100_000], ids=["at once", "after a large one"])
 def test_wait_for_each_work_at_once_runs_it_in_the_caller(host_engine, large):
-    """A caller that comes back for each work at once needs no thread of the stream's."""
+    """A caller that waits for each work at once needs no thread of the stream."""
 
     def body(group):
         array = np.ones(4, np.float32)
         group.all_reduce(np.ones(large, np.float32)).wait(DEADLINE)
         end = time.monotonic() + DEADLINE / 3
         alone = (
-            0  # how many times, of a few works each: on a busy machine the system stops the caller often, and then a
+            0  # short rounds in which no stream's thread ran: a busy machine often stops the caller, and after that a
         )
-        # thread takes over for the next hundreds of works
+        # stream's thread takes over for the next hundreds of works
         while True:
             begun, before = time.monotonic(), time_of("ncclpy-dev")
             for _ in range(400):
@@ -170,8 +170,8 @@ def test_wait_for_each_work_at_once_runs_it_in_the_caller(host_engine, large):
 
 @pytest.mark.parametrize("count", [4, 100_000], ids=["small", "large"])
 def test_work_continues_after_wait_timed_out(host_engine, count):
-    """Whoever waits runs it, and leaves it in the middle: the other rank does not come as long as that."""
-    tried, times = threading.Event(), 60  # so that the stream relies on who waits
+    """The waiting caller runs the operation and leaves it half done: the other rank does not come in time."""
+    tried, times = threading.Event(), 60  # enough waits that the stream leaves the work to the caller
 
     def body(group):
         array = np.full(count, group.rank + 1.0, np.float32)
@@ -196,9 +196,9 @@ def test_work_continues_after_wait_timed_out(host_engine, count):
     assert run_groups(2, body) == [1.5 * 2**times] * 2
 
 
-@pytest.mark.filterwarnings("ignore:the fault .* has not happened")  # where the plan has come too late
+@pytest.mark.filterwarnings("ignore:the fault .* has not happened")  # if the fault was set too late
 def test_late_fault_does_not_hold_up_wait(host_engine):
-    """The stream's thread is held up, not who waits, whatever was known when the work was begun."""
+    """The fault delays the stream's thread, not the waiting caller, although the work was begun before the fault."""
     times = []
 
     def body(group):
@@ -211,7 +211,7 @@ def test_late_fault_does_not_hold_up_wait(host_engine):
                 begun = time.monotonic()
                 with contextlib.suppress(ncclpy.NcclTimeout):
                     work.wait(timeout=0.02)
-                if not work.is_completed():  # else it was done before the plan was made
+                if not work.is_completed():  # otherwise it was done before the fault was set
                     times.append(time.monotonic() - begun)
                 work.wait(DEADLINE)
 
@@ -277,7 +277,7 @@ def test_timeout_of_short_wait_is_explained_on_demand(host_engine):
 
 
 def test_repeated_call_is_launched_by_its_caller(arrays):
-    """However many shapes a program has, another thread wakes for what is new alone; of very many for some more."""
+    """A lane wakes only for new shapes, however many a program has; with very many, for some known ones too."""
     dtypes = (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)
     kinds = [
         (call, dtype, op, 2**k)
@@ -295,7 +295,7 @@ def test_repeated_call_is_launched_by_its_caller(arrays):
             calls.append(functools.partial(getattr(group, call), part, part, op=op))
 
         def lanes_for(some):
-            time.sleep(0.05)  # until they sleep
+            time.sleep(0.05)  # until the lanes sleep
             before = time_of("ncclpy-lane")
             for call in some:
                 call().wait(DEADLINE)

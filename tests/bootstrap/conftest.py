@@ -1,4 +1,4 @@
-"""What the tests of stores have in common."""
+"""Fixtures for tests of stores."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +7,7 @@ import pytest
 
 from ncclpy.bootstrap import TCPStore
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def pool():
 
 @pytest.fixture
 def serve():
-    """Return a function that makes a serving store, closed in the end."""
+    """Return a function that makes a serving store, closed after the test."""
     made = []
 
     def make(host="127.0.0.1", port=0, **options):

@@ -1,7 +1,7 @@
-// libFuzzer: whatever bytes a store's server is sent, it neither crashes nor stops serving others; see .ci/fuzz.
+// libFuzzer: no bytes that a store's server receives make it crash or stop serving other clients; see .ci/fuzz.
 //
-// An input's first byte chooses the way. Requests go straight to the table, of several connections, with bodies that are
-// nearly right, and time passes between them; bytes go to a server through a socket, before or behind the handshake.
+// The first byte of an input chooses the way. Requests of several connections, with nearly valid bodies and pauses
+// between them, go straight to the table; or bytes go to a server through a socket, before or after the handshake.
 #include <errno.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kMaxValue = 4096, kMaxAnswer = 1 << 16, kCapacity = 2000;
 
-// Takes bytes of the input one after the other.
+// Reads the bytes of the input in order.
 class Input {
  public:
   explicit Input(std::string_view bytes) : rest_(bytes) {}
@@ -55,7 +55,7 @@ class Last final : public Post {
   std::string answer;
 };
 
-// Keys and names are few, so that requests meet.
+// Few keys and names, so that requests refer to the same ones.
 std::string key_of(Input& in) { return std::string(1, static_cast<char>('a' + in.byte() % 4)); }
 
 std::string body_of(Input& in, Op op) {
@@ -120,8 +120,8 @@ void ask_table(Input& in) {
     }
   }
   for (uint64_t connection = 1; connection <= 3; connection++) table.gone(connection, true);
-  CHECK(table.next_deadline() > 1e300);  // nobody is left who waits
-  // Nothing is counted that is not there.
+  CHECK(table.next_deadline() > 1e300);  // no waiting request is left
+  // The table counts only existing entries: without keys the count is 0.
   Header header;
   header.op = Op::keys;
   CHECK(table.request(4, header, Writer().bytes("").body, time));
@@ -138,7 +138,7 @@ struct Served {
   Served() {
     const int fd = listener(port);
     ServerOptions options;
-    options.heartbeat = 600;  // the witness may be silent while inputs go straight to tables
+    options.heartbeat = 600;  // long, since the witness is silent while inputs go straight to tables
     options.max_value = kMaxValue;
     options.max_answer = kMaxAnswer;
     options.capacity = 1 << 20;
@@ -151,7 +151,7 @@ struct Served {
 
   int connect() const {
     const int fd = call(port);
-    const linger reset{1, 0};  // or the ports of the machine run out
+    const linger reset{1, 0};  // otherwise the ports of the machine run out
     setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
     return fd;
   }
@@ -169,13 +169,13 @@ void tell_server(Input& in, bool met) {
   }
   const int fd = served->connect();
   if (met) shake_hands(fd, "");
-  // In pieces: what is torn comes together again.
+  // In pieces: the server joins a torn frame again.
   while (!in.end()) {
     const std::string_view piece = in.bytes(1 + in.byte());
-    if (send(fd, piece.data(), piece.size(), MSG_NOSIGNAL) < 0) break;  // it has been refused
+    if (send(fd, piece.data(), piece.size(), MSG_NOSIGNAL) < 0) break;  // the server has refused the connection
   }
   close(fd);
-  // Another client is served as before.
+  // The witness, another client, is still served.
   char frame[kHeader];
   Header ping;
   ping.id = 7;
@@ -185,7 +185,7 @@ void tell_server(Input& in, bool met) {
   pollfd answer{served->witness, POLLIN, 0};
   int ready;
   do ready = poll(&answer, 1, 4000);
-  while (ready < 0 && errno == EINTR);  // by the fuzzer's timer
+  while (ready < 0 && errno == EINTR);  // interrupted by the fuzzer's timer
   CHECK(ready == 1);
   Header header;
   CHECK(header.get(receive(served->witness, kHeader).data()) && header.op == Op::ping && header.length == 0);

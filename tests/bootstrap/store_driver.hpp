@@ -1,4 +1,4 @@
-// What programs that drive a store's native part have in common: a listener, and the client's part of the handshake.
+// Shared by programs that drive a store's native part: a listener, and the client's part of the handshake.
 #pragma once
 
 #include <arpa/inet.h>
@@ -42,14 +42,14 @@ inline std::string receive(int fd, size_t count) {
   std::string data(count, '\0');
   for (size_t at = 0; at < count;) {
     const ssize_t got = recv(fd, data.data() + at, count - at, 0);
-    if (got < 0 && errno == EINTR) continue;  // a fuzzer has a timer of its own
+    if (got < 0 && errno == EINTR) continue;  // a fuzzer's timer
     CHECK(got > 0);
     at += static_cast<size_t>(got);
   }
   return data;
 }
 
-// Returns a connection on which nothing was said yet.
+// Returns a connection before the handshake.
 inline int call(uint16_t port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
@@ -57,7 +57,7 @@ inline int call(uint16_t port) {
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   address.sin_port = htons(port);
   if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return fd;
-  CHECK(errno == EINTR);  // a fuzzer's timer again, while the server's backlog was full: the kernel goes on with it
+  CHECK(errno == EINTR);  // a fuzzer's timer, while the server's backlog was full: the kernel continues to connect
   pollfd made{fd, POLLOUT, 0};
   int ready;
   do ready = poll(&made, 1, 4000);
@@ -69,7 +69,7 @@ inline int call(uint16_t port) {
   return fd;
 }
 
-// Each proves to the other that it knows the token.
+// Proves to the server that this end knows the token, and checks the server's proof.
 inline void shake_hands(int fd, std::string_view token) {
   const std::string mine = server_greeting(false, 0, std::string(kNonce, 'n'));
   CHECK(send(fd, mine.data(), mine.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(mine.size()));

@@ -1,4 +1,4 @@
-// Forks while threads are busy in a client, and makes a client in each child, which has none of those threads. Exits with
+// Forks while threads are busy in a client, and makes a client in each child, which lacks those threads. Exits with
 // the number of children that hung.
 
 #include <signal.h>
@@ -34,14 +34,14 @@ int main() {
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; i++) {
     threads.emplace_back([&] {
-      while (!ended) keeper::watch(client.get(), true, false);  // as each call does that waits
+      while (!ended) keeper::watch(client.get(), true, false);  // as in each waiting call
     });
   }
   int hung = 0;
   for (int i = 0; i < 300 && hung == 0; i++) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(30);  // which only a hang meets
+      alarm(30);  // reached only by a hang
       made();
       _exit(0);
     }

@@ -1,5 +1,5 @@
-// Many threads on many clients of one server, all at once, with servers and clients that end meanwhile; run under a
-// sanitizer. Exits with 0, or says what went wrong and aborts.
+// Many threads on many clients of one server at once, with servers and clients that end meanwhile; run under a
+// sanitizer. Exits with 0, or prints what went wrong and aborts.
 
 #include <atomic>
 #include <cstdio>
@@ -15,7 +15,7 @@
 #include "store_driver.hpp"
 
 #ifdef __SANITIZE_THREAD__
-// ThreadSanitizer does not know this function before GCC 13, and so not that it lets the mutex go.
+// ThreadSanitizer before GCC 13 does not intercept this function, and so misses that it releases the mutex.
 extern "C" int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
                                       const timespec* until) {
   timespec from, to, real = *until;
@@ -44,13 +44,13 @@ std::shared_ptr<Client> connect(uint16_t port) {
   return client;
 }
 
-// Asks and waits; false where the connection is lost.
+// Sends a request and waits for the answer; returns false if the connection is lost.
 bool call(Client& client, Op op, const Writer& body, Answer& answer, double patience = 30) {
   const uint64_t id = client.submit(op, body.body);
   if (id == 0) return false;
   const double until = now() + patience;
   while (true) {
-    // Not in slices: who is not woken would be so by their end.
+    // Not in slices: the end of a slice would hide a missing wake-up.
     const auto turn = client.wait(id, until);
     if (turn == Client::Turn::lost) return false;
     if (turn == Client::Turn::answered) return client.take(id, answer);
@@ -92,7 +92,7 @@ void use(Client& client, int seed, bool may_be_lost) {
     add.bytes("sum").integer(1);
     there = there && call(client, Op::add, add, answer);
     if (there) added++;
-    if (chance() % 4 == 0) {  // left early, by the server's clock or ours
+    if (chance() % 4 == 0) {  // a wait left early, by the server's clock or by this one
       Writer never;
       never.bytes("never").integer(chance() % 2 ? 100 : -1);
       there = there && call(client, Op::get, never, answer, 0.0005);
@@ -142,7 +142,7 @@ void ask(Client& client, const std::string& asked) {
   CHECK(call(client, Op::add, add, answer));
 }
 
-// What one client tells by itself another hears when it asks, and never once that was ended: its source is gone then.
+// One client answers questions of another from a source, and never after hush(), as the source is freed then.
 void tell(Client& teller, Client& asker, int seed) {
   const std::string key = "told " + std::to_string(seed), asked = "asked " + std::to_string(seed);
   for (int round = 0; round < 40; round++) {
@@ -158,7 +158,7 @@ void tell(Client& teller, Client& asker, int seed) {
     *count = 2 * round + 1;
     ask(asker, asked);
     while (value_of(asker, key) != std::to_string(2 * round + 1) + ".") usleep(100);
-    if (round % 2) ask(asker, asked);  // which may come in the middle of its end
+    if (round % 2) ask(asker, asked);  // which may arrive in the middle of hush()
     teller.hush(id);
     delete count;
     ask(asker, asked);
@@ -188,7 +188,7 @@ int main() {
   for (int i = 0; i < 9; i++) threads.emplace_back(use, std::ref(*clients[i % 3]), i, false);
   for (int i = 0; i < 4; i++) threads.emplace_back(meet, std::ref(*clients[i % 3]), i, 4);
   for (int i = 0; i < 2; i++) threads.emplace_back(tell, std::ref(*clients[i]), std::ref(*clients[i + 1]), i);
-  for (int i = 0; i < 3; i++) {  // clients that come and go, also while they are used
+  for (int i = 0; i < 3; i++) {  // clients that are closed while they are used
     others.emplace_back([port, i] {
       for (int turn = 0; turn < 10; turn++) {
         auto client = connect(port);
@@ -213,9 +213,9 @@ int main() {
   add.bytes("sum").integer(0);
   int64_t sum = 0;
   CHECK(call(*clients[1], Op::add, add, answer) && Reader(answer.body).integer(sum));
-  CHECK(sum >= added && sum <= added + 30);  // the answer of one that was closed may be lost
+  CHECK(sum >= added && sum <= added + 30);  // the answer for a closed client may be lost
 
-  // The server ends while it is used.
+  // The server stops while clients use it.
   threads.clear();
   for (int i = 0; i < 6; i++) threads.emplace_back(use, std::ref(*clients[i % 3]), 200 + i, true);
   usleep(5000);

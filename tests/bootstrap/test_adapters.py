@@ -1,4 +1,4 @@
-"""`as_store`: what the one suite does not ask, since it is of one package alone."""
+"""`as_store`: behaviour of single packages, which the common suite of stores does not cover."""
 
 import contextlib
 import datetime
@@ -33,7 +33,7 @@ def test_object_that_is_no_store_is_refused(thing):
 
 @pytest.fixture
 def torch_store():
-    """Return a store of torch's."""
+    """Return a torch store."""
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=20))
@@ -48,7 +48,7 @@ def test_other_torch_objects_are_refused(torch_store):
 
 
 class Old:
-    """A store of torch's that cannot list its keys, as none could before torch 2.10."""
+    """A torch store that cannot list its keys, like all before torch 2.10."""
 
     def __init__(self, theirs):
         self._theirs = theirs
@@ -76,7 +76,7 @@ def test_keys_when_torch_cannot_list_them():
 
 
 def test_group_when_torch_cannot_list_keys(host_engine):
-    """It says who has not come, and goes on."""
+    """The group names the missing rank, and can recover."""
     dist = pytest.importorskip("torch.distributed")
     theirs = Old(dist.HashStore())
 
@@ -148,7 +148,7 @@ def redis():
 
 @pytest.mark.parametrize("call", ["set", "append"])
 def test_torch_write_returns_when_the_server_has_carried_it_out(call):
-    """TCPStore's own calls return once they have sent: another client could read before the server has."""
+    """Torch's TCPStore returns once it has sent: another client could read before the server has written."""
     dist = pytest.importorskip("torch.distributed")
     program = (
         "import torch.distributed as dist\nstore = dist.TCPStore('127.0.0.1', 0, is_master=True)\nprint(store.port)"
@@ -165,11 +165,11 @@ def test_torch_write_returns_when_the_server_has_carried_it_out(call):
         with as_store(dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=20))) as store:
             store.set("key", b"a")
             server.send_signal(signal.SIGSTOP)
-            os.waitpid(server.pid, os.WUNTRACED)  # until all its threads stand still
+            os.waitpid(server.pid, os.WUNTRACED)  # until all threads of the server are stopped
             writing = threading.Thread(target=getattr(store, call), args=("key", b"b"), daemon=True)
             writing.start()
             writing.join(0.3)
-            assert writing.is_alive()  # the server stands still
+            assert writing.is_alive()  # while the server is stopped
             server.send_signal(signal.SIGCONT)
             writing.join(20)
             assert not writing.is_alive()
@@ -193,7 +193,7 @@ def test_redis_values_are_shared_with_redis_clients(redis, tmp_path):
 
 
 def test_waiter_sees_value_set_by_plain_redis_client(redis, tmp_path):
-    """They tell nobody of it, as clients of this kind do."""
+    """Plain redis clients do not notify waiters, unlike this adapter's."""
     with foreign_stores.redis_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as client:
         with as_store(client) as store:
             script = subprocess.Popen(["sh", "-c", f"sleep 0.5; exec redis-cli -s '{path}' set key value"], stdout=-3)
@@ -202,7 +202,7 @@ def test_waiter_sees_value_set_by_plain_redis_client(redis, tmp_path):
 
 
 def test_redis_with_password_and_tls(redis, tmp_path):
-    """As redis-py has them: through the client's own options."""
+    """Password and TLS are options of the redis-py client."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",

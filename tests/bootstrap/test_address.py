@@ -1,4 +1,4 @@
-"""Names with several addresses, some of which this machine does not have."""
+"""Host names with several addresses, some of which belong to no interface of this machine."""
 
 import errno
 import socket
@@ -12,12 +12,12 @@ from ncclpy.bootstrap import TCPStore
 from ncclpy.cli.run import meeting
 from ncclpy.coordinator import connections
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture
 def name(monkeypatch):
-    """Return a function that gives the addresses of a name, and the name."""
+    """Return a function that sets the addresses of a host name, and returns the name."""
 
     def means(*addresses):
         real = socket.getaddrinfo
@@ -65,7 +65,7 @@ def test_launcher_port_is_at_address_of_this_machine(name):
 
 @pytest.fixture
 def silent(monkeypatch):
-    """A resolver that does not answer; what is asked of it ends with the test."""
+    """A resolver that does not answer; pending look-ups end with the test."""
     over, real = threading.Event(), socket.getaddrinfo
 
     def look_up(host, port, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""FileStore: its folder, what killed processes leave in it, and how who waits is woken."""
+"""FileStore: its folder, leftovers of killed processes, and how waiters are woken."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, StoreError, file, folder
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_invalid_place_for_store_is_refused(tmp_path):
 
 
 def test_many_threads_open_and_close_at_once(path):
-    """Who comes when the last one goes finds a store, its own or that one's, and never half of one."""
+    """A thread that opens while the last user closes gets the old store or a new one, never part of one."""
 
     def body(i):
         for turn in range(15):
@@ -135,7 +135,7 @@ def test_many_threads_open_and_close_at_once(path):
 
 
 def test_filestore_late_opener_keeps_other_threads_lock(path, monkeypatch):
-    """A mark that was taken away meanwhile is let go of; its descriptor's number is somebody else's at once."""
+    """The opener closes the descriptor of a removed mark file; another thread reuses the number at once."""
     os.makedirs(path.parent)
     theirs = path.parent / "theirs"
     reused = []
@@ -176,7 +176,7 @@ def test_folder_holds_only_keys(path):
 
 @pytest.mark.parametrize("told", [True, False, None], ids=["inotify", "no inotify", "network"])
 def test_waiter_is_woken_with_and_without_inotify(path, monkeypatch, told):
-    """On a network inotify tells only what comes through this kernel, so there the folder is looked at."""
+    """On a network file system inotify reports only changes by this kernel, so that the folder is polled."""
     if told is False:
         monkeypatch.setattr(folder, "_watch", lambda path: -1)
     elif told is None:
@@ -194,7 +194,7 @@ def test_waiter_is_woken_with_and_without_inotify(path, monkeypatch, told):
     monkeypatch.setattr(folder.News, "wait", wait)
     with FileStore(path) as store, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "a", LONG)
-        # A tenth of a second at a time, for signals, or 50 times a second.
+        # Waits of 0.1 s, so that signal handlers run, or polls at 50 Hz.
         testing.wait_for(lambda: len(taken) >= 3 if told else any(seconds < 0.09 for seconds in taken))
         waited = taken[:3]
         store.set("a", b"1")
@@ -222,7 +222,7 @@ def test_file_systems_are_told_apart(tmp_path, monkeypatch):
 def test_write_torn_by_kill_does_not_spoil_the_folder(path):
     with program(OPEN, path) as process:
         process.stdout.readline()
-        torn = path / "new-host-1-2-3"  # as the killed process would leave it
+        torn = path / "new-host-1-2-3"  # as a killed process would leave it
         torn.write_bytes(b"half of it")
         process.kill()
         process.wait()
@@ -236,10 +236,10 @@ def test_write_torn_by_kill_does_not_spoil_the_folder(path):
 def test_waiter_for_lock_of_closed_store_gets_error(path):
     store = FileStore(path, timeout=LONG)
     with open(path / "ncclpy-store", "rb+") as holder, ThreadPoolExecutor(4) as pool:
-        fcntl.flock(holder, fcntl.LOCK_EX)  # a process that is stopped, say
+        fcntl.flock(holder, fcntl.LOCK_EX)  # stands for a stopped process with the lock
         waiting = [pool.submit(store.set, "a", b"1") for _ in range(4)]
         time.sleep(0.2)
-        closing = threading.Thread(target=store.close)  # which waits for the lock for a while
+        closing = threading.Thread(target=store.close)  # waits for the lock for a while
         closing.start()
         for each in waiting:
             with pytest.raises(StoreError, match="was closed"):
@@ -261,7 +261,7 @@ def test_removed_folder_is_an_error_at_once(path):
             store.set("a", b"")
 
 
-# Other users, and what they put there.
+# Other users, and their files.
 
 
 def modes(path):
@@ -282,7 +282,7 @@ def test_files_of_store_are_for_its_user_alone(path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["another user's", "open to others", "a link"])
 def test_folder_shared_with_other_users_is_refused(tmp_path, monkeypatch, what):
-    """As where a container runs as root and its folder is a user's of the machine."""
+    """For instance a container that runs as root with the folder of a user of the machine."""
     path = tmp_path / "store"
     path.mkdir(0o700)
     me = os.geteuid()
@@ -339,7 +339,7 @@ def test_file_that_is_no_store_value_is_an_error_at_once(path, tmp_path, monkeyp
             value.write_bytes(b"" if what == "nothing" else whole[:5])
         words = {"a pipe": "is no ordinary file", "a folder": "is no ordinary file", "a link": "is a link"}
         calls = [lambda: store.get("uid", LONG), lambda: store.add("uid", 1)]
-        if what not in ("another key", "too long"):  # only a key is read, and it is one
+        if what not in ("another key", "too long"):  # keys() reads only the key, which is valid
             calls.append(store.keys)
         for call in calls:
             with pytest.raises(StoreError, match=words.get(what, "is damaged")):

@@ -1,6 +1,6 @@
-"""`rendezvous`, where rank 0 serves: how the ranks of a launcher find it and each other.
+"""`rendezvous` with rank 0 as the server: how the ranks of a launcher find it and each other.
 
-The launchers here are shells that bear a launcher's name and set its variables; test_launchers.py starts real ones.
+The launchers here are shells with a launcher's name and variables; test_launchers.py starts real ones.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ import ncclpy
 from ncclpy.bootstrap import LocalStore, Place, StoreError, launched, rendezvous
 from ncclpy.bootstrap.arrivals import Arrivals
 
-LONG = 60  # that only a hang meets
+LONG = 60  # seconds that only a hang takes
 
-#: How the names of launchers' variables begin.
+#: Prefixes of launchers' variables.
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "TORCHELASTIC_"),
     *("NCCLPY_STORE", "NCCLPY_RUN", "NCCLPY_LAUNCHER"),
 )
 
-#: What starts the ranks of MPICH on a machine.
+#: The process that starts the ranks of MPICH on a machine.
 PROXY = "hydra_pmi_proxy"
 START = """
 size=$1; shift
@@ -44,7 +44,7 @@ exit $code
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """Return a function that starts a program as so many ranks, and the folder in which they meet."""
+    """Return a function that starts a program as `size` ranks, which meet in the test's folder."""
     for name in [name for name in os.environ if name.startswith(VARIABLES)]:
         monkeypatch.delenv(name)
     shell = tmp_path / PROXY
@@ -74,7 +74,7 @@ def launch(tmp_path, monkeypatch):
 
 
 def ended(process):
-    """Return what the ranks printed, sorted."""
+    """Wait for the ranks; return the lines that they printed, sorted."""
     out, err = process.communicate(timeout=LONG)
     assert (process.returncode, err) == (0, "")
     return sorted(out.splitlines())
@@ -90,7 +90,7 @@ MEET = """
 
 
 def met(size):
-    """Return what so many ranks print."""
+    """Return what `size` ranks print."""
     return [f"mpich {rank}/{size}: {' '.join(map(str, range(size)))}" for rank in range(size)]
 
 
@@ -106,7 +106,7 @@ def test_two_jobs_at_a_time_do_not_meet(launch):
 
 
 def test_meeting_file_is_removed_before_any_rank_continues(launch):
-    """Rank 0 is held up as it takes the file away: a program that rank 1 ran meanwhile would take it for its own."""
+    """Rank 0 is delayed as it removes the file: a program that rank 1 starts next would take it for its own."""
     program = """
     import glob, os, pathlib, tempfile, time
     real = pathlib.Path.unlink
@@ -145,7 +145,7 @@ def test_missing_rank_is_named(launch):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Return a function that makes this process a rank of MPICH's, under no process of that name."""
+    """Return a function that makes this process a rank of MPICH, without a parent process of MPICH."""
 
     def become(rank, size, local_rank, local_size):
         numbers = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": local_rank, "MPI_LOCALNRANKS": local_size}
@@ -185,13 +185,13 @@ def test_rank_0_that_does_not_serve_is_named(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
     monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
     place = launched.environment()
-    monkeypatch.setattr(launched, "environment", lambda: time.sleep(0.05) or place)  # the time that was given is told
+    monkeypatch.setattr(launched, "environment", lambda: time.sleep(0.05) or place)  # the error has the given timeout
     with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 has not written .*/mpich-1-1 within 200 ms"):
         rendezvous(0.2)
 
 
 def run_env_ranks(size, program, **env):
-    """Run a program as so many ranks that are told their rank, their number and an address; return what they print."""
+    """Run a program as `size` ranks with RANK, WORLD_SIZE and an address in the environment; return their output."""
     told = {"WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", **env}
     clean = {name: value for name, value in runs.environment({}).items() if not name.startswith(VARIABLES)}
     started = [
@@ -228,7 +228,7 @@ def test_rank_and_world_size_alone_make_a_communicator_of_devices_in_order(host_
 
 
 def locate(names, size, seconds):
-    """Have ranks in threads tell their machines, which are letters; return what comes of it, by rank."""
+    """Locate ranks in threads on machines named by letters; return the result or the error of each rank."""
     store, found = LocalStore(), {}
 
     def be(rank):

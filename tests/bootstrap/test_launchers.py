@@ -1,7 +1,7 @@
-"""Each launcher started for real: what `environment` reads there, and communicators made of it.
+"""Real launchers: what `environment` reads under each, and communicators made from it.
 
-`.ci/fetch_launchers FOLDER` brings both MPIs; torch and mpi4py are installed beside ncclpy, Slurm is Debian's. What is
-missing is a failure: who asks for these tests wants them run.
+`.ci/fetch_launchers FOLDER` fetches both MPIs; torch and mpi4py are installed beside ncclpy, Slurm is Debian's. A
+missing launcher is a failure, not a skip, as these tests run only on request.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def check(out, launcher, size):
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_mpirun(host_engine, tmp_path, program, name):
-    """Without an address: the ranks of one machine meet by a file. A shell between launcher and rank is no matter."""
+    """Without an address the ranks of one machine meet by a file, also with a shell between launcher and rank."""
     mpirun = [mpi(name) / "bin/mpirun", "-n", 3]
     check(launch([*mpirun, sys.executable, program(PROGRAM)], tmp_path), name, 3)
     check(launch([*mpirun, "sh", "-c", f"{sys.executable} {program(PROGRAM)}; true"], tmp_path), name, 3)
@@ -66,7 +66,7 @@ def test_mpirun(host_engine, tmp_path, program, name):
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_mpirun_with_an_address(host_engine, tmp_path, program, name):
-    """Rank 0 serves it."""
+    """Rank 0 serves at the address."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     check(launch([mpi(name) / "bin/mpirun", "-n", 3, sys.executable, program(PROGRAM)], tmp_path, env), name, 3)
 
@@ -90,7 +90,7 @@ def test_two_jobs_at_a_time_do_not_meet(host_engine, tmp_path, program, name):
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_ranks_of_several_machines_need_an_address(tmp_path, program, name):
-    """Two machines are one here: each rank is told that it is alone on its own."""
+    """One machine stands for two: each rank is told that it is alone on its machine."""
     local = {"openmpi": "OMPI_COMM_WORLD_LOCAL_{}", "mpich": "MPI_LOCAL{}"}[name]
     names = [local.format(part) for part in (("RANK", "SIZE") if name == "openmpi" else ("RANKID", "NRANKS"))]
     path = program(f"""
@@ -151,7 +151,7 @@ def test_torchrun_that_serves_no_store(host_engine, tmp_path, program):
 
 
 def test_torchrun_restart_uses_new_keys(host_engine, tmp_path, program):
-    """The agent's store outlives the first attempt, in which rank 1 fails when rank 0 has left its id there."""
+    """The agent's store outlives the first attempt, in which rank 1 fails after rank 0 has stored its unique id."""
     path = program(
         """
 import os, time
@@ -168,7 +168,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_torch_makes_its_process_group_under_ncclpy_run(tmp_path, program):
-    """MASTER_PORT is for the program, and is free although the launcher keeps others from it."""
+    """The program can serve at MASTER_PORT, which the launcher reserves against other processes."""
     path = program("""
 import sys, datetime, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -185,7 +185,7 @@ dist.destroy_process_group()
 # Slurm
 
 
-# Daemons are in folders that only root's path has.
+# Daemons are in folders of root's PATH only.
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 SLURM_CONF = """
 ClusterName=test
@@ -218,7 +218,7 @@ def slurm():
     for name in ("munged", "slurmctld", "slurmd", "srun"):
         assert shutil.which(name, path=PATH), f"needs {name}, of Debian's slurm-wlm and munge"
     with contextlib.ExitStack() as stack:
-        # Not pytest's folder: Slurm wants short names for sockets, and munge folders that nobody else can write to.
+        # Not pytest's folder: Slurm needs short socket names, and munge folders that no other user can write to.
         folder = Path("/run" if os.getuid() == 0 else Path.home(), f"ncclpy-slurm-{os.getpid()}")
         folder.mkdir(mode=0o755)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -281,7 +281,7 @@ def test_srun_command_of_guide(host_engine, tmp_path, slurm):
 
 
 def test_srun_with_reserved_ports(tmp_path, program, slurm):
-    """The first node and port of the step are where its ranks can meet."""
+    """The ranks of a step can meet at its first node and port."""
     path = program("from ncclpy.bootstrap import environment; print(environment()[4:])")
     out = launch(["srun", "-n", 1, "--resv-ports=1", sys.executable, path], tmp_path, slurm)
     port = re.fullmatch(r"\('slurm', 'here', (\d+)\)\n", out)

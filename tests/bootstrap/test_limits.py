@@ -1,11 +1,11 @@
-"""What is just within what stores take, and just beyond: numbers, sizes of requests, addresses, objects."""
+"""Limits of stores, from both sides: numbers, sizes of requests, addresses, objects."""
 
 import pytest
 from stores import KINDS
 
 from ncclpy.bootstrap import StoreError, TCPStore, as_store, file, local, tcp
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
@@ -35,7 +35,7 @@ def test_append_beyond_value_limit_is_refused(kind, tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Return a client of a store in which values have 1 MiB at most."""
+    """Return a client of a store with values of at most 1 MiB."""
     monkeypatch.setattr(tcp, "MAX_VALUE", 1 << 20)
     with TCPStore("127.0.0.1", 0, serve=True, timeout=LONG, linger=0) as served:
         with TCPStore("127.0.0.1", served.port, timeout=LONG) as client:

@@ -1,4 +1,4 @@
-"""Values under the keys of a meeting that are not what ranks put there: an error that names the key."""
+"""Damaged values under the keys of a meeting: an error names the key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ncclpy
 from ncclpy.bootstrap import LocalStore, StoreDamaged
 from ncclpy.bootstrap.meeting import gather
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 BASE = "\0meeting/m\0"
 
 
@@ -46,7 +46,7 @@ def test_invalid_values_of_meeting_are_an_error(store, junk):
 
 
 def test_invalid_count_and_late_ranks_are_an_error(store):
-    store.set(BASE + "0/count", b"1")  # of a rank that does not go on
+    store.set(BASE + "0/count", b"1")  # of a rank that does not continue
     for key, junk in (("late", b"1 two"), ("count", b"many")):
         store.set(BASE + "0/" + key, junk)
         with pytest.raises(ncclpy.NcclError) as caught:

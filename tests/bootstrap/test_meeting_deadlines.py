@@ -1,4 +1,4 @@
-"""Whom the errors of a meeting name, when some have left before others: who never came, not who gave up with them."""
+"""Errors of a meeting that some ranks leave early name the ranks that never came, not those that gave up too."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,9 +8,9 @@ from stores import KINDS
 
 import ncclpy
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
-# The deadlines are long, since a loaded machine may stop any thread for a second: stores of all kinds at a time.
+# Deadlines are long, since a loaded machine may stop any thread for a second; so all kinds of stores run at once.
 
 
 def with_each_kind(folder, check):
@@ -42,7 +42,7 @@ def check_all_name_absent_ranks(made, pool):
         with pytest.raises(ncclpy.NcclTimeout, match=r": rank 0 of 5 did not come to 'name' within 2 s") as caught:
             each.result(LONG)
         assert caught.value.missing == [0]
-    # Once all have left it is over: the next who comes finds everybody else absent.
+    # The meeting is over once all have left: for the next rank to come all others are absent.
     with pytest.raises(
         ncclpy.NcclTimeout, match=r": ranks 0, 2-4 of 5 did not come to 'name' within 100 ms$"
     ) as caught:

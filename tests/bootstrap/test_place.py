@@ -1,4 +1,4 @@
-"""`environment`: which process this is, from launchers' variables; tests/bootstrap/test_launchers.py starts them."""
+"""`environment`: the place of this process, by launchers' variables; test_launchers.py starts real launchers."""
 
 import os
 import re
@@ -27,7 +27,7 @@ NCCLPY = TORCHRUN | {
 
 @pytest.fixture
 def env(monkeypatch):
-    """Return a function that makes an environment of the given variables alone, as far as launchers are concerned."""
+    """Return a function that sets launchers' variables to exactly the given ones."""
 
     def make(*parts):
         for name in list(os.environ):
@@ -72,19 +72,19 @@ def test_slurm_has_as_many_tasks_here_as_its_list_says(env, tasks, node, count):
 @pytest.mark.parametrize(
     ("variables", "launcher"),
     [
-        # What the inner one was started by: srun starts Open MPI's daemons, mpirun a torchrun on each machine.
+        # Variables of an outer launcher stay set: srun starts Open MPI's daemons, mpirun a torchrun on each machine.
         (OPENMPI | SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "openmpi"),
         (MPICH | SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "mpich"),
         (TORCHRUN | OPENMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "torchrun"),
         (TORCHRUN | SLURM | {"SLURM_PROCID": "1"}, "torchrun"),
-        # torchrun under ncclpy run: what was left of that is not its own.
+        # torchrun under ncclpy run: leftovers of the outer launcher do not count.
         (NCCLPY | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
         # srun --mpi=pmi2 speaks PMI as well.
         ({"PMI_RANK": "5", "PMI_SIZE": "8"} | SLURM, "slurm"),
-        # A script has set torchrun's variables from the launcher's, all or some.
+        # A script has set all or some of torchrun's variables from the launcher's.
         ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | OPENMPI, "openmpi"),
         ({"LOCAL_RANK": "1"} | SLURM, "slurm"),
-        # By hand, with all that torchrun sets.
+        # By hand, with all variables of torchrun.
         ({name: TORCHRUN[name] for name in TORCHRUN if name[:5] != "TORCH"}, "torchrun"),
     ],
 )
@@ -116,7 +116,7 @@ def test_incomplete_environment_names_set_and_missing_variables(env, variables):
     ],
 )
 def test_rank_and_world_size_are_complete_without_local_numbers(env, local, found):
-    """As Kubeflow's PyTorchJob sets them, and scripts for torch's env://."""
+    """Kubeflow's PyTorchJob, and scripts for torch's env://, set only these."""
     env({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | local)
     assert environment() == Place(5, 8, *found, "torchrun", "node0", 29500)
 
@@ -152,7 +152,7 @@ def test_white_space_around_values_is_ignored(env, variables, rest, blank):
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y"}, r"SLURM_STEP_TASKS_PER_NODE=4\(y is not a list"),
         (TORCHRUN | {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""}, "local rank would be 8, and it is 0 to 7"),
         (MPICH | {"PMI_RANK": "one"}, "^PMI_RANK=one is not a number$"),
-        # What cannot be seen is written as Python does.
+        # Invisible characters are shown escaped, as by Python's repr().
         (MPICH | {"PMI_RANK": "1 2"}, "^PMI_RANK='1 2' is not a number$"),
         (TORCHRUN | {"MASTER_PORT": "29500\u200b"}, r"^MASTER_PORT='29500\\u200b' has no port"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "^MASTER_PORT=0 has no port"),
@@ -164,7 +164,7 @@ def test_white_space_around_values_is_ignored(env, variables, rest, blank):
         ),
         (NCCLPY | {"NCCLPY_STORE": ""}, "NCCLPY_RUN_ID=outer/abc but no NCCLPY_STORE"),
         (TORCHRUN | {"NCCLPY_LAUNCHER": "pbs"}, "^NCCLPY_LAUNCHER=pbs is not one of torchrun, openmpi, mpich, slurm$"),
-        # Left over in the shell from which mpirun was started: all ranks would be rank 0 of 1.
+        # Leftovers in the shell that started mpirun: all ranks would be rank 0 of 1.
         (
             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"} | OPENMPI,
             "OMPI_COMM_WORLD_RANK=5 but RANK=0; OMPI_COMM_WORLD_SIZE=8 but WORLD_SIZE=1"
@@ -195,7 +195,7 @@ def test_without_a_launcher_the_error_says_how_to_start(env):
     env()
     with pytest.raises(RuntimeError, match=r"no launcher has started this process.*ncclpy run -n N"):
         environment()
-    # The shell of an allocation has numbers of Slurm's, and is not one of so many tasks.
+    # The shell of an allocation has Slurm's variables, but is no task.
     env({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"})
     with pytest.raises(RuntimeError, match="the shell of Slurm's job 7: srun starts"):
         environment()

@@ -1,4 +1,4 @@
-"""Signal handlers and finalisers that use the store which their own thread is using."""
+"""Signal handlers and finalisers that use the store that their own thread is using."""
 
 import threading
 
@@ -8,11 +8,10 @@ from stores import KINDS
 import testing
 from ncclpy.bootstrap import LocalStore, local
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
-# A handler that comes 2,000 times a second, and finalisers that come with collections of garbage, meet each line of an
-# operation. They may be told that they cannot use the store then; neither they nor what they have come into may hang,
-# and nothing may be lost.
+# A signal handler at 2,000 Hz, and finalisers in garbage collections, interrupt each line of an operation. The store
+# may refuse their calls; neither these calls nor the interrupted operation may hang, and no update may be lost.
 PROGRAM = """
     import faulthandler, gc, signal
     faulthandler.dump_traceback_later(100, exit=True)

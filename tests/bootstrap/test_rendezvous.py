@@ -1,8 +1,8 @@
-"""`rendezvous` within one process: its threads and its forks, and how long each waits."""
+"""`rendezvous` in one process: deadlines in its threads and its forks."""
 
 import testing
 
-# A launcher's rank whose store nobody serves yet.
+# A launcher's rank with an address that no store serves yet.
 ALONE = """
     import os, socket, threading, time
     held = socket.socket()

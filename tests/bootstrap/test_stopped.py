@@ -1,4 +1,4 @@
-"""Processes that are stopped, by a debugger or with the whole machine: nobody who lives is taken for dead."""
+"""Processes that are stopped, by a debugger or with the whole machine, are not taken for dead."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ CLIENT = """
 """
 
 
-# Stops itself before the thread that watches the server may have begun.
+# Stops itself, perhaps before the thread that watches the server has begun.
 HASTY = """
     import os, signal, sys
     from ncclpy.bootstrap import TCPStore
@@ -65,10 +65,10 @@ def started(code):
             program.kill()
 
 
-# It takes twice the heartbeat and more, which is as long as a loaded machine may stop one process alone.
+# Takes more than twice the heartbeat, which is as long as a loaded machine may stop a single process.
 @pytest.mark.slow
 def test_processes_stopped_together_are_not_taken_for_dead():
-    """Two sets at a time: in one the server is the first to be stopped and to go on, in the other the last."""
+    """Two sets at once: in one the server is stopped and continued first, in the other last."""
 
     def told(program):
         return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
@@ -87,14 +87,14 @@ def test_processes_stopped_together_are_not_taken_for_dead():
         time.sleep(2 * HEARTBEAT)
         for each in everybody:
             os.kill(each.pid, signal.SIGCONT)
-        time.sleep(HEARTBEAT)  # in which the dead would be noticed
+        time.sleep(HEARTBEAT)  # time in which a lost process would be noticed
         for each in itertools.chain(*clients):
             each.stdin.write("go on\n")
             each.stdin.flush()
             assert told(each) == "True"
 
 
-# Twice the heartbeat here too: on a loaded machine a second may come that much later than the first has stopped.
+# Twice the heartbeat here too: on a loaded machine the second client may connect so long after the first has stopped.
 @pytest.mark.parametrize(("heartbeat", "count"), [(1.0, 1), pytest.param(3.0, 2, marks=pytest.mark.slow)])
 def test_process_stopped_right_after_connect_is_not_taken_for_dead(heartbeat, count):
 
@@ -114,7 +114,7 @@ def test_process_stopped_right_after_connect_is_not_taken_for_dead(heartbeat, co
         time.sleep(2 * heartbeat)
         for each in [server, *clients]:
             os.kill(each.pid, signal.SIGCONT)
-        time.sleep(0.2)  # in which who takes the server for gone would say so
+        time.sleep(0.2)  # time in which a client would take the server for gone
         for each in clients:
             each.stdin.write("go on\n")
             each.stdin.flush()

@@ -1,4 +1,4 @@
-"""What every store keeps: one suite, over all kinds of tests/support/stores.py."""
+"""The contract of every store: one suite over all kinds of tests/support/stores.py."""
 
 import pickle
 import signal
@@ -13,10 +13,10 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import Change, StoreError
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
-#: Of what takes its time: a prefix is quick beside one kind of store.
+#: Kinds for tests that take long: a prefix is tested quickly with one kind of store only.
 WAITING = [
     pytest.param(kind, marks=pytest.mark.slow) if kind.startswith("prefix-") and kind != "prefix-tcp" else kind
     for kind in KINDS
@@ -184,7 +184,7 @@ def test_compare_set_by_many(made, pool):
 
 
 def test_get_is_atomic(made, pool):
-    """Who gets while others set and delete sees one of the values, or waits."""
+    """A get while others set and delete returns one of the values, or waits."""
     store, other, ended = made.store, made.another(), threading.Event()
     values = [b"a" * 10, b"b" * 70000]
 
@@ -316,7 +316,7 @@ def test_barrier_returns_only_when_all_have_come(made, pool):
 
 @each_waiting
 def test_absent_rank_is_named(made, pool):
-    other = made.another()  # which may take longer than the first one waits
+    other = made.another()  # made early: it may take longer than the first wait
     first = pool.submit(made.store.barrier, "name", 1, 6, 0.3)
     second = pool.submit(other.barrier, "name", 3, 6, 0.8)
     with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 300 ms") as caught:
@@ -328,7 +328,7 @@ def test_absent_rank_is_named(made, pool):
         second.result(LONG)
     third = pool.submit(made.store.barrier, "name", 2, 6, 0.1)
     with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-1, 3-5 of 6 did not come to '.*name' within 100 ms$"):
-        third.result(LONG)  # nobody was there any more: that was another time
+        third.result(LONG)  # a new meeting, as no rank was left in the old one
 
 
 def test_rank_that_leaves_early_is_not_counted_and_may_return(made, pool):
@@ -365,7 +365,7 @@ def test_meetings_of_other_names_are_separate(made, pool):
     waiting.result(LONG)
 
 
-# The end, and ways out.
+# Ends of stores and of waits.
 
 
 def test_waiter_gets_error_when_store_closes(made, pool):
@@ -409,7 +409,7 @@ class Rung(Exception):
 
 @pytest.fixture
 def alarm():
-    """Return a function that has a handler called in a while, which raises `Rung` if asked to."""
+    """Return a function that has a signal handler run after 0.1 s, which raises `Rung` if asked to."""
     rung = []
 
     def ring(raises):
@@ -536,7 +536,7 @@ def test_invalid_keys_and_values_are_refused(store):
     assert store.keys() == []
 
 
-# What only some can.
+# Features of some kinds only.
 
 
 def test_watch_reports_later_changes(made):
@@ -613,7 +613,7 @@ def test_ephemeral_keys_end_with_their_store(made):
     assert made.store.multi_get(["alive", "kept"]) == [b"1", b"2"]
     if made.apart:
         while hasattr(other, "store"):
-            other = other.store  # the one below its prefixes
+            other = other.store  # the store below the prefixes
         other.close()
         testing.wait_for(lambda: not made.store.check(["alive"]))
         assert made.store.get("kept") == b"2"

@@ -1,4 +1,4 @@
-"""TCPStore: many threads on one client, what it leaves behind, and its lines in the log."""
+"""TCPStore: many threads on one client, leftovers, and log lines."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import TCPStore
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 def test_many_threads_on_one_client(serve, pool):
-    """Each thread's answers are its own, also while others wait, leave early, and send large values."""
+    """Each thread gets its own answers, also while others wait, leave early, and send large values."""
     store = serve()
     client = TCPStore("127.0.0.1", store.port, timeout=60)
     waiting = [pool.submit(client.get, f"late {i}", 60) for i in range(4)]
@@ -41,14 +41,14 @@ def test_many_threads_on_one_client(serve, pool):
 
 
 def test_waiting_thread_sleeps(serve, pool):
-    """Handlers of signals run in the main thread; a thousand others that look for them would keep it from doing so."""
+    """Only the main thread wakes to run signal handlers; a thousand waking threads would keep it from running."""
     store, waiting = serve(), []
 
     def body():
         waiting.append(threading.get_native_id())
         return store.get("a", 60)
 
-    found = [pool.submit(body) for _ in range(4)]  # one reads, the others are woken by it
+    found = [pool.submit(body) for _ in range(4)]  # one thread reads the connection and wakes the others
     testing.wait_for(lambda: len(waiting) == 4)
     time.sleep(0.3)
     before = [woken(task) for task in waiting]
@@ -59,7 +59,7 @@ def test_waiting_thread_sleeps(serve, pool):
 
 
 def woken(task):
-    """Return how often a thread of this process has gone to sleep."""
+    """Return the number of voluntary context switches of a thread of this process."""
     with open(f"/proc/self/task/{task}/status") as file:
         return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.MULTILINE)[1])
 
@@ -81,7 +81,7 @@ def test_unclosed_stores_end_silently():
 
 
 def test_closed_store_leaves_nothing_behind(serve):
-    """Neither descriptors nor threads."""
+    """No descriptors and no threads stay."""
 
     def count():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -11,7 +11,7 @@ import store_wire as wire
 import ncclpy
 from ncclpy.bootstrap import StoreError, TCPStore, address
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 def has_v6():
@@ -26,7 +26,7 @@ def has_v6():
 needs_v6 = pytest.mark.skipif(not has_v6(), reason="needs an address ::1 on this machine")
 
 
-# Where it serves.
+# Addresses of servers.
 
 
 def test_server_binds_only_the_given_address(serve):
@@ -56,7 +56,7 @@ def test_v6_wildcard_does_not_serve_v4(serve):
 
 
 def both_families(monkeypatch, name, addresses):
-    """Have a name mean several addresses."""
+    """Have a host name resolve to several addresses."""
     real = socket.getaddrinfo
 
     def look_up(host, port, *args, **kwargs):
@@ -90,7 +90,7 @@ def test_name_of_both_families_is_served_at_both(serve, monkeypatch):
 
 
 def test_addresses_are_tried_together(serve, monkeypatch):
-    """One that takes the connection and says nothing holds up no other."""
+    """An address that accepts and says nothing does not delay the other addresses."""
     store = serve()
     with socket.create_server(("127.0.0.2", store.port)):
         both_families(monkeypatch, "two.test", ["127.0.0.2", "127.0.0.1"])
@@ -161,7 +161,7 @@ def test_invalid_address_is_refused(arguments, error):
         TCPStore(*arguments, timeout=1)
 
 
-# Clients find their server.
+# Clients that look for their server.
 
 
 def test_early_clients_wait_for_their_server(serve, pool):
@@ -187,7 +187,7 @@ def test_missing_server_is_named_in_timeout(serve):
 
 
 def resolver(monkeypatch, say):
-    """Have the system's resolver answer by a function for whatever is no number."""
+    """Have a function answer for the system's resolver for all names that are no numeric address."""
     real = socket.getaddrinfo
 
     def look_up(host, port, *args, **kwargs):
@@ -198,7 +198,7 @@ def resolver(monkeypatch, say):
 
 @pytest.mark.parametrize("answers", ["always", "once"])
 def test_unknown_host_error_has_words_of_resolver(monkeypatch, caplog, answers):
-    """Also where the last look-up is still under way at the deadline."""
+    """Also if the last look-up is still pending at the deadline."""
     asked, over = [], threading.Event()
 
     def say():
@@ -272,7 +272,7 @@ def test_possible_host_is_not_refused(host):
 
 @pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"], ids=["nothing", "NCCL", "greeting", "proof"])
 def test_server_that_ends_at_any_step_is_retried(serve, pool, said):
-    """What is torn at first, by a server that is killed and started again say, is not the end."""
+    """A broken first connection, for instance of a server that is killed and restarted, is retried."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         client = pool.submit(TCPStore, "127.0.0.1", port, timeout=LONG)

@@ -1,4 +1,4 @@
-"""TCPStore: who is let in while the server closes, and how much those take that have not proved what they are."""
+"""TCPStore: refused connections while the server closes, and limits for unauthenticated connections."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ import testing
 from ncclpy.bootstrap import TCPStore
 from ncclpy.bootstrap import wire as native
 
-LONG = 20.0  # that only a hang meets
-PLACES = 64  # for connections that have not proved what they are
+LONG = 20.0  # seconds that only a hang takes
+PLACES = 64  # for unauthenticated connections
 
 
 @contextlib.contextmanager
 def native_server(token=b""):
-    """Yield a server without a store around it, and its port: no thread takes its lines for the log."""
+    """Yield a server without a store, and its port; no thread takes its log lines."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         port = listener.getsockname()[1]
@@ -32,11 +32,11 @@ def native_server(token=b""):
         server.stop()
 
 
-# A server that closes.
+# A closing server.
 
 
 def test_closing_server_refuses_new_clients_at_once(serve, pool):
-    """It waits for a client that has not left; the next job's server takes its port meanwhile."""
+    """The server waits for a client that has not left; the next job's server takes the port meanwhile."""
     store = serve(linger=2 * LONG)
     staying = TCPStore("127.0.0.1", store.port, timeout=LONG)
     closing = pool.submit(store.close)
@@ -68,7 +68,7 @@ def test_closing_server_refuses_connections_in_progress(said):
         assert server.next_line(0.1) == "", "it is no news"
 
 
-# Connections that have not proved what they are.
+# Unauthenticated connections.
 
 
 def descriptors():
@@ -80,7 +80,7 @@ def test_silent_connections_beyond_the_limit_wait_and_make_room_for_a_client():
         before = descriptors()
         silent = [stack.enter_context(wire.connect(port)) for _ in range(3 * PLACES)]
         for _ in range(5):
-            assert descriptors() - before - len(silent) <= PLACES + 2  # /proc's own, and one on its way out
+            assert descriptors() - before - len(silent) <= PLACES + 2  # one lists /proc, one may be closing
             time.sleep(0.05)
         stack.enter_context(wire.let_in(port, b"secret"))
         assert server.clients == 1

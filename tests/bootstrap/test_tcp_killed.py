@@ -1,4 +1,4 @@
-"""A TCPStore's server that is killed while its clients are in the middle of whatever they do."""
+"""A TCPStore's server that is killed while its clients are inside calls of every kind."""
 
 import random
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 import ncclpy
 from ncclpy.bootstrap import StoreLost, TCPStore
 
-LONG = 30.0  # that only a hang meets
+LONG = 30.0  # seconds that only a hang takes
 
 SERVER = """
 from ncclpy.bootstrap import TCPStore
@@ -33,7 +33,7 @@ def watched(store, port):
         watch.next(LONG)
 
 
-#: What a client does, again and again.
+#: The call that a client repeats.
 STEPS = {
     "set": lambda store, port: store.set("a", b"1"),
     "a large set": lambda store, port: store.set("b", bytes(3 << 20)),
@@ -50,7 +50,7 @@ STEPS = {
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_client_gets_store_lost_in_any_call_when_server_is_killed(seed):
-    """Neither kept waiting nor told anything else."""
+    """No call waits on, and none raises another error."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, cwd="/")
     told = {}
     begun = threading.Barrier(len(STEPS) + 1)
@@ -76,5 +76,5 @@ def test_client_gets_store_lost_in_any_call_when_server_is_killed(seed):
     finally:
         server.kill()
         server.communicate()
-    # Who was about to come cannot know that there was a server.
+    # A client that connects after the kill cannot know that there was a server.
     assert told == dict.fromkeys(STEPS, StoreLost) | {"connect": ncclpy.NcclTimeout}

@@ -1,4 +1,4 @@
-"""TCPStore: what either end learns when the other is gone, and when it is not."""
+"""TCPStore: what each end learns when the other is gone, and when it is not."""
 
 import os
 import signal
@@ -16,12 +16,12 @@ import testing
 from ncclpy.bootstrap import LeaseEnded, StoreError, StoreLost, TCPStore
 from ncclpy.bootstrap import wire as native
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture
 def programs():
-    """Return a function that starts a Python program, and kills it in the end."""
+    """Return a function that starts a Python program, killed after the test."""
     started = []
 
     def start(code, **options):
@@ -77,7 +77,7 @@ def test_killed_server_fails_waiting_and_later_calls(programs, pool):
     with pytest.raises(StoreLost):
         other.set("a", b"")
     assert time.monotonic() - killed < LONG / 4
-    with pytest.raises(ConnectionError):  # what programs that know nothing of us catch
+    with pytest.raises(ConnectionError):  # the class that programs without ncclpy catch
         client.get("a")
     client.close()
     other.close()
@@ -126,7 +126,7 @@ def test_exiting_client_says_goodbye(serve, caplog):
     done = testing.run_python(program, warm=True)
     assert (done.stderr, done.stdout) == ("", "")
     testing.wait_for(lambda: not store.check(["mine"]))
-    with wire.connect(store.port) as it:  # which has a line behind one that there may be
+    with wire.connect(store.port) as it:  # its log line follows a line about the lost client, if there is one
         it.sendall(b"GET")
         testing.wait_for(lambda: "'GET'" in caplog.text)
     assert "lost client" not in caplog.text
@@ -191,7 +191,7 @@ def test_barrier_names_killed_rank(serve, programs, pool):
 
 
 def test_lost_host_is_known_after_heartbeat(serve, programs):
-    """A stopped process looks like a host whose cable was pulled: its connection stands and nothing comes."""
+    """A stopped process looks like a host without a network cable: the connection stays, and nothing arrives."""
     store = serve(heartbeat=1.0)
     program = rank(programs, store.port)
     watch = store.watch("alive")
@@ -201,7 +201,7 @@ def test_lost_host_is_known_after_heartbeat(serve, programs):
     assert watch.next(LONG) == ("alive", None)
 
 
-#: Prints the error that a rank gets which was stopped, in a wait or later.
+#: Prints the error that a stopped rank gets, in a wait or later.
 STOPPED = """sys.stdin.readline()
     try:
         {asks}
@@ -220,7 +220,7 @@ def test_process_stopped_longer_than_its_lease_gets_that_error(programs, server_
         if asks == "waits":
             program.stdin.flush()
         os.kill(program.pid, signal.SIGSTOP)
-        if server_dies:  # before it can say anything
+        if server_dies:  # before the server can send a farewell
             server.kill()
             time.sleep(0.7)
         else:
@@ -245,7 +245,7 @@ def test_lease_lost_without_stop_is_told_apart():
         client.close("", 0.0)
 
 
-#: A call of 1.5 s in which no other thread gets the GIL.
+#: A call of 1.5 s that holds the GIL.
 BUSY = 'import ctypes; ctypes.PyDLL(None).usleep(1_500_000); print("over", flush=True)'
 
 

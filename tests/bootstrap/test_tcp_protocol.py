@@ -1,4 +1,4 @@
-"""What reaches a TCPStore's server from those who do not speak its protocol, or speak it wrong."""
+"""TCPStore's protocol: valid conversations, and input of clients and servers that break the protocol."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import testing
 from ncclpy.bootstrap import TCPStore
 from ncclpy.bootstrap import wire as native
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 TOKEN = b"of the tests"
 
 
@@ -25,7 +25,7 @@ def served():
 
 @pytest.fixture
 def inside(served):
-    """A connection that was let in, which speaks by hand."""
+    """An authenticated connection, used by hand."""
     with wire.let_in(served.port, TOKEN) as it:
         yield it
 
@@ -45,7 +45,7 @@ def test_digest_matches_hashlib(size):
         assert native.hmac(key, message) == hmac.digest(key, message, hashlib.sha256)
 
 
-# Before it is let in.
+# Before the handshake is complete.
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_silent_or_partial_handshake_is_closed(caplog, said):
 
 
 def test_requests_before_handshake_are_ignored(served):
-    """Requests sent along with a wrong proof are not looked at."""
+    """Requests sent together with a wrong proof are ignored."""
     with wire.connect(served.port) as it:
         it.sendall(wire.greeting() + bytes(32) + wire.frame(wire.SET, 1, wire.fields(b"evil", b"1", 0)))
         assert wire.ended(it)
@@ -102,7 +102,7 @@ def test_requests_before_handshake_are_ignored(served):
 
 
 def test_conversation(inside, served):
-    """The protocol as it is written down, byte by byte."""
+    """The documented protocol, byte by byte."""
     inside.sendall(bytes.fromhex("160000000000000007000000000000000100" + "00" * 6) + wire.fields(b"k", b"\0v", 0))
     assert wire.answer(inside) == (wire.SET, 0, 7, b"")
     assert served.get("k") == b"\0v"
@@ -136,7 +136,7 @@ def test_conversation_about_many_keys(inside, served):
 
 
 def test_conversation_about_meeting(inside, served):
-    """Where nobody has brought anything, as to a barrier, the answer is as short for many ranks as for few."""
+    """If no rank brings a value, as in a barrier, the answer has the same length for any number of ranks."""
     come = [wire.frame(wire.GATHER, rank, wire.fields(b"name", rank, 1000, -1, b"")) for rank in range(1000)]
     inside.sendall(b"".join(come))
     assert sorted(wire.answer(inside)[2:] for _ in come) == [(rank, wire.fields(1000)) for rank in range(1000)]
@@ -231,7 +231,7 @@ def test_torn_multi_set_sets_no_key(inside, served):
 
 
 def test_half_closed_connection_is_gone(served):
-    """Who will say nothing more is gone: nobody half-way here is waited for."""
+    """A client that has shut down its sending half counts as gone."""
     with wire.let_in(served.port, TOKEN) as it:
         it.sendall(wire.frame(wire.SET, 1, wire.fields(b"mine", b"", 1)))
         assert wire.answer(it)[2] == 1
@@ -263,7 +263,7 @@ def test_client_that_does_not_read_is_dropped_at_limit(caplog):
                     it.sendall(wire.frame(wire.GET, number, wire.fields(b"k", -1)))
             assert "it does not read" in server.next_line(LONG)
         with wire.let_in(port) as it:
-            with contextlib.suppress(OSError):  # it is refused at its header
+            with contextlib.suppress(OSError):  # the server refuses at the header
                 it.sendall(wire.frame(wire.SET, 1, wire.fields(b"big", bytes(3 << 20), 0)))
             assert "announced a frame of" in server.next_line(LONG)
     finally:
@@ -291,11 +291,11 @@ def test_client_leaves_server_that_sends_invalid_frame(frame):
         client.close("", 0.0)
 
 
-# Noise.
+# Random bytes.
 
 
 def noise(seed):
-    """Yield what one connection says: a good conversation with some of it changed."""
+    """Yield the frames of one connection: a valid conversation with random changes."""
     chance = random.Random(seed)
     keys = [b"a", b"b", b"\xff\0", b"k" * 300]
 
@@ -346,7 +346,7 @@ def run_noise(served, seeds):
             print(f"seed {seed}")
             raise
     assert still_serves(served)
-    # Nothing of those who have left is left: no arrivals, no watches, nothing that waits.
+    # Closed connections leave nothing: no arrivals, no watches, no waits.
     for name in ("m0", "m1"):
         assert served.gather(name, 0, 1, b"", LONG) == [b""]
 
@@ -379,7 +379,7 @@ def test_random_bytes_before_handshake(served, seed):
 
 
 def test_random_bytes_from_server():
-    """A client survives whatever its server says: it takes it, or is lost."""
+    """A client survives any bytes of its server: it accepts them, or is lost."""
     for seed in range(150):
         chance = random.Random(seed)
         ours, theirs = socket.socketpair()

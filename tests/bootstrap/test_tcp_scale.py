@@ -1,10 +1,10 @@
-"""One thread serves as many clients as the system has descriptors for."""
+"""One thread serves as many clients as there are descriptors."""
 
 import pytest
 
 import testing
 
-#: A server in a process of its own, since both ends of 4,096 connections are more than many systems allow one.
+#: A server in a separate process, since many systems do not allow one process both ends of 4,096 connections.
 MEET = """
     import resource, subprocess, sys, time
     CLIENTS = {clients}

@@ -1,6 +1,6 @@
-"""Many threads on the native part of TCPStore without Python: under the compiler's sanitizers, and while it forks.
+"""Many threads on the native part of TCPStore, without Python: under sanitizers, and with forks.
 
-The short sister of the first is test_many_threads_on_one_client of test_tcp.py.
+The short version of the stress test is test_many_threads_on_one_client in test_tcp.py.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ CLIENT = ("client", "descriptors", "keeper")
 SOURCES = [ROOT / "tests/bootstrap/store_stress.cpp", *sorted(NATIVE.glob("*.cpp"))]
 
 
-@pytest.mark.slow  # its compilation, and 300 forks beside busy threads
+@pytest.mark.slow  # compiles, and makes 300 forks beside busy threads
 def test_child_makes_clients_whatever_its_parent_threads_did(tmp_path):
     sources = [ROOT / "tests/bootstrap/store_fork.cpp", *(NATIVE / f"{name}.cpp" for name in CLIENT)]
     build(tmp_path / "fork", ["-O0", "-g0", f"-I{NATIVE}"], sources)

@@ -12,12 +12,12 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import PrefixStore, StoreError, StoreLost, TCPStore, tcp
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture
 def between(serve):
-    """Return a client of a store, and what it has said since: (op, length) of each frame."""
+    """Return a client, and a function with (op, length) of each frame that it has sent."""
     store, said, sockets = serve(), bytearray(), []
 
     def pass_on(source, sink, heard):
@@ -70,7 +70,7 @@ def test_many_keys_take_one_message_each_way(between, prefixed):
 
 
 def test_message_has_limits(between):
-    """So that nobody else waits for long; also those that one has to exceed are short of the server's."""
+    """So that other clients do not wait long; a value above the limit is sent alone."""
     client, frames = between
     items = [(f"key {i}", bytes(i % 3)) for i in range(3 * 40_000)]
     items[1000:1000] = [(f"big {i}", bytes(700_000 + i)) for i in range(5)] + [("huge", bytes(3 << 20))]
@@ -110,7 +110,7 @@ def test_wait_for_many_names_absent_keys(serve, pool):
     assert caught.value.missing == ["b", "d"]
     waiting = pool.submit(client.multi_get, ["a", "b", "c", "b"], LONG)
     time.sleep(0.1)
-    store.delete("a")  # it was there, and will be again
+    store.delete("a")  # the key existed, and will exist again
     store.set("b", b"2")
     time.sleep(0.1)
     assert not waiting.done()
@@ -139,15 +139,15 @@ def test_each_key_of_multi_set_reaches_watchers(serve):
         assert [watch.next(LONG) for _ in range(3)] == [("a1", b"1"), ("a2", b"2"), ("a1", b"3")]
 
 
-# What a server keeps at most.
+# Capacity of a server.
 
 ROOM = 100_000
-ENTRY = 200  # what counts for each key beside
+ENTRY = 200  # what each entry counts beside key and value
 
 
 @pytest.fixture
 def small(serve):
-    """A store with little room, of which a client has taken all but 100 bytes."""
+    """A store of small capacity, of which all but 100 bytes are used."""
     store = serve(capacity=ROOM)
     store.multi_set({"kept": b"kept", "number": b"9", "rest": b""})
     taken = sum(ENTRY + len(key) for key in ("kept", "number", "rest")) + 5
@@ -176,7 +176,7 @@ def test_value_beyond_capacity_is_refused_and_nothing_is_lost(small, call):
             REFUSED[call](client)
         assert not isinstance(caught.value, (StoreLost, ncclpy.NcclTimeout))
         assert small.keys() == ["kept", "number", "rest"] and client.get("kept") == b"kept"
-        # What needs none, or no more than there is, goes on.
+        # Calls that need no room, or no more than is left, still work.
         client.append("kept", bytes(99))
         assert client.add("number", 1) == 10
         assert client.compare_set("kept", None, b"other") == (False, b"kept" + bytes(99))

@@ -1,4 +1,4 @@
-"""TCPStore: tokens, which both ends have to know and neither says."""
+"""TCPStore: tokens, which both ends must know and neither sends."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ import store_wire as wire
 import testing
 from ncclpy.bootstrap import StoreError, TCPStore
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 def test_tokens(serve, monkeypatch, caplog):
@@ -41,7 +41,7 @@ def test_server_that_echoes_proof_of_client_is_refused(pool):
             it.sendall(ours)
             said = wire.receive(it, 32)
             assert said == wire.proof(b"t", theirs, ours)
-            it.sendall(wire.VERDICT.pack(0, said, 1))  # a proof, but the client's own
+            it.sendall(wire.VERDICT.pack(0, said, 1))  # the client's own proof, echoed
             with pytest.raises(StoreError, match="claims to know the token"):
                 client.result(LONG)
 

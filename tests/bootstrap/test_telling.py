@@ -1,4 +1,4 @@
-"""What a store's client tells by itself: what ends it, and what it may not outlive."""
+"""Sources with which a store's client answers questions by itself: their ends and lifetimes."""
 
 import gc
 import json
@@ -8,7 +8,7 @@ from ncclpy.engine.recorder import Ledger
 
 
 class Source:
-    """A ledger that tells when it is gone."""
+    """A source that counts the ends of its instances in `gone`."""
 
     gone = 0
 
@@ -23,7 +23,7 @@ class Source:
 
 
 def heard(store, key, asked, seconds=20.0):
-    """Return what is told when it is asked for, None if nothing is within so many seconds."""
+    """Ask, and return the answer, or None if none arrives within `seconds`."""
     store.delete(key)
     store.add(asked)
     try:

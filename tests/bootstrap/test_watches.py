@@ -1,4 +1,4 @@
-"""Watches that nobody needs any more, and callbacks that do what they should not."""
+"""Unreferenced watches, and misbehaving callbacks."""
 
 import gc
 import sys
@@ -9,7 +9,7 @@ from stores import KINDS
 
 import testing
 
-LONG = 20.0  # that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 @pytest.fixture(params=["local", "prefix-local", "tcp", "prefix-tcp"])
@@ -32,7 +32,7 @@ def test_unreferenced_watch_ends(store):
         for _ in range(10):
             store.set("a", value)
     gc.collect()
-    # What 20 watches would have kept until the end of the store, 2 GiB, has room for much else.
+    # 20 watches would keep 2 GiB until the end of the store; the limit leaves room for other memory.
     testing.wait_for(lambda: resident() - before < 300 << 20, "what was told to nobody to be let go of")
 
 
@@ -53,7 +53,7 @@ def test_callback_that_ends_its_thread_ends_the_watch(store):
 
     watch = store.watch("a", callback)
     store.set("a", b"1")
-    assert called.wait(LONG)  # or the change might be this thread's
+    assert called.wait(LONG)  # otherwise this thread's next() might take the change
     assert testing.run_with_deadline(lambda: watch.next(LONG)) is None
 
 

@@ -1,4 +1,4 @@
-"""No wrong number from a Communicator: an abort of one rank completes other ranks' operations with wrong data."""
+"""No wrong result from a Communicator, although an abort of one rank completes others' operations with wrong data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 
-#: Three ranks; the last one never makes the second call. Prints how the call has ended.
+#: Three ranks; the last one never makes the second call. Prints the end of that call.
 CALLS = (
     PROGRAM
     + """
@@ -35,7 +35,7 @@ def call(**options):
 )
 
 
-#: The same for a thread that reads by a stream, as a framework's calls do.
+#: The same for a thread that reads after a wait on its stream, as frameworks do.
 READS = """
 def call(**options):
     memory, stream = lib.make(np.ones(8, np.float32), device), ncclpy.Stream(device)
@@ -62,7 +62,7 @@ def lines_of(tmp_path, program, only=(0, 1), ranks=3):
 
 
 def test_deadline_of_one_rank_is_an_error_on_all(tmp_path):
-    """The other rank waits for a minute; it hears of the first one's end before that aborts."""
+    """The other rank has a timeout of a minute; it hears of rank 0's deadline before rank 0 aborts."""
     program = """
 if rank == 2:
     time.sleep(40)
@@ -88,7 +88,7 @@ call(timeout=1.0 if rank == 0 else 60)
 
 @pytest.mark.parametrize("made", ["split(0, key=-rank)", "shrink(exclude=[3])"])
 def test_deadline_on_a_part_of_a_communicator_is_an_error_on_all_of_its_ranks(tmp_path, made):
-    """Its other ranks are told as those of the whole one."""
+    """The other ranks of the part hear of the deadline as in a whole communicator."""
     program = f"""
 whole = comm
 if rank < 3:
@@ -100,7 +100,7 @@ if rank in (last, 3):
     time.sleep(40)
 call(timeout=1.0 if comm.rank == 0 else 60)
 """
-    # `split` has numbered them the other way around.
+    # `split` numbers the ranks in reverse.
     only = (1, 2) if made.startswith("split") else (0, 1)
     for line in lines_of(tmp_path, program, only, 4):
         assert "raised NcclTimeout" in line and float(line.rpartition("|")[2]) < 5, line
@@ -133,7 +133,7 @@ call(timeout=60)
 
 
 def test_rank_that_was_stopped_asks_before_it_returns(tmp_path):
-    """It is stopped in the operation, and the others do not wait for it: its operation has ended when it goes on."""
+    """The others do not wait for a rank stopped in its operation, which has completed when the rank continues."""
     program = """
 if rank == 2:
     store.get('rank 1 may go on')
@@ -157,7 +157,7 @@ if rank == 0:
 
 @pytest.mark.parametrize("step", ["tell", "confirm", "wait_until_heard"])
 def test_abort_that_cannot_tell_the_other_ranks_ends_the_communicator_and_raises_why(tmp_path, step):
-    """What the device was stuck in ends, and the other rank is told by the steps that can be made."""
+    """The stuck operation ends, and the steps that still work tell the other rank."""
     testing.need_processes(2)
     program = f"""
 from ncclpy.peers import confirmation
@@ -196,7 +196,7 @@ else:
 
 
 def run_beside(function):
-    """Run a function in a thread; return what joins it and returns its exception."""
+    """Run a function in a thread; return a function that joins the thread and returns its exception."""
     ended = []
 
     def body():
@@ -236,7 +236,7 @@ def test_ranks_of_one_process_hear_of_an_abort_without_a_store(comms3):
 
 def test_explicit_abort_is_an_abort_on_the_ranks_of_the_process(comms3):
     waits = [run_beside(lambda rank=rank: comms3[rank].all_reduce(np.ones(4))) for rank in (0, 1)]
-    time.sleep(0.2)  # both wait for rank 2
+    time.sleep(0.2)  # ranks 0 and 1 wait for rank 2
     comms3[0].abort()
     assert [type(wait()) for wait in waits] == [ncclpy.NcclAborted] * 2
     with pytest.raises(ncclpy.NcclAborted, match="rank 0 of the same communicator was aborted"):
@@ -244,14 +244,14 @@ def test_explicit_abort_is_an_abort_on_the_ranks_of_the_process(comms3):
 
 
 def test_operation_complete_before_abort_is_a_result(host_engine):
-    """However late the thread that waits comes to look: here it has the GIL back only behind the abort."""
+    """It is a result however late the waiting thread looks; here it gets the GIL back only after the abort."""
     sleep_with_gil = ctypes.PyDLL(None).usleep
     for _ in range(5):
         comms = ncclpy.Communicator.init_all([0, 1])
         values = np.ones(4)
         waits = run_beside(lambda values=values, comms=comms: comms[1].all_reduce(values))
         comms[0].all_reduce(np.ones(4))
-        sleep_with_gil(100_000)  # the operation of rank 1 ends meanwhile
+        sleep_with_gil(100_000)  # rank 1's operation completes meanwhile
         comms[0].abort()
         assert waits() is None and (values == 2).all()
         comms[1].abort()

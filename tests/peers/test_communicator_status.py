@@ -1,4 +1,4 @@
-"""The ranks of one communicator, as one of their processes sees them by the store."""
+"""The state of a communicator's ranks, as a process reads it from the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ncclpy.peers.status import ENDED, End, tell_end
 
 
 class Owner:
-    """What has a communicator, and is told of its end."""
+    """An owner of a communicator, which records the end of the communicator."""
 
     def __init__(self):
         self.ended = []
@@ -40,7 +40,7 @@ def refuses(*arguments):
 
 
 def test_process_without_lease_takes_its_communicator_for_ended(monkeypatch):
-    """It was stopped for too long: the others go on without it, and it cannot ask whether they have aborted."""
+    """The process was stopped too long: the others continue without it, and it cannot ask whether they aborted."""
     with LocalStore() as store:
         owner = Owner()
         peer_status = status_of(owner, store)
@@ -87,7 +87,7 @@ def test_beat_that_ends_after_leaving_is_not_logged(monkeypatch, caplog):
 
 
 def test_communicator_status_of_dropped_owner_leaves(monkeypatch):
-    """A destructor could not have told the others: the next beat does; then no timer, watch or thread keeps it."""
+    """A destructor cannot tell the others, so the next beat does; then no timer, watch or thread holds the status."""
     monkeypatch.setattr(status, "_BEAT", 0.01)
     with LocalStore() as store:
         owner = Owner()
@@ -159,7 +159,7 @@ def test_last_rank_clears_away_what_the_processes_of_all_machines_have_told(monk
 
 
 def test_rank_of_another_machine_that_is_gone_ends_a_communicator_long_before_its_deadline(host_engine, tmp_path):
-    """Its store has no leases; a process that stands still is to the others what a machine without power is."""
+    """The store has no leases; a stopped process looks to the others like a machine without power."""
     testing.need_processes(2)
     program = f"""
         from ncclpy.bootstrap import FileStore, launched

@@ -1,4 +1,4 @@
-"""What a rank waits for before it aborts."""
+"""The confirmation of other ranks that a rank waits for before it aborts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exits(monkeypatch):
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_rank_without_store_aborts_unless_its_process_ends(exits, monkeypatch, ends):
-    """Python closes its stores when it ends: the others could not be told, and the process takes its kernels along."""
+    """Python closes its stores at exit, when the others cannot be told, and the exit ends the process's kernels."""
     monkeypatch.setattr(confirmation, "_STOPPED", 0.05)
     store = LocalStore()
     mine = Confirmation(store, [0], 2, lambda rank: "lives")

@@ -1,4 +1,4 @@
-"""No number leaves a failed collective: what ranks of several processes do when one of them fails, on each road.
+"""No result from a failed collective: the behaviour of several processes when one of them fails, on each road.
 
 `failure_matrix.py road_failures` runs all cases.
 """
@@ -29,7 +29,7 @@ CASES = (
 
 
 def limit_of(case):
-    """Return the deadline of a case: a death is known before."""
+    """Return the deadline of a case; a death is known earlier than a deadline."""
     return 2 if case.startswith(("absent", "stop")) else 10
 
 

@@ -1,4 +1,4 @@
-"""Who is wrong: an error of a Communicator that a launcher's processes have made says what all its ranks do."""
+"""Errors of a Communicator that a launcher's processes have made: they tell the state of all its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 
-#: Two processes that have done one collective; then the second one does something else.
+#: Processes that have done one collective; then the last one does something else.
 PROGRAM = (
     IN_A_STORE
     + """
@@ -46,10 +46,10 @@ def begins():  # what this rank does instead, before the others' short deadlines
 """
 )
 
-#: Both make a communicator whose operations all have a short deadline, which is one of its making as well.
+#: Both ranks make a communicator with a short timeout for its operations, and for making it.
 SOON = "store.barrier('all are there', rank, size)\nmake(timeout=1.0)"
 
-#: What those do then whom the last one keeps waiting: the arrays may be on a GPU, where nobody waits for them.
+#: Program of the ranks that wait for the last one. Arrays may be on a GPU, where a call does not wait.
 TROUBLE = """
 def wait(**options):
     comm.all_reduce(array(1024), **options)
@@ -98,7 +98,7 @@ WHAT = {
 
 
 def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", before="", patience=0.4):
-    """Return what those say whom the last rank keeps waiting: the error's class, the states, and the text."""
+    """Return for each rank that waits for the last one: the error's class, the states, and the text."""
     testing.need_processes(ranks)
     program = f"{PROGRAM}\npatience = {patience}\n{made}\nbegin()\n{before}\nif rank == size - 1:\n"
     program += textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + trouble
@@ -111,17 +111,17 @@ def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", be
 @pytest.mark.parametrize("what", WHAT)
 def test_error_tells_what_other_rank_does(tmp_path, what):
     does, state, said = WHAT[what]
-    # The end of a process is noticed long before the deadline; all else has begun before that begins.
+    # The end of a process is noticed long before the deadline; the other cases begin before the deadline does.
     patience = 30 if what == "killed" else 0.4
-    # The asking rank waits for a silent one until it is sure.
+    # The asking rank waits for the answer of a silent one for that long.
     before = "reports.PATIENCE = 0.3" if state == "silent" else ""
     [(_, states, text)] = lines_of(tmp_path, 2, does, patience=patience, before=before)
     assert states == f"['waits', '{state}']", text
     assert said.format(last=1) in text
-    # It may be on its way out of the store still.
+    # The stack may still be inside the store's call.
     called = r"\. Python of rank 1: .*\S+:\d+ in sleeps\b"
     assert ("Python of" in text) == (state == "idle") == bool(re.search(called, text)), text
-    # Whose end of a difference is seen first says what it is about.
+    # The error is about the operation of the rank that is seen to differ first.
     subject = r"(broadcast #1 \(float32 x 4, root 1\)|all_reduce #1 \(float32 x 1,024, sum\))"
     where, waits = (
         rf"\. {subject} of communicator '[0-9a-f]{{8}}': ",
@@ -133,7 +133,7 @@ def test_error_tells_what_other_rank_does(tmp_path, what):
 
 
 def test_errors_of_all_ranks_say_the_same(tmp_path):
-    """Who is first in trouble asks for all, and leaves what it heard to those that come later."""
+    """The first failing rank asks all others, and leaves the answers to the ranks that fail later."""
     lines = lines_of(tmp_path, 3, *WHAT["late"][:1])
     texts = {text.partition(". all_reduce #1 (")[2] for _, _, text in lines}
     assert len(texts) == 1 and "ranks 0-1 wait in all_reduce #1 since" in texts.pop(), lines
@@ -159,7 +159,7 @@ PAIR = TROUBLE.replace(
 
 
 def test_call_that_an_abort_has_brought_back_is_not_finished(host_engine, tmp_path):
-    """As the first send of two ranks on GPUs, which connects them: NCCL is stuck in it."""
+    """NCCL hangs in the call, as in the first send of two ranks on GPUs, which connects them."""
     made = "make(timeout=60)\nhangs = ncclpy.faults('rank=0 call=GroupEnd do=hang')"
     trouble = TROUBLE.replace(
         "    comm.all_reduce(array(1024), **options)\n",
@@ -170,7 +170,7 @@ def test_call_that_an_abort_has_brought_back_is_not_finished(host_engine, tmp_pa
 
 
 def test_error_in_send_and_receive(tmp_path):
-    """They count as the two calls that they are, whichever way they are made."""
+    """A send and a receive count as two calls, also in sendrecv()."""
     does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PAIR)
     assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
@@ -198,7 +198,7 @@ def test_error_in_plan(tmp_path):
 
 
 def test_error_with_recorded_calls(tmp_path):
-    """The recorder tells of a call as a whole; it is explained once."""
+    """With a recorder around the call, the error is still explained once."""
     made = "from ncclpy.engine import recorder\nrecorder.record_all()\nmake(timeout=60)"
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, made=made)
     assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
@@ -206,7 +206,7 @@ def test_error_with_recorded_calls(tmp_path):
 
 @pytest.mark.parametrize("abort", ["at once", "after a while"])  # as on GPUs
 def test_deadline_kept_by_watcher_is_explained(tmp_path, abort):
-    """Nobody waits for what is on the stream; the next call says what became of it, and what the others did."""
+    """No thread waits for the operation on the stream; the next call reports its end and the states of the others."""
     if abort != "at once" and ncclpy.library().engine != "host":
         pytest.skip("needs the host engine: an abort that is told to take a while")
     slow = (
@@ -231,7 +231,7 @@ def test_deadline_kept_by_watcher_is_explained(tmp_path, abort):
 
 
 def test_operation_without_deadline_has_unknown_end(host_engine, tmp_path):
-    """Whether it is done is not known: there is no mark behind it, and nobody has waited."""
+    """The end of the operation is unknown: no event was recorded behind it, and no thread has waited."""
     program = """
 make()
 stream = ncclpy.Stream(device)
@@ -257,9 +257,9 @@ except ncclpy.NcclRemoteError as error:
     assert "rank 1 has launched all_reduce #0 (float32 x 2, sum), which may be done since" in line
 
 
-#: What the second rank is in, and what both do before.
+#: By case: what both ranks do first, rank 0's failing call, rank 1's program, the states, and the texts.
 MOMENTS = {
-    # It is done, and nobody has looked at its mark since: another call has failed.
+    # The operation is done, and its event was not queried before another call failed.
     "after what ran on a stream": (
         "stream = ncclpy.Stream(device)\nmine = array(2)\n"
         "comm.all_reduce(mine, stream=stream)\nstream.synchronize()\n",
@@ -286,7 +286,7 @@ MOMENTS = {
         "for _ in range(100):\n    time.sleep(0.1)\n    comm.all_reduce(array(3))",
         SLEEPS,
         "['waits', 'idle']",
-        "rank 0 waits in all_reduce #3 since ",  # the capture counts as one
+        "rank 0 waits in all_reduce #3 since ",  # the capture counts as a call
         "rank 1 has finished all_reduce #2 and is in no operation since ",
     ),
 }
@@ -301,7 +301,7 @@ def test_error_tells_states_outside_plain_calls(tmp_path, moment):
     assert found == states and of_this in text and of_the_other in text, text
 
 
-#: How the second rank aborts, and what the first one is told.
+#: How rank 1 aborts, and the reason in rank 0's error.
 ABORTS = {
     "by itself": ("begins()\ntime.sleep(0.2)\ncomm.abort()\n", "abort"),
     "in a group": ("begins()\ntime.sleep(0.2)\nwith ncclpy.group():\n    comm.abort()\n", "aborted in a group"),
@@ -310,14 +310,14 @@ ABORTS = {
         "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
         "with contextlib.suppress(KeyError):\n    comm.all_reduce(array(5))\n    ncclpy.synchronize(device)\n"
         "comm.abort()\n",
-        "",  # on GPUs the wait was ended that was not the communicator's
+        "",  # on GPUs the handler ended a wait outside of the communicator
     ),
 }
 
 
 @pytest.mark.parametrize("how", ABORTS)
 def test_abort_on_one_rank_ends_the_communicator_on_all(tmp_path, how):
-    """At once, whatever the deadline; and before the abort, which may complete an operation with wrong data."""
+    """Rank 0 hears at once, whatever its deadline, and before the abort, which may complete it with wrong data."""
     instead, why = ABORTS[how]
     does = "store.get('it has begun')\ncomm.all_reduce(array(3))\nlook()"
     trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
@@ -365,7 +365,7 @@ def test_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
 
 
 def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
-    """What has failed is over for the device, and not finished."""
+    """A failed operation is over for the device, but does not count as finished."""
     trouble = """
     plan, mine = ncclpy.Plan(), array(2)
     with plan.record():
@@ -393,7 +393,7 @@ def test_lost_store_is_named_in_error(tmp_path):
 
 
 def test_closed_communicators_leave_nothing_behind(tmp_path):
-    """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
+    """A communicator's thread and watch end with it, and its keys in the store with the last of its ranks."""
     testing.need_processes(2)
     program = """
 import threading

@@ -1,4 +1,4 @@
-"""The ends of other processes of this machine are told, each to those that asked for it."""
+"""Reports of the ends of other processes on this machine, to the callbacks registered for each."""
 
 from __future__ import annotations
 

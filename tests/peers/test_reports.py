@@ -1,4 +1,4 @@
-"""What ranks answer that are asked what they do, also where something else has written the number of the question."""
+"""Answers of ranks to questions about their state, also after a foreign value in the question's number."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_question_is_answered_once(store):
 
 @pytest.mark.parametrize("tells", [lambda each: each.publish(), lambda each: each.answer_all(1)])
 def test_rank_that_has_closed_writes_nothing_behind_that(store, tells):
-    """A thread has looked what the rank does, and writes it once the last rank has cleared all away."""
+    """A thread reads the rank's state, and writes it only after the last rank has deleted all keys."""
     looks, goes_on = threading.Event(), threading.Event()
 
     def look():
@@ -79,7 +79,7 @@ def test_ranks_of_a_group_answer_behind_a_number_that_none_has_counted_to(host_e
 
 
 class Failing(PrefixStore):
-    """A store whose server is gone once that is asked for."""
+    """A store that acts as if its server were gone once `lost` is set."""
 
     lost = False
 
@@ -99,7 +99,7 @@ def test_rank_of_a_group_that_tells_no_more_is_logged(host_engine, store, caplog
         group.barrier().wait(DEADLINE)
         store.barrier("both are there", group.rank, 2, DEADLINE)
         failing.lost = True
-        group.barrier().wait(DEADLINE)  # there is something to tell
+        group.barrier().wait(DEADLINE)  # a change to publish
         words = f"rank {group.rank} of process group 'g' tells the others no more what it does: the server is gone"
         testing.wait_for(lambda: words in caplog.text, "the log")
         store.barrier("both have logged", group.rank, 2, DEADLINE)

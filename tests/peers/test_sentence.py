@@ -1,4 +1,4 @@
-"""What the ranks of a group do, said in one sentence, word by word."""
+"""The sentence on the states of a group's ranks, word by word."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_sentence_names_all_ranks_that_keep_others_waiting():
     states[600:603] = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in (601, 602, 603)]
     states[700] = RankState(701, "waits", REDUCE)
     said = sentence("g", states, 1000, REDUCE)
-    # Where each was heard of last would be ten clauses.
+    # The last operation of each ended rank would take ten clauses.
     assert (
         f"the processes of ranks {', '.join(str(7 + 100 * each) for each in range(10))} have ended; rank 99's" in said
     )

@@ -1,4 +1,4 @@
-"""How the processes of a launcher make a communicator: what the others hear of a rank that fails, and what then."""
+"""How a launcher's processes make a communicator: what the others hear of a failed rank, and later attempts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 from warm_ranks import run_ranks
 
-#: What is said of the attempt of a rank; no rank waits for a deadline.
+#: Prints the result of a rank's attempt; no rank waits for a deadline.
 ATTEMPT = """
 from ncclpy.bootstrap import environment
 
@@ -26,7 +26,7 @@ def attempt(**options):
     comm.close()
 """
 
-#: Which rank fails, in which way, and its words.
+#: By kind of failure: the failing rank, and its error.
 FAILS = {
     "device": (1, "ValueError: device 99 does not exist"),
     "id": (0, "NcclError: ncclGetUniqueId: unhandled system error"),

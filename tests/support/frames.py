@@ -12,7 +12,7 @@ from group_ranks import DEADLINE
 import ncclpy
 from ncclpy import memory
 
-LONG = DEADLINE / 2  # seconds that only a hang meets
+LONG = DEADLINE / 2  # seconds that only a hang takes
 SOME = 100_000_000  # cycles of a GPU: 50 ms
 SPIN = """
 extern "C" __global__ void spin(long long cycles) {

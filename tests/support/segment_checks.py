@@ -2,7 +2,7 @@
 
 import ncclpy
 
-LONG = 20.0  # seconds that only a hang meets
+LONG = 20.0  # seconds that only a hang takes
 
 
 def reduce_all(comms, buffers, streams=None):

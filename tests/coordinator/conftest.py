@@ -1,4 +1,4 @@
-"""Fixtures of the coordinator's tests."""
+"""Fixtures for tests of the coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ncclpy.coordinator import session
 
 
 class Watched:
-    """One rank's end of the control plane, of which a method can be another one's."""
+    """A rank's end of the control plane, with methods that tests can replace."""
 
     def __init__(self, control):
         self.control = control
@@ -30,14 +30,14 @@ class Controls(list):
 
 @pytest.fixture
 def ranks_are_threads():
-    """What the test needs, as its ranks share objects."""
+    """Skip the test over MPI, where its ranks cannot share objects."""
     if MPI_ENGINE:
         pytest.skip("the ranks are processes, over MPI")
 
 
 @pytest.fixture
 def controls(monkeypatch, ranks_are_threads):
-    """The ends of control planes of this test, which can be cut off."""
+    """Return the list of control planes opened in this test, which can be cut off."""
     made, real = Controls(), session.open_control
 
     def opened(*arguments, **options):
@@ -50,7 +50,7 @@ def controls(monkeypatch, ranks_are_threads):
 
 @pytest.fixture
 def no_collection():
-    """Keep memory of earlier tests from being freed in the middle of one, which waits for its whole device."""
+    """Collect garbage before the test only: freeing device memory in a test would wait for the whole device."""
     gc.collect()
     gc.disable()
     yield

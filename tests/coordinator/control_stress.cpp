@@ -1,6 +1,6 @@
-// Ranks whose operations cross: threads that bring them, one that takes frames and launches, which is away for a while
-// every so often, and others that ask; then an end, drained or torn. All ranks are told the same in the same order, and
-// each operation that all have brought runs once.
+// Ranks with crossing operations: threads that bring them, a thread per rank that takes frames and launches, with
+// pauses, and queries in between; then an end, with or without draining. All ranks get the same operations in the same
+// order, and each operation that all have brought runs once.
 //
 //   control_stress SEED ROUNDS
 #include <sys/socket.h>
@@ -37,7 +37,7 @@ Line connect() {
   return {ends[0], ends[1]};
 }
 
-// Rank 0 is the root; 1 and 2 are below it.
+// Rank 0 is the root; ranks 1 and 2 are its children.
 std::shared_ptr<Control> make(uint32_t rank, const std::vector<Line>& lines, double silence) {
   Place place;
   place.rank = rank;
@@ -56,7 +56,7 @@ std::shared_ptr<Control> make(uint32_t rank, const std::vector<Line>& lines, dou
     parent = {0, lines[rank].below};
   }
   Options options;
-  options.cache = 16;  // fewer than there are names
+  options.cache = 16;  // fewer entries than names
   options.silence = silence;
   auto made = std::make_shared<Control>(place, options, parent, children);
   if (!made->start()) fail("no thread");
@@ -78,12 +78,12 @@ int main(int argc, char** argv) {
     std::vector<Line> lines(ranks);
     for (int rank = 1; rank < ranks; ++rank) lines[static_cast<size_t>(rank)] = connect();
     std::vector<std::shared_ptr<Control>> controls;
-    // The thread of the plane steps in when nobody has waited for a fifth of a second, or never.
+    // The plane's own thread takes over after a fifth of a second without a waiting thread, or never.
     for (uint32_t rank = 0; rank < ranks; ++rank) controls.push_back(make(rank, lines, random() % 2 ? 1.2 : 30.0));
     std::vector<std::vector<std::string>> ran(ranks);
     std::vector<std::thread> threads;
     for (uint32_t rank = 0; rank < ranks; ++rank) {
-      threads.emplace_back([&, rank] {  // who launches
+      threads.emplace_back([&, rank] {  // the launching thread
         std::mt19937 mine(seed * 7 + rank);
         std::vector<Record> records;
         for (;;) {
@@ -110,7 +110,7 @@ int main(int argc, char** argv) {
             do {
               if (mine() % 2 || !controls[rank]->try_bring(0, name_of(thread, i), "f", "", true, brought))
                 brought = controls[rank]->bring(0, name_of(thread, i), "f", "", true);
-              if (brought == Brought::twice) std::this_thread::yield();  // it is in flight still
+              if (brought == Brought::twice) std::this_thread::yield();  // the name is still in flight
             } while (brought == Brought::twice);
             if (brought != Brought::taken) {
               if (!tears) fail("an operation was refused");
@@ -128,7 +128,7 @@ int main(int argc, char** argv) {
       controls[random() % ranks]->shut_down(false, "torn");
       ++torn;
     }
-    // Launching threads end with the session: once all was brought it is drained.
+    // Launching threads end with the session, which is drained once everything has been brought.
     for (size_t i = 0; i < threads.size(); ++i)
       if (i % (1 + bringing) != 0) threads[i].join();
     if (!tears) controls[random() % ranks]->shut_down(true, "done");

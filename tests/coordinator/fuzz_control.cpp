@@ -1,4 +1,4 @@
-// Frames that no honest rank sends, to a root and to a rank in the middle of a tree: an exception, and nothing worse.
+// Invalid frames for a root and for a rank in the middle of a tree: they may throw an exception, and nothing worse.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

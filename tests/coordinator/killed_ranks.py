@@ -1,7 +1,7 @@
-"""Processes with a coordinator, one of which is killed at any moment, after some were stopped for a while.
+"""Processes with a coordinator: one is killed at a random moment, after some were stopped for a while.
 
-python killed_ranks.py SEED RUNS: ends with an error at the first seed that fails; prints the longest time from a kill
-to the last rank's knowing of it, in seconds.
+python killed_ranks.py SEED RUNS: ends with an error at the first seed that fails; prints the longest time, in seconds,
+from a kill until the last rank knows of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import ncclpy
 from ncclpy.bootstrap import LocalStore, TCPStore
 
 SIZE = 4
-#: Seconds for everything; and how long ranks may take to hear of the end of one, on a machine that is busy.
+#: Seconds for every wait; and seconds in which ranks must hear of a kill, also on a busy machine.
 PATIENCE, HEARS = 60, 20
 
 
 def work(coordinator, seed, told):
-    """Sum under names in an order of this rank's own, for ever; return the error that ends it, and its works'."""
+    """All-reduce names in this rank's own order without end; return the error that ends it, and those of its works."""
     rng = random.Random(seed * SIZE + coordinator.rank)
     sizes = random.Random(seed)
     arrays = {f"array {i}": np.ones(sizes.choice([1, 100, 5000, 100_000])) for i in range(sizes.randint(1, 12))}
@@ -49,12 +49,12 @@ def work(coordinator, seed, told):
             if step == 1:
                 os.write(told, b"!")
     except ncclpy.NcclError as error:
-        ends = [each.exception(PATIENCE) for _, each in works]  # every work comes to its end
+        ends = [each.exception(PATIENCE) for _, each in works]  # every work must end
         return error, {str(each) for each in ends if each is not None}
 
 
 def rank_of(rank, seed, port, told):
-    """Be a rank, in a process of its own, over a store or a process group; tell what has ended it."""
+    """Be a rank in a separate process, over a store or a process group; report the error that has ended it."""
     with contextlib.ExitStack() as open_ones:
         store = over = open_ones.enter_context(TCPStore("127.0.0.1", port))
         options = {}
@@ -75,7 +75,7 @@ def rank_of(rank, seed, port, told):
 
 
 def run(seed):
-    """Kill one rank; return after how many seconds the last of the others knew."""
+    """Kill one rank; return the seconds until the last of the others knew."""
     rng = random.Random(seed)
     with TCPStore("127.0.0.1", 0, serve=True) as store:
         pids, pipes = [], []
@@ -131,7 +131,7 @@ def run(seed):
 
 def main(seed, runs):
     ncclpy.use("host")
-    LocalStore()  # what is imported late is there before the forks
+    LocalStore()  # performs late imports before the forks
     from ncclpy.coordinator import connections  # noqa: F401
 
     longest = 0.0

@@ -1,7 +1,7 @@
-"""Random programs over the nodes of a tree, with frames that take their time, beside a model of what must come of it.
+"""Random programs over the nodes of a tree with delayed frames, compared with a model of the expected records.
 
-python node_runs.py SEED RUNS: ends with an error at the first seed that fails; prints what was hit in the caches, what
-was put out of them, and how many programs had joins, sets of ranks, and an end.
+python node_runs.py SEED RUNS: ends with an error at the first seed that fails; prints the hits and the evictions of
+the caches, and how many programs had joins, and process sets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAMES = [b"a", b"b\0c", "grad/ä".encode(), b"d", b"", b"e"]
 
 
 class Net:
-    """Nodes, and the frames between them, of which each connection keeps the order."""
+    """Nodes, and the frames between them; each connection keeps the order of its frames."""
 
     def __init__(self, rng, size, fan, cache):
         self.rng, self.size = rng, size
@@ -40,7 +40,7 @@ class Net:
         self.told[rank] += node.told()
 
     def deliver(self):
-        """Have one frame arrive; return whether there was one."""
+        """Deliver one frame; return whether there was one."""
         waiting = [(self.up, rank) for rank in range(self.size) if self.up[rank]]
         waiting += [(self.down, rank) for rank in range(self.size) if self.down[rank]]
         if not waiting:
@@ -58,7 +58,7 @@ class Net:
 
 
 class Program:
-    """What each rank brings in its own order, and what all must hear."""
+    """The operations that each rank brings in its own order, and the records that all must get."""
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
@@ -71,7 +71,7 @@ class Program:
         ]
         self.joins = rng.random() < 0.4
         self.rounds = [rng.randint(1, 6)] * size
-        if self.joins:  # some run out of data before others
+        if self.joins:  # some ranks run out of data before others
             self.rounds = [rng.randint(1, 6) for _ in range(size)]
         self.at = [dict.fromkeys(self.names, 0) for _ in range(size)]
         self.flying = [set() for _ in range(size)]
@@ -82,7 +82,7 @@ class Program:
         self.plan = {}
 
     def brings(self, name, turn):
-        """What each rank brings: mostly what it did before, sometimes something new, sometimes what does not fit."""
+        """Return what each rank brings: mostly the same as before, sometimes something new, sometimes a mismatch."""
         if (name, turn) not in self.plan:
             rng, style = self.rng, self.rng.random()
             fixed = [b"A"] * self.size
@@ -113,7 +113,7 @@ class Program:
         self.net.told[rank].clear()
 
     def moves(self):
-        """What ranks could do now, but for waiting."""
+        """Return the possible moves of the ranks."""
         found = []
         for rank in range(self.size):
             if self.over[rank] or self.joined[rank]:
@@ -139,7 +139,7 @@ class Program:
         self.net.nodes[rank].launched(self.owed[rank].pop())
 
     def play(self):
-        """Do what can be done, in any order, until nothing is left."""
+        """Make possible moves in random order until none is left."""
         while True:
             moves = self.moves()
             if moves and self.rng.random() < 0.5:
@@ -176,7 +176,7 @@ class Program:
         assert sorted(self.groups.values()) == sorted([self.groups[0], *self.wanted])
 
     def compare(self):
-        """All have heard the same, and each operation as often and with what the model says."""
+        """Check that all ranks got the same records, with each operation as often and as predicted."""
         told = [[each for each in heard if each[0] != "group"] for heard in self.heard]
         assert all(each == told[0] for each in told)
         seen = dict.fromkeys(self.names, 0)
@@ -202,7 +202,7 @@ class Program:
             self.joined = [False] * self.size
 
     def in_sets(self):
-        """Sets run beside each other: what one waits for holds up no other."""
+        """Check that process sets run independently: a waiting set delays no other."""
         for number, members in self.groups.items():
             if number == 0:
                 continue
@@ -217,7 +217,7 @@ class Program:
                 assert fresh == ([runs] if rank in members else []), fresh
 
     def end(self):
-        """All that is pending ends, with one reason for all; what all have brought comes first where it is drained."""
+        """End the session, with one reason on all ranks; a drain first runs the operations that all have brought."""
         rng, size = self.rng, self.size
         if size > 1 and rng.random() < 0.3:
             return self.lose(rng.randrange(1, size))
@@ -254,7 +254,7 @@ class Program:
                     raise AssertionError("it has ended")
 
     def lose(self, lost):
-        """A rank is gone: all others hear who, those above it from its parent and those below by themselves."""
+        """Lose a rank: all others must name it; ranks above it hear by its parent, its children notice themselves."""
         net = self.net
         for rank in range(self.size):
             net.nodes[rank].bring(0, b"never", b"A") if rank != lost else None

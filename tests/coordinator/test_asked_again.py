@@ -1,4 +1,4 @@
-"""What is asked for again, as its wait was left: joins and process sets, which are the same ones then."""
+"""Joins and process sets that are asked for again after a wait that ended early: they are the same ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("ranks_are_threads")
 
 
 def leave_a_join(coordinator, left, told):
-    """Join, and leave the wait for the others before they do so."""
+    """Join, and leave the wait before the other ranks join."""
     with pytest.raises(ncclpy.NcclTimeout, match="not all ranks have joined"):
         coordinator.join(0.05)
     left.set()
@@ -25,7 +25,7 @@ def leave_a_join(coordinator, left, told):
 
 
 def test_join_left_early_is_found_complete_when_asked_again():
-    """Rank 0's wait ends early, rank 1 joins then: whoever asks again hears of that one, and no other begins."""
+    """Rank 0's wait ends early, and rank 1 joins: asking again returns that join, and begins no other."""
     left, told = threading.Event(), threading.Event()
 
     def body(coordinator):
@@ -106,7 +106,7 @@ def test_process_set_with_joined_rank_is_an_error():
 
 
 class Interrupts:
-    """A control plane whose method is interrupted as a signal's handler would do it: before it, or behind it."""
+    """A method of a control plane that is interrupted, before or after its effect, as by a signal handler."""
 
     def __init__(self, method, behind):
         self.method, self.behind, self.calls = method, behind, 0
@@ -152,7 +152,7 @@ def test_interrupted_end_of_with_block(controls):
 
 
 def test_process_set_asked_for_during_join_is_refused(controls):
-    """It was not asked for: who calls is told so, and waits for nobody."""
+    """The process set was not requested: the caller gets an error, and does not wait."""
     refused = threading.Event()
 
     def body(coordinator):

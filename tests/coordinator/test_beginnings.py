@@ -1,4 +1,4 @@
-"""A coordinator that cannot begin leaves nothing: no thread, no descriptor, no group."""
+"""A coordinator that cannot begin leaves no thread, no descriptor, and no group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ncclpy.coordinator import Coordinator, carriers, connections, session
 
 
 def groups():
-    """Return how many process groups are neither closed nor gone."""
+    """Return the number of process groups that are neither closed nor collected."""
     found = [each for each in gc.get_objects() if type(each) is ncclpy.ProcessGroup]
     return sum(not repr(each).endswith(" closed>") for each in found)
 
 
 def look():
-    """Return how many threads, groups and descriptors there are.
+    """Return the numbers of threads, groups and descriptors.
 
-    An error that a rank has raised has frames in its traceback by which it is reached itself: what they hold, and what
-    a thread that is about to end holds still, only a collection behind that end lets go of.
+    A raised error is in a cycle with the frames of its traceback. What these frames hold, and what an ending thread
+    still holds, is only released by a collection after the end of the thread.
     """
     gc.collect()
     native = [name for name in threads(LASTING_MANAGER) if name.startswith(("ncclpy-coord", "ncclpy-timel"))]
@@ -38,9 +38,9 @@ def look():
 
 @pytest.fixture
 def nothing_left(host_engine):
-    """Fail the test if something is left; what lasts from a process's first coordinator on was there before."""
+    """Fail the test if something is left, except for what stays from a process's first coordinator on."""
     gc.collect()
-    gc.freeze()  # each look goes through all that has been made since
+    gc.freeze()  # so that each collection sees only newer objects
     try:
         run_coordinators(2, lambda coordinator: None)
         testing.wait_for(lambda: look() == (time.sleep(0.1), look())[1], "what has ended to be gone")
@@ -53,7 +53,7 @@ def nothing_left(host_engine):
 
 
 def refused(size, wrong, error, **options):
-    """Have all ranks fail to make a coordinator, with options of their own; return what they said."""
+    """Have all ranks fail to make a coordinator, each with its own options; return their error texts."""
     store, said = LocalStore(), [None] * size
 
     def rank(number):
@@ -86,7 +86,7 @@ def silent(mine):
 
 
 def test_connected_rank_that_says_nothing(nothing_left, tmp_path, monkeypatch):
-    """They are connected, and no record tells of the end."""
+    """The ranks are connected, and no record reports the end."""
     monkeypatch.setattr(session, "_TOLD", 0.5)
     monkeypatch.setattr(session.Session, "begin", silent)
     monkeypatch.setattr(session.Session, "shut_down", lambda mine, drain, reason: None)
@@ -96,7 +96,7 @@ def test_connected_rank_that_says_nothing(nothing_left, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cache", [2**60, 2**70])
 def test_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch, cache):
-    """For want of memory, say; the connections stand by then, and belong to nobody else."""
+    """For instance for lack of memory, after the connections were made, which nothing else would close."""
     real = connections.open_control
     monkeypatch.setattr(
         connections, "open_control", lambda *meet, **options: real(*meet, **options | {"cache": cache})
@@ -109,19 +109,19 @@ def test_data_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
         raise MemoryError("no plane")
 
     monkeypatch.setattr(carriers.OfGroup, "plane", plane)
-    # A rank that is slower may hear of the other one's error first.
+    # A slower rank may hear of the other rank's error first.
     said = refused(2, lambda rank: {}, (MemoryError, ncclpy.NcclRemoteError), timeline=tmp_path / "trace {rank}")
     assert all("no plane" in each for each in said)
 
 
 def test_parent_that_cannot_be_called(nothing_left, monkeypatch):
-    """Those below this rank have called already, and hang up."""
+    """The ranks below the failing one have connected already, and close their connections."""
     monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
     refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)
 
 
-# What only rank 1 asks for, or what fails there: its listening sockets; its connection to the rank above it, once all
-# have met; its part in what carries the data, once all are connected.
+# Options of rank 1, or the step that fails there: its listening sockets; its connection to the rank above it, once all
+# have met; its data plane, once all are connected.
 FAILURES = {
     "argument": ({"cache": -1}, None, "ValueError: cache: expected an int from 0 "),
     "device": ({"device": 99}, None, "ValueError: device 99 does not exist"),
@@ -167,7 +167,7 @@ def test_rank_that_cannot_begin_is_remote_error_on_others(nothing_left, monkeypa
 
 
 def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypatch):
-    """Rank 0 reads why rank 1 cannot begin, and hangs up on rank 2, whose process group has not read it yet."""
+    """Rank 0 reads why rank 1 cannot begin and closes the connection to rank 2, which has not read the reason yet."""
     store, raised = LocalStore(), [None] * 3
     rank_2_began, rank_0_left = threading.Event(), threading.Event()
     real_call, real_begin = connections._call, session.Session.begin
@@ -179,7 +179,7 @@ def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypa
         return real_call(*arguments)
 
     def begin(mine):
-        assert mine.rank == 2  # rank 0 still waits for rank 1's call
+        assert mine.rank == 2  # rank 0 still waits for rank 1 to connect
         rank_2_began.set()
         assert rank_0_left.wait(60)
         testing.wait_for(lambda: mine.error is not None, "the control plane's end")

@@ -1,4 +1,4 @@
-"""The control plane between processes: how they meet, and what the others hear of one that is gone."""
+"""The control plane between processes: how they connect, and what others hear of a lost one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def all_of(size, body, **options):
             store.barrier("done", number, size, DEADLINE)
             control.close()
 
-    with ThreadPoolExecutor(size) as pool:  # more than the host engine has devices: nothing here has to do with them
+    with ThreadPoolExecutor(size) as pool:  # may exceed the number of devices: none is used here
         return list(pool.map(rank, range(size)))
 
 
@@ -64,7 +64,7 @@ def test_ranks_agree(size):
 
 
 def test_answer_in_burst_needs_no_heartbeat():
-    """What is brought soon behind another operation is told of a little later, and then nothing else has to come."""
+    """An operation brought soon after another is reported a little later, without any further event."""
 
     def body(control):
         began = time.monotonic()
@@ -78,7 +78,7 @@ def test_answer_in_burst_needs_no_heartbeat():
 
 
 def test_machines_speak_by_addresses(monkeypatch):
-    """Ranks that are taken for several machines' find each other without names that only one machine knows."""
+    """Ranks that count as on several machines connect without names known to one machine only."""
     families = []
     real = connections._sharpen
     monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
@@ -120,7 +120,7 @@ def bring_and_hear(control):
 
 
 def strangers_first(monkeypatch, meet):
-    """Have `meet` called with the sockets that a rank listens at, before it looks at them."""
+    """Have `meet` called with a rank's listening sockets, before the rank accepts."""
     real = connections._Ears.hear
 
     def hear(ears, children, deadline, wanted):
@@ -135,13 +135,13 @@ def call(listener, says=b""):
     stranger = socket.socket(listener.family, socket.SOCK_STREAM)
     stranger.settimeout(DEADLINE)
     stranger.connect(listener.getsockname())
-    with contextlib.suppress(BrokenPipeError):  # the other end may have closed it by now
+    with contextlib.suppress(BrokenPipeError):  # the other end may have closed the connection already
         stranger.sendall(says)
     return stranger
 
 
 def read_to_end(stranger):
-    """Return what is sent to a connection until the other end closes it."""
+    """Return all bytes received on a connection until the other end closes it."""
     text = b""
     with stranger, contextlib.suppress(ConnectionResetError):
         while more := stranger.recv(100):
@@ -151,7 +151,7 @@ def read_to_end(stranger):
 
 @contextlib.contextmanager
 def ears_that_hear(size=2):
-    """Have a rank wait for others below it that do not come; yield what it listens at."""
+    """Have a rank wait for ranks below it that do not come; yield its listening sockets."""
     ears, over = connections._Ears(LocalStore(), size), threading.Event()
 
     def hear():
@@ -169,7 +169,7 @@ def ears_that_hear(size=2):
 
 
 def test_silent_or_wrong_callers_delay_no_other(monkeypatch):
-    """No handshake is given up within the test, so one that waited for another's end would never come."""
+    """No handshake times out within the test, so that one that waited for another's end would never finish."""
     monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
     strangers = []
     strangers_first(
@@ -179,11 +179,11 @@ def test_silent_or_wrong_callers_delay_no_other(monkeypatch):
     told = all_of(2, bring_and_hear)
     assert told[0] == told[1] and len(strangers) >= 6
     for stranger in strangers:
-        read_to_end(stranger)  # ended when the ranks had met
+        read_to_end(stranger)  # closed when the ranks had met
 
 
 def test_slow_caller_is_closed(monkeypatch):
-    """The limit is for all that is to be said: one that says a byte now and then is closed too."""
+    """The limit is for the whole handshake: a caller that sends a byte now and then is closed too."""
     monkeypatch.setattr(connections, "_HANDSHAKE", 0.3)
 
     def drip(stranger):
@@ -200,7 +200,7 @@ def test_slow_caller_is_closed(monkeypatch):
 
 def test_caller_beyond_limit_replaces_the_oldest(monkeypatch):
     monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
-    most = connections._STRANGERS + 1  # and the rank that is expected
+    most = connections._STRANGERS + 1  # and the expected rank
     with ears_that_hear() as sockets:
         callers = [call(sockets[0]) for _ in range(most + 5)]
         for oldest in callers[:5]:
@@ -224,7 +224,7 @@ def test_local_socket_of_another_user_is_closed_unread(monkeypatch):
 
 
 def test_ranks_of_several_users_speak_by_addresses(monkeypatch):
-    """Their machine's own sockets are for one user."""
+    """The machine's local sockets are for one user only."""
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     families = []
     real = connections._sharpen
@@ -270,7 +270,7 @@ def test_descriptors_above_1023_connect():
 
 
 def test_descriptors_that_run_out_are_named_in_the_timeout():
-    """And come back from connections that have proved nothing, before that."""
+    """Descriptors of unauthenticated connections are freed before that."""
     testing.run_python(
         """
         import contextlib, os, resource, socket, time
@@ -355,9 +355,9 @@ QUICK = {("close", 0), ("kill", 1), ("kill", 9)}
     ],
 )
 def test_all_ranks_name_the_lost_rank(who, does, silence, reason, within):
-    """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them.
+    """Lose the root, a rank with others below it, or a leaf: its neighbours name it, and then all other ranks.
 
-    All the others are threads of one process.
+    All other ranks are threads of one process.
     """
     check_lost_rank_is_named(12, who, does, silence, reason, within)
 
@@ -367,7 +367,7 @@ def test_all_ranks_name_the_silent_rank():
 
 
 def check_lost_rank_is_named(size, who, does, silence, reason, within):
-    """Have one rank of a process of its own go in some way; check that all others are told of it, and of no other."""
+    """Lose one rank, in a separate process, in some way; check that all others name it, and no other rank."""
     others = [rank for rank in range(size) if rank != who]
     with TCPStore("127.0.0.1", 0, serve=True) as store:
         command = [sys.executable, "-c", PROGRAM, *map(str, (store.port, size, who, does, silence))]
@@ -390,7 +390,7 @@ def check_lost_rank_is_named(size, who, does, silence, reason, within):
 
 
 def test_rank_that_holds_gil_is_not_taken_for_lost(tmp_path):
-    """Signs of life need no Python: here rank 1's is away for longer than a silence may be."""
+    """Heartbeats need no Python: rank 1 holds the GIL for longer than the longest allowed silence."""
     program = """
         import ctypes, sys, time
         from ncclpy.bootstrap import FileStore
@@ -479,9 +479,9 @@ for each in threads:
     ],
 )
 def test_idle_ranks_use_no_processor_time(over, seconds):
-    """Two ranks of a process that idle, signs of life included: some wake-ups, and no polling.
+    """Two idle ranks of a process, heartbeats included: some wake-ups, and no polling.
 
-    Of a plane alone; of coordinators, with all that is about a plane: readers, groups and what watches over them.
+    For a plane alone, and for coordinators with their readers, groups and the groups' monitors.
     """
     enough = 2 * 0.001  # 0.1% of a core for each rank
     assert float(testing.run_python(IDLE.format(over=over, seconds=seconds, enough=enough), warm=True).stdout) < enough

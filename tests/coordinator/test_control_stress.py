@@ -1,4 +1,4 @@
-"""The control plane's connections and its locks, driven from C++ by several threads a rank."""
+"""The control plane's connections and locks, driven from C++ by several threads per rank."""
 
 import pytest
 from sanitizers import ROOT, build, flags_of, numbers_of
@@ -19,7 +19,7 @@ def run(program, seed, rounds):
     assert total > 100 * rounds and 0 < torn < rounds
 
 
-@pytest.mark.slow  # the compiler, for most of it
+@pytest.mark.slow  # most of the time is compilation
 def test_ranks_of_several_threads(tmp_path):
     build(tmp_path / "control", ["-O0", "-g0", *INCLUDES], SOURCES)
     run(tmp_path / "control", 1, 12)

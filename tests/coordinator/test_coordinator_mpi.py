@@ -1,4 +1,4 @@
-"""Coordinators over MPI, of MPICH and Open MPI: the tests of the others, and what is MPI's own."""
+"""Coordinators over MPI, of MPICH and Open MPI: the tests of other transports, and tests of MPI alone."""
 
 import re
 import sys
@@ -9,13 +9,13 @@ from paths import ROOT, SUPPORT, TESTS
 
 pytestmark = pytest.mark.launchers
 
-#: Whose ranks share nothing but the coordinator.
+#: Test files with ranks that share nothing but the coordinator.
 ALIKE = ("operations", "join", "fusion", "process_sets", "disagreements", "random_programs")
 
 
 @pytest.fixture(params=["mpich", "openmpi"])
 def run(request, tmp_path):
-    """Run a program in so many ranks."""
+    """Return a function that runs a program in `size` ranks."""
 
     def started(size, *arguments, env=()):
         command = [mpi(request.param) / "bin/mpirun", "-n", size, sys.executable, *arguments]
@@ -26,7 +26,7 @@ def run(request, tmp_path):
 
 @pytest.mark.parametrize("engine", ["mpi", "auto"])
 def test_store_tests_pass_over_mpi(host_engine, run, engine):
-    """Each process is a rank of every coordinator; 140 tests, which take 10 s."""
+    """Each process is a rank of every coordinator; the 140 tests take 10 s."""
     files = [TESTS / "coordinator" / f"test_{name}.py" for name in ALIKE]
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=60", "--rootdir", TESTS.parent]
     out = run(4, "-m", "pytest", *options, *files, env={"NCCLPY_TEST_MPI": engine})
@@ -42,13 +42,13 @@ def test_store_tests_pass_over_mpi(host_engine, run, engine):
     ],
 )  # fmt: skip
 def test_program(host_engine, run, name):
-    """Of tests/support/mpi_programs.py."""
+    """Run a program of tests/support/mpi_programs.py."""
     out = run(3, SUPPORT / "mpi_programs.py", name)
     assert out.count(f"<{name} done>") == 3, out
 
 
 def test_documentation_example(host_engine, run, tmp_path):
-    """What docs/coordinator.md shows."""
+    """Run the example of docs/coordinator.md."""
     page = (ROOT / "docs" / "coordinator.md").read_text()
     [program] = re.findall(r"^```python\n(def program\(\):.*?)^```$", page, re.M | re.S)
     (tmp_path / "page.py").write_text(program + "\nprint(*program(), flush=True)\n")

@@ -1,4 +1,4 @@
-"""Operations that are brought before their input is there: they are negotiated at once, and wait on the device."""
+"""Operations brought before their input is ready: they are negotiated at once, and wait on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 class Streamed:
-    """Device memory of bytes that names the stream which it lives by."""
+    """Device memory of bytes that names its stream."""
 
     def __init__(self, side, count=None):
         self.side, self.shape = side, (side.count if count is None else count,)
@@ -76,7 +76,7 @@ def test_operation_waits_for_its_producer_on_device(fused):
         else:
             works = [coordinator.all_reduce(name, array) for name, array in zip("ab", arrays, strict=True)]
         if gate is not None:
-            works[0].synchronize(second.stream)  # the CPU waits for the launch alone
+            works[0].synchronize(second.stream)  # the CPU waits only for the launch
             assert works[0].state == "launched" and not works[0].is_completed()
             gate.open()
         for work in works:
@@ -170,7 +170,7 @@ def test_work_releases_arrays_at_its_end():
         del arrays
         for work in works:
             work.wait(DEADLINE)
-        assert all(reference() is not None for reference in gone)  # the works result in them
+        assert all(reference() is not None for reference in gone)  # the works hold their results
         del works, work
         coordinator.barrier("later").wait(DEADLINE)
         for _ in range(100):

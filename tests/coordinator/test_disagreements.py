@@ -1,4 +1,4 @@
-"""What ranks bring that does not fit: the same error on all of them, and the coordinator goes on."""
+"""Mismatched operations: the same error on all ranks, and the coordinator stays usable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def failure(work):
 
 
 def bring_differently(brings, size=3):
-    """Have each rank bring its own; return the errors, after which all go on."""
+    """Have each rank bring its own operation; return the errors, after checking that the coordinator still works."""
 
     def body(coordinator):
         work = brings[coordinator.rank](coordinator)
@@ -125,7 +125,7 @@ def test_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
                 coordinator.all_reduce("x", np.ones(3))
             with pytest.raises(ValueError, match="'x' is in flight"):
                 coordinator.grouped_all_reduce(["y", "x"], [np.ones(3), np.ones(3)])
-            later = coordinator.all_reduce("y", np.ones(1))  # of the group that was refused nothing is left
+            later = coordinator.all_reduce("y", np.ones(1))  # the refused group has left nothing
         meet.wait(DEADLINE)
         if coordinator.rank == 1:
             work, later = coordinator.all_reduce("x", first), coordinator.all_reduce("y", np.ones(1))
@@ -138,7 +138,7 @@ def test_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
 
 @pytest.mark.parametrize(("first", "second"), [((0, 4), (2, 6)), ((2, 6), (0, 3)), ((0, 8), (3, 4)), ((3, 4), (0, 8))])
 def test_memory_in_flight_is_refused_under_another_name(ranks_are_threads, first, second):
-    """Views of one array that overlap: the two sums would run at the same time."""
+    """Bring overlapping views of one array: the two sums would run at the same time."""
     meet = threading.Barrier(2)
 
     def body(coordinator):
@@ -160,7 +160,7 @@ def test_memory_in_flight_is_refused_under_another_name(ranks_are_threads, first
             beside = coordinator.all_reduce("y", memory[8:10])
         work.wait(DEADLINE)
         beside.wait(DEADLINE)
-        coordinator.all_reduce("y", memory[slice(*second)]).wait(DEADLINE)  # it is free again
+        coordinator.all_reduce("y", memory[slice(*second)]).wait(DEADLINE)  # the memory is free again
         return memory.sum()
 
     overlap = min(first[1], second[1]) - max(first[0], second[0])
@@ -196,7 +196,7 @@ def test_names_survive_encoding_as_keys(names):
 def test_signatures_survive_encoding():
     signature = Signature(
         Kind.ALL_REDUCE, "complex64", 7, 2, 0, -1, None, True, 0.5, None, (2**40, 3), -1
-    )  # sizes of 64 bits
+    )  # 64-bit sizes
     assert unpack(pack(signature)) == signature
     several = (signature, Signature(Kind.BARRIER), Signature(Kind.ALL_TO_ALL, "int8", counted=False, shape=()))
     assert unpack_all(pack_all(several)) == several
@@ -204,7 +204,7 @@ def test_signatures_survive_encoding():
 
 
 def test_dtype_of_many_fields_is_compared_whole():
-    """Its name is as long as any other; of two that differ behind where it is cut all ranks are told."""
+    """The type's name is truncated; types that differ only behind the cut are still a mismatch on all ranks."""
     fields = [(f"field_{i}", "f8") for i in range(300)]
 
     def bring(c):

@@ -1,4 +1,4 @@
-"""How operations and coordinators end before their time: with the same words on every rank, and no work forgotten."""
+"""Early ends of operations and coordinators: the same error on every rank, and every work ends."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_shutdown_without_draining_raises_nothing():
 
 
 def test_draining_shutdown_runs_operations_that_all_brought():
-    """Its first operation waits for a communicator to be made: mostly it is not launched yet when rank 2 ends all."""
+    """The first operation waits for its communicator: mostly it is not yet launched when rank 2 shuts down."""
     brought = threading.Barrier(3)
 
     def body(coordinator):
@@ -218,7 +218,7 @@ def test_lost_rank_is_named(controls):
 
 @pytest.mark.parametrize("sizes", [[1 << 16], [1, 2, 3]])
 def test_running_operation_ends_with_lost_rank(controls, sizes):
-    """Rank 1 does not launch what all have brought, as its process has died in between; as it is, and fused."""
+    """Rank 1 does not launch an operation that all have brought, since it has died; unfused and fused."""
 
     def body(coordinator):
         if coordinator.rank == 1:
@@ -286,7 +286,7 @@ def test_dropped_coordinator_is_reported(warning):
 
     store, found = LocalStore(), []
     threads = [threading.Thread(target=rank, args=(number, store, found)) for number in range(2)]
-    with warnings.catch_warnings(record=True) as caught:  # of all threads: what shows warnings is the process's
+    with warnings.catch_warnings(record=True) as caught:  # of all threads: the warning hook belongs to the process
         warnings.simplefilter(warning)
         for thread in threads:
             thread.start()

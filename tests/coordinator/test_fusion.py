@@ -1,4 +1,4 @@
-"""Small arrays that are launched together, and what is not."""
+"""Fusion: small arrays that are launched together, and arrays that are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def one(count, op=0, datatype=7, **more):
 
 
 def planned(operations, *limits):
-    """Return the steps, each of which has the number of each array's operation, and which one of that it is."""
+    """Return the steps of a plan, and the operations that they refer to."""
     ready = [Ready(None, pack_all(signatures), (), tuple(range(absent))) for signatures, absent in operations]
     return plan(ready, *limits), ready
 
@@ -48,11 +48,11 @@ def test_plan_separates_different_operations():
     steps = planned([((each,), 0) for each in different], 1 << 20, 1 << 18, False)
     assert shape_of(steps) == [[(i, 0)] for i in range(5)] and not any(step.fused for step in steps[0])
     steps, _ = planned([((one(3),), 0), ((one(3),), 1)], 1 << 20, 1 << 18, False)
-    assert len(steps) == 2  # a rank has joined in between
+    assert len(steps) == 2  # a rank joins between the operations
 
 
 def test_plan_has_limits():
-    small, large = one(100), one(256)  # of 4 bytes each
+    small, large = one(100), one(256)  # elements of 4 bytes
     steps = planned([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, 1024, False)
     assert [len(step) for step in steps[0]] == [6, 1] and shape_of(steps)[1] == [(5, 0)]
     assert [len(step) for step in planned([((small,), 0)] * 12, 4096, 1024, False)[0]] == [10, 2]
@@ -86,9 +86,10 @@ def test_integer_average_needs_all_ranks():
 
 
 def held_up(control):
-    """Have rank 0 give no leave for the next frame until the function is called that is returned.
+    """Have rank 0 withhold the next frame until the returned function is called.
 
-    What is brought meanwhile is one frame. Who launches goes on: it is the one that hears what the others bring.
+    All operations brought meanwhile are in one frame. The launching thread continues, as it also reads what other
+    ranks bring.
     """
     held, launched = [], control.launched
     control.launched = held.append
@@ -103,7 +104,7 @@ def held_up(control):
 
 
 def bring_at_once(coordinator, controls, meet, bring):
-    """Call ``bring()`` on all ranks so that all it brings is one frame."""
+    """Call ``bring()`` on all ranks so that its operations are in one frame."""
     if coordinator.rank == 0:
         control = next(each for each in controls if each.rank == 0)
         release = held_up(control)
@@ -112,7 +113,7 @@ def bring_at_once(coordinator, controls, meet, bring):
     first.wait(DEADLINE)
     works = bring()
     meet.wait(DEADLINE)
-    if coordinator.rank == 0:  # where all of it has to have come
+    if coordinator.rank == 0:  # the root, which must have received all
         keys = coordinator._session.everyone.pending.keys()
         testing.wait_for(lambda: all(len(control.have(0, key)) == coordinator.size for key in keys), "all to be there")
         release()

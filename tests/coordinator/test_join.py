@@ -1,4 +1,4 @@
-"""Ranks that have run out of data: the others go on, and what is meant is what they mean."""
+"""Ranks that join as they have run out of data: the others continue, and averages are over the others."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_operations_that_need_all_ranks_fail_after_join():
 
 
 def test_cached_agreement_is_checked_anew_after_join():
-    """What the caches have of a gather, a sparse sum and a set's all-reduce is of more ranks than are left."""
+    """Cached gathers, sparse sums and all-reduces of a set are of more ranks than are left."""
 
     def body(coordinator):
         rank = coordinator.rank
@@ -156,7 +156,7 @@ def test_joined_rank_cannot_bring_operations(ranks_are_threads):
         return last
 
     first, second = run_coordinators(2, body)
-    assert first == second  # whose call came first nobody can tell
+    assert first == second  # either rank may have called first
 
 
 def test_join_has_a_deadline(ranks_are_threads):

@@ -1,4 +1,4 @@
-"""A process with a coordinator that is killed at any moment: every work of the others ends, and the end names it."""
+"""A process with a coordinator that is killed at a random moment: all works of the others end, and name its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes at the worst moment: handlers of signals that raise, ranks that are late, deadlines that pass twice."""
+"""Events at the worst moment: raising signal handlers, late ranks, repeated deadlines."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ print(raised, len(done), sum(value != 2.0 for value in done))
 
 
 def test_signal_handler_raises_in_call(host_engine):
-    """The others have what it was about to bring, or they have not: nobody gets a sum without it."""
+    """The interrupted operation is brought on all ranks or not at all: no rank gets a sum without it."""
     raised, done, wrong = map(int, testing.run_python(SIGNALS, warm=True).stdout.split())
     assert raised > 100 and done > 100 and wrong == 0
 
 
 def test_frame_that_crosses_overdue_verdict_belongs_to_old_operation():
-    """A frame upwards and the root's verdict that its operation is overdue meet on their way."""
+    """A frame to the root crosses the root's verdict that its operation is overdue."""
     root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=1.0)
     leaf = Node(1, 2, False, [], cache=8, timeout=1.0)
     root.bring(0, b"x", b"F", b"old 0", time=0.0)
@@ -100,8 +100,8 @@ def test_late_process_set_is_warned_of(caplog):
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_process_set_can_be_asked_for_again(limited):
-    """After its wait's deadline, and after that of all ranks."""
-    # On GPUs the end takes a while, and has the same deadline.
+    """After the deadline of the wait, and after that of all ranks."""
+    # Longer on GPUs, where the end takes a while and has the same deadline.
     timeout = None if not limited else 0.3 if ncclpy.library().engine == "host" else 3.0
     meet = threading.Barrier(2)
 
@@ -110,7 +110,7 @@ def test_process_set_can_be_asked_for_again(limited):
             with pytest.raises(ncclpy.NcclTimeout):
                 coordinator.process_set([0, 1], 0.2 if timeout is None else DEADLINE)
         meet.wait(DEADLINE)
-        if timeout is not None and coordinator.rank == 1:  # it hears of that when it comes
+        if timeout is not None and coordinator.rank == 1:  # rank 1 hears of the deadline when it calls
             with pytest.raises(ncclpy.NcclTimeout, match="rank 1 did not bring it"):
                 coordinator.process_set([0, 1], DEADLINE)
         meet.wait(DEADLINE)

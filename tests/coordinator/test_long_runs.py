@@ -1,4 +1,4 @@
-"""A coordinator that works for long takes no more than it did: memory, threads, descriptors, and what it remembers."""
+"""Long runs of a coordinator use no more memory, threads, descriptors and records than short ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from leftovers import descriptors, rss, threads
 
 from ncclpy.coordinator import Coordinator
 
-#: Names of a step, how many of them are new each time, and how often one looks.
+#: Names per step, how many of them are new in each step, and the number of looks.
 NAMES, NEW, LOOKS = 50, 2, 5
 DEADLINE = 60
-#: One rank looks at a time: to list descriptors takes one, which the other one would count.
+#: One rank looks at a time: listing descriptors takes one, which the other rank would count.
 LOOKING = threading.Lock()
 
 
 def remembered(coordinator: Coordinator) -> list[int]:
-    """Return how many entries there are in what a rank remembers."""
+    """Return the numbers of entries in the records of a rank."""
     session = coordinator._session
     found = [len(session._defining), len(session._members), session.pending]
     for member in session._members.values():
@@ -29,7 +29,7 @@ def remembered(coordinator: Coordinator) -> list[int]:
 
 
 def work(coordinator, operations, seconds):
-    """Do steps until so many operations are done, or the time is over; return how many, and what was seen."""
+    """Do steps until `operations` are done or the time is over; return the number done, and the looks."""
     rank = coordinator.rank
     arrays = [np.ones(size) for size in ([3, 100, 20_000] * NAMES)[:NAMES]]
     part = coordinator.process_set([0, 1], DEADLINE)
@@ -43,7 +43,7 @@ def work(coordinator, operations, seconds):
         works = [coordinator.all_reduce(names[i], arrays[i], "max") for i in order]
         works.append(part.all_gather("rows", np.ones((turn + rank) % 5)))
         works.append(coordinator.all_reduce("differs", np.ones(1 + rank)))
-        # Whether it takes too long is decided by one rank.
+        # Rank 0 decides for all whether the time is over.
         clock = np.array([rank == 0 and time.monotonic() - since > seconds])
         works.append(coordinator.all_reduce("clock", clock))
         for each in works[:-2]:
@@ -62,13 +62,13 @@ def work(coordinator, operations, seconds):
 
 
 def run(operations, seconds, grows):
-    """Have two ranks work; what the second look sees and the last one is to be the same, but for so many bytes."""
+    """Have two ranks work; an early look and the last one must agree, except for `grows` bytes."""
     for done, seen in run_coordinators(2, lambda coordinator: work(coordinator, operations, seconds)):
         print(f"{done:,} operations; bytes at each look: {[each[0] for each in seen]}")
         assert len(seen) >= 2, "it is too slow to see anything"
         first, last = seen[len(seen) // 2 - 1], seen[-1]
         assert last[1] <= first[1] and max(last[4]) <= max(first[4], default=0)
-        # A set has a thread from when something has had to wait first: there are two sets of two ranks.
+        # A set gets a thread at its first wait, which may come late: there are two sets of two ranks.
         assert last[2] <= first[2] + 4 and last[3] <= first[3] + 4
         assert last[0] - first[0] < grows
 
@@ -80,4 +80,4 @@ def test_steps_leave_nothing():
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_100000_operations_leave_nothing():
-    run(100_000, DEADLINE * 2 / 3, 2 << 20)  # all of it has DEADLINE
+    run(100_000, DEADLINE * 2 / 3, 2 << 20)  # the whole run has DEADLINE

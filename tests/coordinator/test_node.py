@@ -1,4 +1,4 @@
-"""A rank's part in the tree: random programs beside a model, and what is no frame."""
+"""A rank's node in the tree: random programs compared with a model, and damaged frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_all_ranks_hear_the_same_in_one_order(seed, runs, capsys):
 
 
 def damage(rng, frame):
-    """Return a frame in which some bytes are others, more or fewer."""
+    """Return a frame with some bytes changed, added or removed."""
     frame = bytearray(frame)
     for _ in range(rng.randint(1, 4)):
         what = rng.random()
@@ -63,7 +63,7 @@ def test_damaged_frame_is_an_error_or_another_frame(seed, runs):
             program.run()
         except ValueError:
             refused += 1
-        except (AssertionError, KeyError, IndexError):  # the model's: it is another program by then
+        except (AssertionError, KeyError, IndexError):  # the model's, as it is another program now
             pass
     assert refused > runs // 10
 
@@ -101,11 +101,11 @@ def test_one_new_shape_leaves_the_rest_of_the_cache():
         for name in (b"x", b"y"):
             root.bring(0, name, shape if name == b"x" else b"always")
             root.launched(0)
-    assert root.counters()["hits"] == 2 + 3  # of x each shape once, of y all but the first
+    assert root.counters()["hits"] == 2 + 3  # x: each shape once; y: all but the first
 
 
 def test_root_reports_stalls_and_ends_overdue_operations():
-    """Also where those who have brought it are below a rank that has not."""
+    """Also if the ranks that have brought the operation are below a rank that has not."""
     root = Node(0, 3, True, [(1, (1, 2))], cache=8, timeout=10, stall_after=1)
     middle = Node(1, 3, False, [(2, (2,))], cache=8, timeout=10, stall_after=1)
     leaf = Node(2, 3, False, [], cache=8, timeout=10, stall_after=1)
@@ -144,7 +144,7 @@ def test_root_reports_stalls_and_ends_overdue_operations():
     heard = [[record for frame in node.told() for record in frame] for node in (root, middle, leaf)]
     assert ("overdue", 0, b"x", b"A", (2,), (0, 1)) in heard[2]
     assert ("overdue", 0, b"y", b"B", (0,), (1, 2)) in heard[0]
-    assert heard[1] == []  # it has brought neither, and hears of each when it comes
+    assert heard[1] == []  # it has brought neither, and gets each verdict when it brings the operation
     middle.bring(0, b"x", b"A")
     assert middle.told() == [[("overdue", 0, b"x", b"A", (2,), (0, 1))]]
     assert not leaf.pending() and not root.pending()
@@ -152,7 +152,7 @@ def test_root_reports_stalls_and_ends_overdue_operations():
 
 
 def test_record_of_overdue_operations_is_bounded():
-    """The latest are told when the rank brings them; of what was forgotten it is as if it were the first time."""
+    """A late rank gets the verdict of recent operations; forgotten ones count as new."""
     root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=10)
     leaf = Node(1, 2, False, [], cache=8, timeout=10)
     sizes = []
@@ -178,7 +178,7 @@ def test_record_of_overdue_operations_is_bounded():
     root.look(2e6)
     for frame in root.down():
         leaf.from_parent(frame, 2e6)
-    assert leaf.condemned() == 1  # the last one, however long it is
+    assert leaf.condemned() == 1  # the last one is kept, however long its name is
     root.shutdown(False, b"")
     for frame in root.down():
         leaf.from_parent(frame)

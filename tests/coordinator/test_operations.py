@@ -1,4 +1,4 @@
-"""Every named operation, against numpy, in whatever order ranks bring it."""
+"""Every named operation compared with numpy, in any order of the ranks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_scale_must_be_a_number_of_the_array_type(dtype, scales, said):
 @pytest.mark.parametrize(
     ("dtype", "prescale", "postscale", "wanted"),
     [
-        (np.float32, 1e300, 1e-300, 2),  # both at once
+        (np.float32, 1e300, 1e-300, 2),  # both scales
         (np.float32, 0, None, 0),
         (np.float32, 3e38, 0, 0),
         (np.float32, 1e38, None, 2e38),
@@ -121,7 +121,7 @@ def test_all_gather_of_rows_that_differ():
     def body(coordinator):
         rank = coordinator.rank
         found = []
-        for step in range(4):  # first dimensions change from step to step, and may be 0
+        for step in range(4):  # first dimensions change between steps, and may be 0
             rows = (rank * step + step) % 4
             found.append(coordinator.all_gather("rows", values(rank, (rows, 2))).result(DEADLINE))
         scalars = coordinator.all_gather("scalar", np.array(rank, np.int16)).result(DEADLINE)
@@ -142,7 +142,7 @@ def test_broadcast():
     def body(coordinator):
         array = values(coordinator.rank, 4, np.int64)
         if coordinator.rank == 2:
-            array.flags.writeable = False  # the root only sends
+            array.flags.writeable = False  # the root only reads its array
         return coordinator.broadcast("weights", array, root=2).result(DEADLINE)
 
     for result in run_coordinators(N, body):
@@ -297,7 +297,7 @@ def test_any_text_is_a_valid_name(name):
     def body(coordinator):
         array = np.ones(3)
         coordinator.all_reduce(name, array).wait(DEADLINE)
-        other = coordinator.all_reduce(name + "\0", np.ones(3))  # another one
+        other = coordinator.all_reduce(name + "\0", np.ones(3))  # a distinct name
         other.wait(DEADLINE)
         with pytest.raises(TypeError, match="name: expected a text"):
             coordinator.all_reduce(b"x", array)
@@ -333,7 +333,7 @@ def test_invalid_calls_are_refused_locally():
 
 
 def test_written_array_is_under_one_name_at_a_time(ranks_are_threads):
-    """Rank 0 brings what rank 1 brings later, so that all of it is in flight."""
+    """Rank 0 brings operations that rank 1 brings later, so that they stay in flight."""
     meet = threading.Barrier(2)
 
     def body(coordinator):
@@ -366,7 +366,7 @@ def test_written_array_is_under_one_name_at_a_time(ranks_are_threads):
         for work in works:
             work.wait(DEADLINE)
         coordinator.all_reduce("again", array).wait(DEADLINE)
-        for name in ("a", "b", "x"):  # nothing of them is left
+        for name in ("a", "b", "x"):  # the refused calls have left nothing
             coordinator.all_reduce(name, other).wait(DEADLINE)
         coordinator.barrier("done").wait(DEADLINE)
         assert coordinator._session.everyone.pending.sizes() == (0, 0, 0)
@@ -379,7 +379,7 @@ def test_coordinator_and_its_group_are_separate(host_engine, ranks_are_threads):
     def body(coordinator):
         group = coordinator._group
         array, other = values(coordinator.rank), values(coordinator.rank)
-        if coordinator.rank == 0:  # the other order than on rank 1
+        if coordinator.rank == 0:  # in the opposite order of rank 1
             work, begun = coordinator.all_reduce("x", array), group.all_reduce(other)
         else:
             begun, work = group.all_reduce(other), coordinator.all_reduce("x", array)
@@ -400,7 +400,7 @@ def test_local_ranks():
 
 
 def test_local_ranks_follow_divided_machine(monkeypatch):
-    """What decides who speaks to whom decides who is local: here each rank takes itself for a machine of its own."""
+    """The identity that forms the tree also decides which ranks are local; here each rank is a machine of its own."""
     for module in (connections, session):
         monkeypatch.setattr(module, "machine", lambda: f"{os.getpid()} {threading.get_ident()}")
 

@@ -1,4 +1,4 @@
-"""Some of the ranks, with operations of their own."""
+"""Process sets: operations of some of the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_sets_of_some_ranks():
         part = coordinator.process_set(mine, DEADLINE)
         assert part.ranks == tuple(sorted(mine)) and part.size == 2 and part.ranks[part.rank] == rank
         array, whole = np.full(3, 10.0**rank), np.ones(1)
-        works = [part.all_reduce("x", array), coordinator.all_reduce("x", whole)]  # names are a set's own
+        works = [part.all_reduce("x", array), coordinator.all_reduce("x", whole)]  # each set has its own names
         for work in works:
             work.wait(DEADLINE)
         gathered = part.all_gather("g", np.array([rank])).result(DEADLINE)
@@ -35,7 +35,7 @@ def test_sets_of_some_ranks():
 def test_process_set_needs_no_call_of_other_ranks():
     def body(coordinator):
         if coordinator.rank == 2:
-            return coordinator.process_set([0, 1])  # which they may
+            return coordinator.process_set([0, 1])  # ranks outside the set may call it too
         if coordinator.rank == 3:
             return None
         part = coordinator.process_set([0, 1], DEADLINE)
@@ -56,7 +56,7 @@ def test_sets_do_not_hold_each_other_up(ranks_are_threads):
 
     def body(coordinator):
         first = coordinator.process_set([0, 1], DEADLINE)
-        second = coordinator.process_set([1, 0], DEADLINE)  # another one
+        second = coordinator.process_set([1, 0], DEADLINE)  # a distinct set
         assert first.rank == second.rank
         slow, fast = np.ones(2), np.ones(2)
         if coordinator.rank == 1:

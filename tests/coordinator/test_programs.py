@@ -1,8 +1,8 @@
-"""Programs of several ranks that hypothesis makes, and makes small where they fail, compared with numpy.
+"""Programs of several ranks that hypothesis generates, and shrinks on failure, compared with numpy.
 
-Each step has operations of all ranks or of a set, which each rank brings in an order of its own and from several
-threads. Names come again from step to step. In the end ranks have more or less data than others and join, and some
-programs are shut down while others wait. `test_random_programs` has more of everything, and no small examples.
+Each step has operations of all ranks or of a set, which each rank brings in its own order and from several threads.
+Names repeat from step to step. In the end ranks run out of data at different times and join, and some programs are
+shut down while ranks wait. `test_random_programs` has larger programs, without shrinking.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import testing
 NAMES = ["a", "", "\0", "a\0", "слой/層", "\ud800", "x" * 300]
 DTYPES = [np.float32, np.int64, np.uint8, np.float16]
 OPS = {"sum": np.sum, "max": np.max, "min": np.min}
-#: Seconds for what waits: where it comes to that a program is wrong, and there will be smaller ones.
+#: Seconds for a wait. A wait that takes as long is a failure, which shrinking repeats with smaller programs.
 DEADLINE = 16
-#: Seconds for a campaign; what does not fit on a slow machine is left out, and said.
+#: Seconds for a campaign; examples that do not fit on a slow machine are left out, with a message.
 CAMPAIGN = testing.share(100)
 
 
@@ -37,9 +37,9 @@ class Operation(NamedTuple):
     kind: str
     op: str
     dtype: type
-    rows: list[int]  # by ranks; for what has to be the same the first one's
+    rows: list[int]  # of each rank; if all must have the same, the first counts
     width: int
-    who: int  # the root, or who brings something else
+    who: int  # the root, or the rank that brings something else
 
     def array(self, step, rank, rows):
         values = np.arange(rows * self.width).reshape(rows, self.width)
@@ -51,9 +51,9 @@ class Program(NamedTuple):
     over: str
     options: dict
     sets: list[list[int]]
-    steps: list[tuple[list[Operation], list[list[int]], list[int]]]  # with each rank's order, and how many threads
+    steps: list[tuple[list[Operation], list[list[int]], list[int]]]  # with each rank's order, and number of threads
     extras: list[int]
-    ends: int | None  # who shuts it down while the others wait
+    ends: int | None  # the rank that shuts down while the others wait
     drains: bool
 
 
@@ -121,7 +121,7 @@ def bring(place, program, step, operation, rank):
 
 
 def wanted(program, step, operation, rank):
-    """Return what each work results in."""
+    """Return the expected result of each work."""
     members = members_of(program, operation)
     mine, everyone = members.index(rank), [brought(program, step, operation, each) for each in members]
     if operation.kind == "barrier":
@@ -151,7 +151,7 @@ def check(program, step, operation, rank, works):
 
 
 def play(program, coordinator):
-    """Be a rank; return what has to be the same on all."""
+    """Be a rank; return the texts that must be the same on all ranks."""
     rank, said = coordinator.rank, []
     places = [coordinator]
     places += [coordinator.process_set(each, DEADLINE) if rank in each else None for each in program.sets]
@@ -188,7 +188,7 @@ def play(program, coordinator):
         else:
             try:
                 work = coordinator.barrier("never")
-            except ncclpy.NcclAborted as error:  # which it had heard of
+            except ncclpy.NcclAborted as error:  # if this rank had heard of the shutdown
                 assert "of its own" in str(error)
             else:
                 assert "of its own" in str(work.exception(DEADLINE))
@@ -201,7 +201,7 @@ def run(program):
         play_it = functools.partial(play, program)
         found = run_coordinators(program.size, play_it, over=program.over, **program.options)
         assert all(each == found[0] for each in found), found
-    except Exception:  # which rank fails first, and how, is a matter of time: hypothesis is to take it for one failure
+    except Exception:  # the first failing rank and its error vary: hypothesis must see one failure
         wrong = traceback.format_exc()
     if wrong is not None:
         raise AssertionError(wrong)
@@ -212,7 +212,7 @@ profile = settings(
 )  # fmt: skip
 
 
-@pytest.mark.timeout(400)  # hypothesis makes a program that fails smaller for up to five minutes
+@pytest.mark.timeout(400)  # hypothesis shrinks a failing program for up to five minutes
 @pytest.mark.parametrize("examples", [8, pytest.param(120, marks=pytest.mark.slow)])
 def test_program(host_engine, examples):
     @settings(profile, max_examples=examples)

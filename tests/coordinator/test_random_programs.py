@@ -1,6 +1,6 @@
-"""Random programs of several ranks against numpy: orders, sizes, types, sets, groups, errors and joins.
+"""Random programs of several ranks compared with numpy: orders, sizes, types, sets, groups, errors and joins.
 
-On GPUs half of the arrays are torch's, in device memory, and half numpy's.
+On GPUs half of the arrays are torch tensors in device memory, and half are numpy's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read(result):
 
 
 class Program:
-    """What all ranks do, made from a seed: each step brings some operations, each rank in its own order."""
+    """The program of all ranks, made from a seed: in each step each rank brings some operations in its own order."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -146,7 +146,7 @@ class Program:
                 works[what["name"]] = self.bring(coordinator, what)
             for what in step:
                 errors.append(self.check(what, rank, works[what["name"]]))
-        for extra in range(order.randint(0, 3)):  # ranks have more or less data than others
+        for extra in range(order.randint(0, 3)):  # ranks run out of data at different times
             array = np.full(5, 7.0, np.float32)
             coordinator.all_reduce(f"extra {extra}", array, "average").wait(DEADLINE)
             np.testing.assert_allclose(array, 7, rtol=1e-6)
@@ -159,7 +159,7 @@ def run(seed, **options):
     assert all(result == results[0] for result in results), f"seed {seed}"
 
 
-# Six have each way and each size of fusion once.
+# Six seeds cover each transport and each fusion size once.
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_random_program(seed):
     run(seed, over=("store", "group")[seed % 2], fusion_bytes=(64 << 20, 2000, 0)[seed % 3])

@@ -1,4 +1,4 @@
-"""A coordinator over a group that goes on with other ranks."""
+"""A coordinator over a group that continues with other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions whose control plane tells nothing, or what cannot be followed: each rank is told why, and no wait stays."""
+"""Sessions with a control plane that is silent or inconsistent: each rank gets the reason, and every wait ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("ranks_are_threads")
 
 
 class Changed:
-    """An object of which a test can replace methods."""
+    """A wrapper of an object, with methods that a test can replace."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -32,7 +32,7 @@ class Changed:
 
 @pytest.mark.parametrize("tells", ["a clock of its own", "the control plane"])
 def test_rank_that_is_connected_and_does_not_begin_is_named_on_the_others(monkeypatch, tells):
-    """Rank 1 tells its options only once rank 0 has given up."""
+    """Rank 1 sends its options only after rank 0 has given up."""
     store, raised, given_up, opens = LocalStore(), {}, threading.Event(), session.open_control
 
     def opened(*arguments, **options):
@@ -40,7 +40,7 @@ def test_rank_that_is_connected_and_does_not_begin_is_named_on_the_others(monkey
             options["timeout"] = 0.3
         control = Changed(opens(*arguments, **options))
         if control.rank == 0 and tells == "a clock of its own":
-            monkeypatch.setattr(session, "_BEGINS", 0.3)  # all are connected by now
+            monkeypatch.setattr(session, "_BEGINS", 0.3)  # all ranks are connected by then
         elif control.rank == 1:
             bring = control.bring
             control.bring = lambda *what: given_up.wait(DEADLINE) and bring(*what)
@@ -70,7 +70,7 @@ def not_read(frame):
 
 
 def not_brought(follow):
-    """Return what has a session be told to run what its rank has not brought."""
+    """Return a reader that has a session run an operation that its rank has not brought."""
 
     def other(frame):
         follow([("run", 0, key_of(["other"]), *record[3:]) if record[0] == "run" else record for record in frame])
@@ -128,7 +128,7 @@ def no_memory(*arguments):
 
 @pytest.mark.parametrize("what", ["carrier", "member"])
 def test_shutdown_raises_errors_of_release(what):
-    """The rest is given back all the same: the other rank's shutdown returns."""
+    """The rest is released all the same: the other rank's shutdown returns."""
     meet = threading.Barrier(2)
 
     def body(coordinator):

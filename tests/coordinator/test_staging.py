@@ -1,4 +1,4 @@
-"""Arrays of CPU memory that are carried through device memory, as GPUs need it; here by the host engine."""
+"""CPU arrays that are staged through device memory, as GPUs need it; here on the host engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sparse_sum():
         rank = coordinator.rank
         indices = np.array([[rank, 5], [1, 2]], np.int64)
         got = []
-        for step in range(3):  # the slots are used again
+        for step in range(3):  # reuses the staging slots
             values = np.full((2, 3), 1.0 + rank + step, np.float32)
             indices, sums = coordinator.all_reduce_sparse("x", indices, values).result(DEADLINE)
             got.append((indices.tolist(), sums[:, 0].tolist()))
@@ -84,7 +84,7 @@ def test_scale_and_join():
 
 
 class Falls:
-    """A plane whose group ends on the way to a launch: between the copies in, which wait for the array, and that."""
+    """A plane that aborts its group before a launch: after the copies in, which wait for the array."""
 
     def __init__(self, plane):
         self.plane = plane
@@ -97,7 +97,7 @@ class Falls:
 
 
 def test_launch_that_fails_twice_ends_every_work():
-    """What fails in the middle of a failure is told as well; no work is left behind."""
+    """An error during the handling of a failure is reported too, and every work ends."""
 
     class Broken(Falls):
         def fuse(self, *arguments):
@@ -115,7 +115,7 @@ def test_launch_that_fails_twice_ends_every_work():
         coordinator.barrier("both").wait(DEADLINE)
         errors = [coordinator.all_reduce("x", np.ones(4)).exception(DEADLINE)]
         with pytest.raises(ncclpy.NcclAborted):
-            for step in range(1000):  # until the end has come
+            for step in range(1000):  # until the coordinator has ended
                 errors.append(coordinator.all_reduce(f"{step}", np.ones(4)).exception(DEADLINE))
         coordinator.close(DEADLINE)
         return [each is not None for each in errors]
@@ -131,7 +131,7 @@ class Falling:
     def __iter__(self):
         return iter((self.part, self.part.count))
 
-    def __getitem__(self, place):  # it is asked for how much is launched
+    def __getitem__(self, place):  # called for the size of a launch
         self.plane.group.abort("it falls")
         return self.part.count
 
@@ -148,7 +148,7 @@ def test_arrays_being_copied_for_failed_launch_are_held():
         del array
         with pytest.raises(ncclpy.NcclError, match="it falls"):
             work.wait(DEADLINE)
-        del work  # and its error, whose traceback has what the frames had
+        del work  # and its error, as the traceback holds the frames
         for _ in range(5):
             gc.collect()
             time.sleep(0.04)
@@ -164,7 +164,7 @@ def test_arrays_being_copied_for_failed_launch_are_held():
 
 
 def test_end_during_staging_holds_arrays(controls):
-    """What is copied in is held until that is over, and every work ends."""
+    """Arrays being copied in are held until the copies are done, and every work ends."""
     meet = threading.Barrier(2)
 
     def body(coordinator):

@@ -1,4 +1,4 @@
-"""The trace of what becomes of operations, and the numbers."""
+"""The timeline of operations, and the statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of torch models over a coordinator: equal to one process with all data, whatever the ranks' orders."""
+"""Gradients of torch models over a coordinator: equal to one process with all data, for any order of the ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DEADLINE = 30
 STEPS, BATCH = 5, 8
 
 
-SEEDING = threading.Lock()  # of torch's generator, which all threads have
+SEEDING = threading.Lock()  # torch's generator is shared by all threads
 
 
 def made(seed):
-    """Return a model that a seed alone decides on."""
+    """Return a model that depends on the seed only."""
     with SEEDING:
         torch.manual_seed(seed)
         return Model()
@@ -35,7 +35,7 @@ def device_of(rank):
 
 
 class Model(torch.nn.Module):
-    """Branches that are called in any order, one of them only sometimes, and one without data of its own."""
+    """Branches called in any order, one layer used only sometimes, and a parameter without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def alone(size, optimizer_of, passes=1):
             for rank in range(size):
                 (loss_of(model, step * passes + part, rank, range(4), "cpu") / size).backward()
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:  # what nobody has used counts as zeros
+            if parameter.requires_grad and parameter.grad is None:  # unused parameters count as zeros
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     return parameters_of(model)
@@ -117,7 +117,7 @@ def test_gradients_may_be_compressed(compression, tolerance):
     assert torch.allclose(first, wanted, atol=tolerance) and not torch.equal(first, wanted)
 
 
-# torch 2.11 says so where anybody makes a sparse tensor without having asked for its checks, or not.
+# torch 2.11 warns about any sparse tensor made without an explicit choice about its checks.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_sparse_gradients():
     def body(coordinator):
@@ -128,7 +128,7 @@ def test_sparse_gradients():
             average.synchronize()
             first = table.weight.grad.to_dense().cpu()
             table.weight.grad = None
-            if coordinator.rank == 0:  # the other one has none
+            if coordinator.rank == 0:  # rank 1 has no gradient
                 table(torch.tensor([7], device=device)).sum().backward()
             average.synchronize()
         return first, table.weight.grad.to_dense().cpu()
@@ -171,7 +171,7 @@ def test_tied_weights():
         with torch.no_grad():
             model[0].weight.fill_(1.0 + coordinator.rank)
         if coordinator.rank == 0:
-            time.sleep(0.05)  # the other one has brought all of it
+            time.sleep(0.05)  # the other rank has brought everything
         broadcast_parameters(model, coordinator, root=0)
         return model[1].weight is model[0].weight, float(model[1].weight.detach().sum())
 
@@ -179,7 +179,7 @@ def test_tied_weights():
 
 
 def test_step_after_failed_or_skipped_step():
-    """It is of averages, as every step is."""
+    """Such a step uses averages like every other."""
 
     def body(coordinator):
         rank, device = coordinator.rank, device_of(coordinator.rank)
@@ -189,13 +189,13 @@ def test_step_after_failed_or_skipped_step():
         average = average_gradients(model, coordinator, optimizer=optimizer)
         coordinator.barrier("both").wait(DEADLINE)
         (weight * (1.0 + rank)).sum().backward()
-        average.synchronize()  # and that step is left out
+        average.synchronize()  # and the step is left out
         optimizer.zero_grad()
         (weight * (1.0 + rank)).sum().backward()
         optimizer.step()
         assert float(weight.detach()) == -1.5
 
-        model.append(torch.nn.Parameter(torch.zeros(1 + rank, device=device)))  # the ranks disagree about this one
+        model.append(torch.nn.Parameter(torch.zeros(1 + rank, device=device)))  # a mismatch between the ranks
         wrong = average_gradients(model, coordinator, optimizer=optimizer, name="wrong")
         average.close()
         for _ in range(2):

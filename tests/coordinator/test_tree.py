@@ -1,4 +1,4 @@
-"""Who speaks to whom: one tree among machines, one on each."""
+"""Connections of the control plane: one tree among machines, and one on each machine."""
 
 from __future__ import annotations
 

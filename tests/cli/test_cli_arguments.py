@@ -1,4 +1,4 @@
-"""The command line of ``ncclpy perf``: defaults, what does not fit together, and what people are told."""
+"""The command line of ``ncclpy perf``: defaults, invalid combinations, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ncclpy perf`` sends and how it judges what comes back. No library is loaded."""
+"""The data that ``ncclpy perf`` sends, and its check of results. No library is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDUCE = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
 def reduced(name: str, op: str, inputs: list[np.ndarray]) -> np.ndarray:
-    """Reduce in the type itself, in a shuffled order, rounding after each step: the worst that a library may do."""
+    """Reduce in the type itself, in random order, rounding after each step: the worst that a library may do."""
     dtype, nranks = DTYPES[name], len(inputs)
     operands = [bits.view(dtype) for bits in inputs]
     if op == "mulsum":
@@ -55,7 +55,7 @@ def test_reduction_in_any_order_is_right_and_poison_is_wrong(name, op):
         result = reduced(name, op, [block.bits for block in made.inputs])
         assert check.count_wrong(kind, reader(result), 0, 2000, made.reduced, 0) == 0, nranks
         poison = np.full(2000 * kind.itemsize, check.POISON, np.uint8)
-        # A byte of poison is a legal value for integers, so some of it may be right by chance.
+        # A poisoned byte is a valid integer, so that some may be right by chance.
         assert check.count_wrong(kind, reader(poison), 0, 2000, made.reduced, 0) > 1500, nranks
 
 
@@ -95,7 +95,7 @@ def test_long_outputs_are_checked_to_the_last_element(name):
     kind = TYPES[name]
     made = data.make(name, None, 2, 1 << 30, (3,))
     assert len(made.inputs[1].bits) == data.PERIOD
-    # More than one chunk, more than one period, from the middle of a period on.
+    # More than one chunk, and more than one period, beginning in the middle of a period.
     phase, length = 70001, check.CHUNK // kind.itemsize + data.PERIOD + 5
     output = np.resize(np.roll(made.inputs[1].bits, -phase), length + 2)
     segment = Segment(0, length, 1, phase)

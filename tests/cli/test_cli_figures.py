@@ -57,7 +57,7 @@ def test_sweep_multiplies_or_adds_and_includes_its_end():
         ("all_gather", 1000, 1, 3, Layout(320, 960, 320, send_offset=320)),
         # 1000 // 3 = 333 doubles, rounded down to pairs.
         ("all_gather", 1000, 8, 3, Layout(332, 996, 332, send_offset=332)),
-        # 8 bytes among 4 ranks are nothing.
+        # 8 bytes among 4 ranks are zero elements.
         ("all_gather", 2, 4, 4, Layout(0, 0, 0)),
         ("barrier", 0, 1, 4, Layout(0, 0, 0)),
     ],
@@ -118,7 +118,7 @@ def test_row_looks_as_in_nccl_tests():
     row = Row(
         1048576, 262144, "float", "sum", -1, Side(34.567, 30.33, 53.08, 0), Side(123456.7, 1234.5, 0.004, None), 20
     )
-    # As the format strings of src/util.cu have it, but for N/A, which stands one further right, under its title.
+    # As by the format strings of src/util.cu, except for N/A, which is one column further right, under its title.
     line = "     1048576        262144     float     sum      -1    34.57   30.33   53.08       0"
     assert row.line() == line + "   123457  1234.5    0.00     N/A"
 

@@ -15,7 +15,7 @@ from ncclpy.cli.main import main
 
 
 def facts(**changes):
-    """Return facts of a machine with nothing to remark, and with `changes`."""
+    """Return facts of a machine that gives no hint, with `changes`."""
     usual = {
         "library": {"engine": "cuda", "version": "2.32.3", "reason": "automatic", "missing": {}},
         "devices": [{}, {}],
@@ -107,7 +107,7 @@ def test_host_engine_is_used_without_gpu():
     done = testing.run_python('from ncclpy.cli.main import main; main(["info"])', env={"NCCLPY_LIBRARY": ""})
     assert "host engine" in done.stdout.splitlines()[0] and "no GPU found" in done.stdout.splitlines()[0]
     assert "NCCLPY_LIBRARY=host" in done.stdout
-    assert "ncclpy.use()" not in done.stdout  # nobody who reads this has called it
+    assert "ncclpy.use()" not in done.stdout  # users of the command line have not called it
 
 
 def test_environment_is_shown(monkeypatch, capsys):

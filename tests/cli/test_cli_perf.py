@@ -1,4 +1,4 @@
-"""``ncclpy perf`` from the command line to the verdict, on whichever engine runs."""
+"""``ncclpy perf`` from the command line to the verdict, on the engine of the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_barrier(line, capsys):
 
 
 def placements():
-    """Yield each way to place ranks for each collective; what is left to campaigns differs by the collective alone."""
+    """Yield each placement of ranks for each collective; campaigns only add collectives to placements."""
     for line in ("-t 4", "-t 2 -g 2", "-g 4 --processes", "-t 2 -g 2 --processes"):
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "gather"):
             slow = (collective, line[:2]) in {("all_reduce", "-t"), ("sendrecv", "-g")}
@@ -152,7 +152,7 @@ def test_json_has_machine_versions_arguments_and_results(capsys, tmp_path):
     assert document["errors"] == []
 
 
-# Things that go wrong
+# Failures
 
 
 @pytest.mark.parametrize("line", ["-g 4", "-t 2 -g 2"])
@@ -189,7 +189,7 @@ def test_output_that_is_too_long_is_detected(capsys, monkeypatch):
     right = Endpoint.calls
 
     def longer(self, collective, layout, *rest):
-        # What is sent from behind the buffer must not look like poison.
+        # Data sent from behind the buffer must not look like poison.
         with device.using(self.device):
             device.memset(self.send + self.nbytes, 0, GUARD, self.stream)
             self.stream.synchronize()
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_cleanly(line):
         while "(elements)" not in process.stdout.readline():
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the children as well
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal, to the children too
         start = time.monotonic()
         _, said = process.communicate(timeout=40)
     finally:
@@ -293,11 +293,11 @@ def test_sizes_beyond_the_memory_are_cut(capsys, monkeypatch):
     assert [row[0] for row in rows] == ["1024", "2048", "4096"]
 
 
-# The outside
+# From a shell
 
 
 def outside(line: str, env: dict | None = None, **options):
-    """Run a line of shell in which ``ncclpy`` is the program."""
+    """Run a shell line that starts ``ncclpy``."""
     command = line.replace("ncclpy", f"{sys.executable} -m ncclpy", 1)
     environment = {**os.environ, **(env or {})}
     return subprocess.run(
@@ -344,7 +344,7 @@ def test_closed_reader_prints_no_error():
 
 
 def on_a_terminal(line: str, env: dict | None = None) -> tuple[int, str, str]:
-    """Return status, standard output and what a terminal on standard error showed."""
+    """Return status, standard output, and the output on a terminal as standard error."""
     ours, theirs = pty.openpty()
     command = [*PERF, *line.split()]
     try:
@@ -364,13 +364,13 @@ def on_a_terminal(line: str, env: dict | None = None) -> tuple[int, str, str]:
         while piece := os.read(ours, 65536):
             shown += piece
     except OSError:
-        pass  # the other end is closed: this is how a terminal says so
+        pass  # a terminal reports its closed end by this error
     os.close(ours)
     return done.returncode, done.stdout, shown.decode()
 
 
 def test_progress_on_a_terminal(tmp_path):
-    # A stand-in for tqdm, so that the test does not depend on its looks.
+    # A replacement of tqdm, so that the test does not depend on its format.
     (tmp_path / "tqdm.py").write_text(
         "import sys\n"
         "class tqdm:\n"
@@ -380,7 +380,7 @@ def test_progress_on_a_terminal(tmp_path):
         "    def refresh(self): pass\n"
         "    def close(self): print('closed', file=sys.stderr)\n"
     )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))  # ncclpy may lie on the rest
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))  # the rest may hold ncclpy
     status, _, shown = on_a_terminal("all_reduce -b 8 -e 32 -f 2 -n 1", {"PYTHONPATH": path})
     assert status == 0
     assert [f"[{done}/6]" in shown for done in range(1, 7)] == [True] * 6

@@ -1,4 +1,4 @@
-"""``ncclpy trace``, on dumps made by hand. No library is loaded."""
+"""``ncclpy trace`` on dumps made by hand. No library is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW = 130.0  # the monotonic clock of every dump, unless said otherwise
 
 
 def entry(rank=0, sequence=0, **changes):
-    """Return a completed all_reduce of 1024 float32, and with `changes`."""
+    """Return a completed all_reduce of 1024 float32, with `changes`."""
     usual = {
         "id": 1, "launch": 1, "key": None, "operation": "all_reduce", "op": "sum", "dtype": "float32", "count": 1024,
         "nbytes": 4096, "root": None, "communicator": "9f3a6c0d", "sequence": sequence, "rank": rank, "nranks": 2,
@@ -28,13 +28,13 @@ def entry(rank=0, sequence=0, **changes):
 
 
 def launched(rank=0, sequence=0, at=107.5, **changes):
-    """Return an entry that was launched `at` and has not completed."""
+    """Return an entry that was launched `at` a time and has not completed."""
     usual = {"state": "launched", "created": at, "launched": at, "completed": None}
     return entry(rank, sequence, **(usual | changes))
 
 
 def pending(rank=0, **changes):
-    """Return an entry that waits for its launch since second 110."""
+    """Return an entry that has waited for its launch since second 110."""
     usual = {"state": "pending", "created": 110.0, "launched": None, "completed": None, "communicator": None}
     return entry(rank, None, **(usual | changes))
 
@@ -55,7 +55,7 @@ def document(*entries, **changes):
 
 @pytest.fixture
 def trace(tmp_path, monkeypatch, capsys):
-    """Return a function that writes documents, runs the command, and gives its status and what it printed."""
+    """Return a function that writes documents, runs the command, and returns its status and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*documents, flags=()):
@@ -70,7 +70,7 @@ def trace(tmp_path, monkeypatch, capsys):
 
 
 def stuck(rank1, **changes):
-    """Return the dumps of two processes, where rank 0 waits in sequence 1; rank 1 has `rank1` beside sequence 0."""
+    """Return the dumps of two processes: rank 0 waits in sequence 1; rank 1 has entries `rank1` after sequence 0."""
     return (
         document(entry(0), launched(0, 1)),
         document(entry(1), *rank1, host="node8", pid=4712, **changes),
@@ -121,7 +121,7 @@ def test_gathering_with_missing_participants(trace):
         ["10.000 s", "all_reduce", "'grad/1'", "arrived: 0, 2 (of 4 local)", "waits for 2 more local participants",
          "node7 pid 4711"],
     ]  # fmt: skip
-    # Its participants are in the entries too, and are not told twice.
+    # Its participants are in the entries too, and are not counted twice.
     assert said.splitlines()[-1] == "stuck: 1 gathering"
 
 
@@ -178,7 +178,7 @@ def test_missing_rank_and_its_last_operation_are_named(trace):
 
 
 def test_call_inside_nccl_waits_for_missing_rank(trace):
-    """A plain call knows its number before it comes back; dumps of both are asked for while it is stuck."""
+    """A plain call has its number before it returns; both dumps are written while the call is stuck."""
     inside = entry(0, 1, launch=None, state="pending", created=110.0, launched=None, completed=None)
     status, said, _ = trace(document(entry(0), inside), document(entry(1), host="node8", pid=4712))
     assert status == 1
@@ -201,7 +201,7 @@ def test_call_inside_nccl_waits_for_missing_rank(trace):
             "the process gathers all_reduce 'grad/1' and waits for 2 more local participants",
         ),
         ([pending(1, key="'k'")], {}, "all_reduce of 1024 float32 (sum) 'k', not launched for 20.000 s"),
-        # Another device's work is not this rank's.
+        # Work of another device does not belong to this rank.
         ([launched(5, 0, communicator="8", device=3)], {}, "nothing in progress; last recorded was all_reduce of"),
     ],
 )
@@ -234,11 +234,11 @@ def test_dump_older_than_launch_of_others_is_marked(trace):
 
 
 def test_older_dump_of_healthy_job_reports_no_rank(trace):
-    # Rank 0 completed more all_reduces than rank 1's dump knows of, so rank 1 launched them, after its dump.
+    # Rank 0 completed more all_reduces than rank 1's dump has, so that rank 1 launched them after its dump.
     ahead = document(*(entry(0, number, launched=100.0 + number) for number in range(10)))
     behind = document(*(entry(1, number) for number in range(5)), host="node8")
     assert trace(ahead, behind)[0] == 0
-    # A broadcast may end at its root before others launch it: rank 1 is late, unless its dump was written before.
+    # A broadcast may end at its root before others launch it: rank 1 is late, unless its dump is older.
     for each in ahead["entries"]:
         each |= {"operation": "broadcast", "op": None, "root": 0}
     for each in behind["entries"]:
@@ -249,7 +249,7 @@ def test_older_dump_of_healthy_job_reports_no_rank(trace):
 
 
 def test_wall_clocks_are_compared_instead_of_monotonic_times(trace):
-    # Rank 1's machine was booted much later; at the same wall time its monotonic clock shows less.
+    # Rank 1's machine was booted much later, so that its monotonic clock is behind.
     shift = {"created": 0.25, "launched": 0.5, "completed": 1.0}
     _, said, _ = trace(document(entry(0), launched(0, 1)), document(entry(1, **shift), host="b", monotonic=30.0))
     assert "sequence 1 waits for rank 1" in said and "but its dump" not in said
@@ -272,7 +272,7 @@ def test_failures_name_their_error_and_missing_rank(trace):
 
 
 def test_missing_rank_may_have_no_dump(trace):
-    error = "NcclTimeout: all_reduce did not end in 30 s"  # a dump is written by those whose deadline has passed
+    error = "NcclTimeout: all_reduce did not end in 30 s"  # only ranks with a passed deadline write a dump
     status, said, _ = trace(document(entry(0, nranks=2), launched(0, 1, nranks=2, state="failed", error=error)))
     assert status == 1
     assert "unknown: rank 1; no dump given here has an entry of theirs" in lines_of(said)
@@ -438,7 +438,7 @@ def test_dump_is_not_overwritten(trace, capsys):
 
 
 def chrome(path="out.json"):
-    """Return the trace's spans by (process, thread), both by name, in the order of time."""
+    """Return the spans of a trace by (process name, thread name), in order of time."""
     written = json.loads(Path(path).read_text())
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"]["name"]
@@ -489,7 +489,7 @@ def test_trace_for_perfetto(trace):
 
 
 def test_overlapping_operations_of_device_get_separate_threads(trace):
-    # Three are queued at once and end one after the other; the fourth begins when the first has ended.
+    # Three entries are queued at once and end one after the other; the fourth begins after the end of the first.
     queue = [entry(0, n, created=None, launched=100.0 + n / 8, completed=101.0 + n, nranks=1) for n in range(3)]
     trace(
         document(*queue, entry(0, 3, created=None, launched=101.5, completed=101.75)), flags=["--chrome", "out.json"]

@@ -1,4 +1,4 @@
-"""``ncclpy trace`` on the dumps of many ranks: where they part, who came late, and of whom there is no dump."""
+"""``ncclpy trace`` on the dumps of many ranks: where they diverge, late ranks, and ranks without a dump."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADVICE = "A rank is missing or stuck: see which did not come, with ncclpy.record
 
 
 def failed(rank, sequence, began, ended, error="it was not done in 2 s", **changes):
-    """Return a plain call that was made at `began` and failed at `ended`."""
+    """Return the entry of a plain call that was made at `began` and failed at `ended`."""
     times = {"created": began, "launched": ended, "completed": ended}
     return entry(
         rank, sequence, **({"launch": None, "state": "failed", "error": error, "nranks": 3} | times | changes)
@@ -32,13 +32,13 @@ def group(rank, size=3, made=90.0, ended=None, name="default"):
 
 
 def written(text):
-    """Return JSON as a recorder writes it: a line an entry."""
+    """Return JSON in a recorder's layout: one entry per line."""
     return json.dumps(text).replace('[{"', '[\n{"').replace('}, {"', '},\n{"') + "\n"
 
 
 @pytest.fixture
 def trace(tmp_path, monkeypatch, capsys):
-    """Return a function that writes the dump of each rank into a folder, and gives what the command says of it."""
+    """Return a function that writes the dump of each rank into a folder, and returns the command's report."""
     monkeypatch.chdir(tmp_path)
 
     def run(*documents, flags=(), status=1):
@@ -58,7 +58,7 @@ def trace(tmp_path, monkeypatch, capsys):
 
 
 def section(said, start):
-    """Return the lines of the part of a report that begins with these words."""
+    """Return the lines of the section of a report that begins with `start`."""
     told = said.splitlines()
     at = next(number for number, line in enumerate(told) if line.startswith(start))
     end = next((number for number in range(at, len(told)) if not told[number]), len(told))
@@ -70,7 +70,7 @@ def one(*entries, **changes):
 
 
 def test_rank_that_came_after_others_gave_up_is_named(trace):
-    """Three ranks, a timeout of 2 s, and rank 2 sleeps 4 s before it joins: it is named, not the others' failures."""
+    """Three ranks with a timeout of 2 s; rank 2 joins after 4 s: rank 2 is named, not the others' failures."""
     gone = "rank 0 of 3 is dead"
     said = trace(
         one(entry(0, 0, nranks=3), failed(0, 1, 110.0, 112.0, f"rank 0: not done. {ADVICE}")),
@@ -99,7 +99,7 @@ def test_ranks_that_failed_together_were_not_late(trace):
 
 
 def test_group_operations_count_from_their_launch(trace):
-    """A rank that has begun early, but whose input came late, was late."""
+    """A rank that began early, but with late input, was late."""
     other = failed(1, 0, 110.0, 112.0, launch=3, launched=111.9, nranks=2)
     said = trace(one(failed(0, 0, 110.0, 112.0, launch=3, launched=110.1, nranks=2)), one(other))
     assert "  late: rank 1 came 1.800 s after rank 0" in said.splitlines()
@@ -177,7 +177,7 @@ def test_group_rank_without_operations_is_missing_not_unknown(trace):
 def test_healthy_ranks_without_one_dump(trace):
     said = trace(*(one(entry(rank, nranks=3), groups=[group(rank)]) for rank in (0, 2)), status=0)
     assert said.splitlines()[-3:] == ["no dump of rank 1 (of 3 in process group 'default')", "", "nothing is stuck"]
-    small = group(1, 2, name="a part")  # whose other rank is without a dump as well
+    small = group(1, 2, name="a part")  # its other rank has no dump either
     said = trace(*(one(entry(rank, nranks=3), groups=[small, group(rank)]) for rank in (0, 2)), status=0)
     assert [line for line in said.splitlines() if line.startswith("no dump")] == [
         "no dump of rank 1 (of 3 in process group 'default')"
@@ -185,7 +185,7 @@ def test_healthy_ranks_without_one_dump(trace):
 
 
 def test_processes_are_compared_by_shared_clock_or_wall_clock(trace):
-    """Rank 1's wall clock was set 5 s ahead: on one machine that is no lateness, of two machines nobody knows."""
+    """Rank 1's wall clock is 5 s ahead: on one machine that is not late; on two machines it cannot be known."""
     ends = [failed(rank, 0, 110.0, 112.0, nranks=2) for rank in range(2)]
     ahead = {"wall": document()["wall"] + 5}
     assert "late" not in trace(one(ends[0]), one(ends[1], **ahead))
@@ -200,19 +200,19 @@ def test_processes_are_compared_by_shared_clock_or_wall_clock(trace):
 
 
 def compared(of="one", offset=0.0, error=0.0004):
-    """Return the group of rank 1, whose clock was compared with another one."""
+    """Return rank 1's group, with the comparison of its clock with another."""
     return group(1, 2) | {"clock": {"of": of, "offset": offset, "error": error, "at": 100.0}}
 
 
 def test_clocks_compared_through_store_are_one_time_line(trace):
-    """Rank 1's wall clock was set 5 s ahead, and its monotonic clock is 50 s behind."""
+    """Rank 1's wall clock is 5 s ahead, and its monotonic clock is 50 s behind."""
     there = failed(0, 0, 110.0, 112.0, nranks=2)
     elsewhere = {"wall": document()["wall"] + 5, "monotonic": document()["monotonic"] - 50, "clock": "two"}
 
     def of_rank_1(begun, **more):
         return one(failed(1, 0, begun - 50, 112.0 - 50, nranks=2), **elsewhere, host="node8", **more)
 
-    groups = [compared(error=1.0), compared(offset=50.0)]  # of which the better one counts
+    groups = [compared(error=1.0), compared(offset=50.0)]  # the one with the smaller error counts
     said = trace(one(there, groups=[group(0, 2)]), of_rank_1(110.0, groups=groups[1:]))
     assert (
         "late: " not in said and "the clocks of 2 machines were compared through the store, to within 400 us" in said
@@ -268,7 +268,7 @@ def test_fast_parser_reads_what_slow_parser_does():
     divided = divide(written(one(*ordered)).encode())
     assert divided is not None
     assert json.loads(divided[0])["entries"] == []
-    for each in ordered:  # a key that is not printable is for the slow way
+    for each in ordered:  # a key with unprintable characters takes the slow parser
         each["key"] = None if each["key"] is None else each["key"].replace("\n", " ")
     divided = divide(written(one(*ordered)).encode())
     fast, slow = table_of_text(divided[1]), table_of(json.loads(json.dumps(ordered)))
@@ -299,7 +299,7 @@ def test_error_in_recorder_layout_is_still_found(tmp_path, capsys, change):
     ("processes", "size"), [(False, 300), (True, 30), pytest.param(True, 1000, marks=pytest.mark.slow)]
 )
 def test_many_dumps(trace, tmp_path, monkeypatch, processes, size):
-    """Small ones: rank 7 does not come, the others' deadlines pass; in this process, and in several."""
+    """Read many small dumps, in this process and in several: rank 7 is missing, and the others' deadlines pass."""
     if processes:
         monkeypatch.setattr(reading, "_ALONE", 0)
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})

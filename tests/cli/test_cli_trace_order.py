@@ -1,4 +1,4 @@
-"""What ``ncclpy trace`` says first, and says once: circles of waiting ranks, and reasons that many have."""
+"""Order of the report of ``ncclpy trace``: cycles of waiting ranks come first, and common reasons are merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDER = "all ranks have to call the operations of these communicators in one ord
 
 
 def in_circle(size, at=107.5, **changes):
-    """Return dumps of processes, of which each waits in a communicator with the next one, which waits in another."""
+    """Return dumps of processes in a cycle: each waits in a communicator for the next, which waits in another one."""
     made = []
     for rank in range(size):
         mine, other = f"pair/{rank} 0a", f"pair/{(rank - 1) % size} 0a"
@@ -52,7 +52,7 @@ def test_cycle_of_three_is_reported_once_in_wait_order(trace):
 
 def test_waits_at_different_times_are_no_cycle(trace):
     first, second = in_circle(2)
-    first["entries"][2] |= {"state": "failed", "completed": 108.0, "error": "given up"}  # the other one came at 108.5
+    first["entries"][2] |= {"state": "failed", "completed": 108.0, "error": "given up"}  # the other rank came at 108.5
     status, said, _ = trace(first, second)
     assert status == 1 and "wait for each other" not in said
 

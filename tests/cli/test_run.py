@@ -1,4 +1,4 @@
-"""`ncclpy run`: what processes are given, what becomes of what they write, and how they end."""
+"""`ncclpy run`: the environment of processes, their output, and their ends."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from ncclpy.cli.run.output import Lines
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a function that writes a program; its first argument is the folder for what it notes."""
+    """Return a function that writes a program; the program's first argument is the folder for its notes."""
 
     def write(text):
         path = tmp_path / "program.py"
@@ -34,7 +34,7 @@ def program(tmp_path):
     return write
 
 
-# What the processes are given.
+# Environment of the processes.
 
 
 def test_each_process_has_the_variables_of_torchrun_and_the_store(program, tmp_path):
@@ -106,14 +106,14 @@ if rank != 1:
 """))  # fmt: skip
     assert done.returncode == 1
     words = r"NcclTimeout: (.*) did not come to make communicator 1 of Communicator.from_env within 1.5 s; (.*)$"
-    # The first to give up has told the other one.
+    # The first rank to give up has told the other one.
     found = ("rank 1 of 3", "rank 1 has not come to the launcher's store either")
     assert re.findall(words, done.stderr, re.MULTILINE) == [found] * 2, done.stderr
 
 
 @pytest.mark.slow
 def test_ended_rank_is_told_apart_from_missing_rank(host_engine, program):
-    """Rank 1 ends before it comes to the communicator, rank 2 lives and does not come; all others say both."""
+    """Rank 1 exits before it makes the communicator, rank 2 lives and does not make it; all others report both."""
     done = runs.run("-n", 4, "--no-kill", *program("""
 import ncclpy
 from ncclpy.bootstrap import rendezvous
@@ -210,7 +210,7 @@ def test_rank_0_reads_standard_input(program):
     assert sorted(out.splitlines()) == ["[0] ", "[0] hello", "[1] "]
 
 
-# What they write.
+# Output of the processes.
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_bytes_are_cut_into_lines(monkeypatch, pieces, lines):
 
 
 def test_lines_of_different_ranks_are_never_interleaved(program):
-    """Each writes its lines in pieces, on both streams, as fast as it can."""
+    """Each rank writes its lines in pieces, on both streams, as fast as it can."""
     done = runs.run("-n", 4, *program("""
 for number in range(600):
     for fd in (1, 2):
@@ -270,7 +270,7 @@ def test_output_is_forwarded_at_once(program):
 
 
 def on_terminal(arguments, env=()):
-    """Run a launcher whose output is a terminal; return what it wrote there."""
+    """Run a launcher with a terminal as output; return what it wrote there."""
     ours, theirs = pty.openpty()
     with runs.started(*arguments, stdout=theirs, stderr=theirs, text=False, env=env) as process:
         os.close(theirs)
@@ -306,16 +306,16 @@ while True:
         process.stdout.close()
         assert process.wait(runs.TIMEOUT) == 1
         err = process.stderr.read()
-        process.stdout = None  # closed: `started` is not to read it
+        process.stdout = None  # closed: `started` must not read it
     runs.wait_until_gone(pids)
     assert err == ""
 
 
-# How they end.
+# Ends of the processes.
 
 
 def test_first_failure_ends_others_and_decides_exit_code(program, tmp_path):
-    """One of the others ends by itself in time, one at SIGTERM, and one has to be killed."""
+    """Of the other ranks one ends by itself in time, one at SIGTERM, and one must be killed."""
     path, folder = program("""
 if rank == 3:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -369,7 +369,7 @@ if rank == 2:
 
 
 def test_killed_rank_does_not_end_the_store(program):
-    """Nor is anything said of its connection: how it has ended is told once."""
+    """The store stays without a line about the lost connection: the end of the rank is reported once."""
     done = runs.run("-n", 3, "--no-kill", *program("""
 from ncclpy.bootstrap import rendezvous
 place, store = rendezvous(60)
@@ -426,7 +426,7 @@ def test_signals_are_passed_on(program, name, code, more):
 
 
 def test_sighup_that_was_ignored_stays_so(program):
-    """As under nohup, for the launcher and for its processes."""
+    """As under nohup, for the launcher and its processes."""
     path, folder = program("""
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -434,7 +434,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 signal.sigwait({signal.SIGUSR1})
 print("told SIGUSR1")
 """)
-    had = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a process that begins inherits
+    had = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the processes that it starts
     with runs.started("-n", 1, path, folder) as process:
         signal.signal(signal.SIGHUP, had)
         pids = runs.wait_for_pids(folder, 1)
@@ -458,7 +458,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_grace(program):
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_launcher_asked_to_end_does_not_wait_for_reader(program, name):
     path, folder = program("note(); sys.stdout.write('x' * 1000 + '\\n'); print('flood\\n' * 10**6); time.sleep(1000)")
-    with runs.started("-n", 2, "--grace", 0.3, path, folder) as process:  # its output is not read
+    with runs.started("-n", 2, "--grace", 0.3, path, folder) as process:  # the output is not read
         pids = runs.wait_for_pids(folder, 2)
         time.sleep(0.5)
         process.send_signal(signal.Signals[name])
@@ -471,7 +471,7 @@ def test_second_ctrl_c_kills(program):
     with runs.started("-n", 2, "--grace", 1000, path, folder) as process:
         pids = runs.wait_for_pids(folder, 2)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # two that come at once are one
+        time.sleep(0.3)  # two signals at once would be one
         process.send_signal(signal.SIGINT)
         assert process.wait(runs.TIMEOUT) == 130
     runs.wait_until_gone(pids)
@@ -494,11 +494,11 @@ def test_ctrl_z_stops_the_ranks_too(program):
     runs.wait_until_gone(pids)
 
 
-# What is left behind.
+# Leftovers.
 
 
-# A child has nothing of the run in its environment, as if it had written its title over it; a daemon is in a session
-# that it leads itself.
+# A child's environment has no variable of the run, as if its process title had overwritten it; a daemon leads its own
+# session.
 OFFSPRING = """
 if sys.argv[2] == "offspring":
     note(sys.argv[3])
@@ -540,7 +540,7 @@ def test_nested_run_ends_with_outer_run(program):
         runs.wait_until_gone(pids)
 
 
-# What the launcher itself lacks.
+# A launcher that lacks resources.
 
 
 @pytest.mark.parametrize(

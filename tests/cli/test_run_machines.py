@@ -1,4 +1,4 @@
-"""`ncclpy run` on several machines, which are all this one: launchers that meet, fail and go."""
+"""`ncclpy run` on several machines, all of which are this one: launchers that meet, fail and exit."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ TOKEN = {"NCCLPY_STORE_TOKEN": "of the tests"}
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a function that writes a program; its first argument is the folder for what it notes."""
+    """Return a function that writes a program; the program's first argument is the folder for its notes."""
 
     def write(text):
         path = tmp_path / "program.py"
@@ -27,7 +27,7 @@ def program(tmp_path):
 
 @contextlib.contextmanager
 def machines(counts, *arguments, host="127.0.0.1", flags=()):
-    """Start a launcher for each machine, with so many processes; machine 0 last, since the others have to wait."""
+    """Start a launcher per machine, with `counts` processes; machine 0 is last, so that the others must wait."""
     shown = f"[{host}]" if ":" in host else host
     common = ["--nnodes", len(counts), "--rdzv", f"{shown}:{free_port()}", *flags]
     with contextlib.ExitStack() as stack:
@@ -39,7 +39,7 @@ def machines(counts, *arguments, host="127.0.0.1", flags=()):
 
 
 def ended(launchers):
-    """Wait for all; return their exit codes and what they wrote."""
+    """Wait for all launchers; return their exit codes, outputs and errors."""
     written = [launcher.communicate(timeout=runs.TIMEOUT) for launcher in launchers]
     return [launcher.returncode for launcher in launchers], [out for out, _ in written], [err for _, err in written]
 
@@ -114,7 +114,7 @@ print("survived")
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_lost_launcher_ends_the_others(program, node):
-    """Machine 0's takes the store with it."""
+    """The launcher of machine 0 takes the store with it."""
     path, folder = program("note(); time.sleep(1000)")
     with machines([1, 1, 1], path, folder, flags=["--grace", "0.2"]) as launchers:
         pids = runs.wait_for_pids(folder, 3)
@@ -128,7 +128,7 @@ def test_lost_launcher_ends_the_others(program, node):
 
 
 def test_store_stays_until_all_machines_are_done(program):
-    """Machine 0's processes end at once; the other's use its store after that, and the last one fails."""
+    """Machine 0's process ends at once; machine 1's uses the store after that, and fails."""
     path, folder = program("""
 from ncclpy.bootstrap import rendezvous
 note()
@@ -177,7 +177,7 @@ def test_taken_port_and_missing_token_are_errors(program):
 
 
 def test_two_launchers_on_one_port(program):
-    """Whoever comes second, as machine 0 or as a machine that is there already, is told; the first run goes on."""
+    """A second launcher, as machine 0 or as an existing machine, gets an error; the first run continues."""
     path, folder = program("""
 note()
 while not pathlib.Path(sys.argv[1], "go").exists():
@@ -211,7 +211,7 @@ print("went on")
 
 
 def test_program_missing_on_one_machine_ends_all(tmp_path):
-    """Machine 1 looks for it in another folder."""
+    """Machine 1 looks for the program in another folder."""
     (tmp_path / "program").write_text("#!/bin/sh\nexec sleep 1000")
     (tmp_path / "program").chmod(0o755)
     (tmp_path / "empty").mkdir()

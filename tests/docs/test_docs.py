@@ -1,11 +1,11 @@
-"""Run every Python example of the README and of docs/ on the host engine, each in a process of its own.
+"""Run every Python example of the README and of docs/ on the host engine, each in a separate process.
 
-Most run in a fork of one that has imported numpy and ncclpy; a process that begins would take longer to do that.
+Most run in a fork of a process that has imported numpy and ncclpy, as a new process takes longer for the imports.
 
-A block whose first line is ```` ```python {torch} ```` or ```` ```python {jax} ```` needs that package,
-```` ```python {gpu} ```` GPUs and whatever it imports. Where these are missing, the block is compiled and not run.
-```` ```python {test} ```` is a file of tests like these here, which must pass, and ```` ```python {ranks} ```` a
-program for two ranks of `ncclpy run`.
+A block that begins with ```` ```python {torch} ```` or ```` ```python {jax} ```` needs that package, one with
+```` ```python {gpu} ```` needs GPUs and its imports. If these are missing, the block is compiled and not run.
+```` ```python {test} ```` is a file of pytest tests, which must pass, and ```` ```python {ranks} ```` a program for
+two ranks of `ncclpy run`.
 """
 
 import ast
@@ -33,15 +33,15 @@ def examples():
     for page in PAGES:
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
             if match["needs"] == "test":
-                continue  # these begin together
+                continue  # these run together
             marks = {None: (), "ranks": (), "torch": (), "jax": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
             yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
 def run(code, needs, tmp_path):
-    """Return the exit code of an example, and what it says."""
+    """Run an example; return its exit code and output."""
     script = tmp_path / "test_example.py"
-    script.write_text(code.replace("timeout=2.0", "timeout=0.7"))  # deadlines that pass, which people are to see pass
+    script.write_text(code.replace("timeout=2.0", "timeout=0.7"))  # shortens deadlines that examples let pass
     if (
         needs is None
         and ncclpy.library().engine == "host"
@@ -56,7 +56,7 @@ def run(code, needs, tmp_path):
 def python(folder, how, variables):
     return subprocess.run(
         [sys.executable, *how],
-        cwd=folder,  # not here, where the sources would be taken for the package
+        cwd=folder,  # not the root, where Python would import the sources as the package
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -65,7 +65,7 @@ def python(folder, how, variables):
 
 
 def test_examples_of_tests_pass(tmp_path):
-    """In one process, which needs longer to begin than to run them."""
+    """Run all in one process, as its start takes longer than the tests."""
     tests = 0
     for page in PAGES:
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
@@ -73,7 +73,7 @@ def test_examples_of_tests_pass(tmp_path):
                 tests += len(re.findall("^def test_", match["code"], re.M))
                 (tmp_path / f"test_{page.stem.replace('-', '_')}_{number}.py").write_text(match["code"])
     files = sorted(map(str, tmp_path.glob("test_*.py")))
-    # To rewrite assertions, those of plugins too, would take most of the time.
+    # Rewriting assertions, those of plugins too, would take most of the time.
     plain = ["--assert=plain", "-p", "no:hypothesispytest"]
     how = ["-m", "pytest", "-q", "-n", "0", *plain, "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *files]
     paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
@@ -90,7 +90,7 @@ def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
     if ncclpy.library().engine == "cuda" and "NcclUnsupported" in said and "or newer" in said:
         pytest.skip(said.splitlines()[-1])
     assert exit_code == 0, said
-    # A comment behind a print says what it prints.
+    # A comment behind a print() states its output.
     promised = re.findall(r"^\s*print\(.*\)\s+# (.+)$", code, re.M)
     assert [line for line in promised if line not in said] == [], said
 
@@ -150,7 +150,7 @@ def test_links_have_targets(page):
 
 
 def test_reference_has_every_public_name():
-    """What the pages of the reference list, and what is public, are the same."""
+    """The pages of the reference list exactly the public names."""
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     modules = re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", text, re.M | re.S)
     listed = set()
@@ -181,7 +181,7 @@ def test_reference_has_every_public_name():
 
 
 def test_environment_variables_are_on_their_page():
-    """Every variable of ours that is read anywhere has its line."""
+    """Every variable of ncclpy that is read anywhere has a line on the page."""
     package = ROOT / "ncclpy"
     sources = [path for ending in ("py", "pyx", "cpp", "hpp", "h") for path in package.rglob(f"*.{ending}")]
     reading = re.compile(r"(?:getenv\(|environ(?:\.get)?[(\[]|environment\(|is_on\()\s*\"(NCCLPY_\w+)\"")
@@ -195,7 +195,7 @@ COMING_FROM = DOCS / "guides" / "coming-from.md"
 
 
 def rows(text):
-    """Yield the first two columns of each row of a page's tables, without the heads."""
+    """Yield the first two columns of each row of a page's tables, without the headings."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(" | ")]
         if line.startswith("| `") and len(cells) >= 2:
@@ -203,7 +203,7 @@ def rows(text):
 
 
 def dotted(cell):
-    """Return the names of a cell, each without what is in parentheses behind it."""
+    """Return the names in a cell, without the parentheses behind them."""
     return [re.match(r"[\w.]+", name)[0] for name in re.findall(r"`([^`]+)`", cell)]
 
 

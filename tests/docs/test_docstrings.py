@@ -10,12 +10,12 @@ import pytest
 
 import ncclpy
 
-# Third person, gerund or noun where an imperative belongs.
+# Third person, gerund or noun instead of an imperative.
 NOT_IMPERATIVE = re.compile(r"^(A|An|The|This|Returns|[A-Z][a-z]+ing)$|^(?!Pass|Process|Address|Express)[A-Z][a-z]+s$")
 
 
 def public():
-    """Yield ``(dotted name, object)`` for everything that a user may see."""
+    """Yield ``(dotted name, object)`` for every public name."""
     for name in [*ncclpy.__all__, "testing"]:
         value = getattr(ncclpy, name)
         if inspect.ismodule(value):
@@ -60,7 +60,7 @@ def parts(value) -> tuple[str, list[str]]:
     return text, [name.lstrip("*") for name in names if name.strip("*/") not in ("", "self", "cls", "type")]
 
 
-# Nobody calls these: methods that explain their parameters make them.
+# Users do not call these constructors: documented methods make the objects.
 MADE_BY_METHODS = (
     ncclpy.Communicator,
     ncclpy.CustomOp,
@@ -76,7 +76,7 @@ MADE_BY_METHODS = (
 
 
 def made_elsewhere(value):
-    """Return whether users never call the constructor, or it is that of the family (enums, errors)."""
+    """Return whether users never call the constructor, or it is inherited (enums, errors)."""
     return inspect.isclass(value) and (
         value in MADE_BY_METHODS
         or issubclass(value, enum.Enum)
@@ -91,7 +91,7 @@ for name, value in public():
 
 @pytest.mark.parametrize("owner", PUBLIC)
 def test_docstrings(owner):
-    """Of a class with its methods, or of a module with its functions."""
+    """Check a class with its methods, or a module with its functions."""
     for each in PUBLIC[owner]:
         check_docstring(*each)
 
@@ -114,7 +114,7 @@ def check_docstring(name, value):
     if len(parameters) > 1 and not made_elsewhere(value):
         body = text.partition("\n")[2] + sentence
         if name.startswith("ncclpy.bindings."):
-            body += ncclpy.bindings.__doc__  # what C's arguments have in common is explained once
+            body += ncclpy.bindings.__doc__  # the common arguments of C functions are explained once
         missing = [each for each in parameters if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", body)]
         assert not missing, f"{name} does not explain {', '.join(missing)}"
 

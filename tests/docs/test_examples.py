@@ -1,4 +1,4 @@
-"""Run the programs in examples/, and the commands by which the guides start them."""
+"""Run the programs in examples/, and the commands of the guides that start them."""
 
 import importlib.util
 import os
@@ -30,14 +30,14 @@ LAST_LINES = {
     "serving_group": "60 requests answered",
     "ring": "rank 0 saw the tokens of",
 }
-# What Open MPI wants to be told before it starts four processes, as root, on a machine of two cores.
+# Open MPI needs these to start four processes, as root, on a machine with two cores.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 LAUNCHED = {"with_mpi", "from_env", "who_is_missing"}
-#: What those of clusters need, and what they print in the end.
+#: The package that each cluster example needs, and its last output.
 CLUSTERS = {
     "with_dask": ("distributed", "2 workers, means [10.5 11.5 12.5]"),
     "with_ray": ("ray", "3 actors, weights [ 1.  -2.   0.5]"),
@@ -74,13 +74,13 @@ def test_example(name):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_example_of_a_cluster(host_engine, name, tmp_path):
-    """Each starts a cluster of its own here, which takes some 10 s."""
+    """Each example starts its own cluster on this machine, which takes some 10 s."""
     module, last = CLUSTERS[name]
     needs(module)
     process = subprocess.Popen(
         [sys.executable, EXAMPLES / f"{name}.py"],
         cwd=tmp_path,
-        env=os.environ | {"RAY_AUTH_MODE": "disabled"},  # or it writes a token into the home folder
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},  # otherwise Ray writes a token into the home folder
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -112,7 +112,7 @@ def test_elastic_training_with_shorter_steps(host_engine, tmp_path):
 
 @pytest.mark.campaign
 def test_elastic_training_waits_for_late_newcomer(host_engine, tmp_path):
-    """A busy machine starts a process in seconds; the others had come to their end by then."""
+    """A busy machine takes seconds to start a process; the others must not finish before that."""
     text = (EXAMPLES / "elastic_training.py").read_text()
     joining = "        group = ncclpy.ProcessGroup.join("
     assert text.count(joining) == 1
@@ -126,7 +126,7 @@ def test_elastic_training_waits_for_late_newcomer(host_engine, tmp_path):
 
 @pytest.mark.slow
 def test_server_that_dies_before_its_answer(host_engine, tmp_path):
-    """The others have done that request; whoever is rank 0 then sees that nobody has the answer."""
+    """The others have done their part of the request; the new rank 0 finds that no rank has the answer."""
     text = (EXAMPLES / "serving_group.py").read_text()
     answering, killing = "                group.store.set(", "                processes[1 if"
     assert text.count(answering) == text.count(killing) == 1
@@ -135,7 +135,7 @@ def test_server_that_dies_before_its_answer(host_engine, tmp_path):
         "                if number == 30 and group.size == 2:\n                    os.kill(os.getpid(), 9)\n"
         + answering,
     )
-    text = text.replace(killing, "                number == REQUESTS // 3 and processes[1 if")  # one of the two alone
+    text = text.replace(killing, "                number == REQUESTS // 3 and processes[1 if")  # one of its two kills
     text = text.replace("import subprocess\n", "import os\nimport subprocess\n")
     (tmp_path / "dies.py").write_text(text)
     done = subprocess.run(
@@ -146,7 +146,7 @@ def test_server_that_dies_before_its_answer(host_engine, tmp_path):
 
 
 def command(first_words, example):
-    """Return the one command of the guide that begins so and starts that example, as printed there."""
+    """Return the only command of the guide that begins with `first_words` and starts the example, as printed."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     lines = {line for block in blocks for line in block.splitlines() if f"examples/{example}.py" in line}
     found = [line for line in lines if line.startswith(first_words + " ")]
@@ -155,8 +155,8 @@ def command(first_words, example):
 
 
 def run(launcher, arguments, tmp_path):
-    """Run a shell command in the root of the project, with this `python`; return what it printed."""
-    testing.need_devices(4)  # of GPUs, one for each of its processes
+    """Run a shell command in the root of the project with this `python`; return its output."""
+    testing.need_devices(4)  # on GPUs one for each process
     line = launcher + arguments.replace(" python ", f" {sys.executable} ")
     process = subprocess.Popen(
         ["bash", "-c", line],
@@ -180,7 +180,7 @@ def run(launcher, arguments, tmp_path):
 @pytest.mark.parametrize("example", ["with_mpi", "from_env"])
 def test_mpirun(tmp_path, example):
     needs("mpi4py")
-    beside = Path(sys.executable).with_name("mpirun")  # that of the MPI which pip installed, before the system's
+    beside = Path(sys.executable).with_name("mpirun")  # the mpirun of the MPI from pip is preferred to the system's
     mpirun = beside if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("needs mpirun")
@@ -200,7 +200,7 @@ def test_ncclpy_run(tmp_path):
 
 
 def test_missing_rank_is_named_by_trace(tmp_path, capsys):
-    """Ranks that come dump at their deadline, the missing one on SIGUSR2 and SIGTERM; `ncclpy trace` names it."""
+    """Waiting ranks dump at their deadline, the missing one on SIGUSR2 and SIGTERM; `ncclpy trace` names it."""
     testing.need_devices(3)
     folder = tmp_path / "new"
     variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}

@@ -1,4 +1,4 @@
-"""What a shell shows of the public names: all of them by dir(), and the signature of each function and class."""
+"""Public names in a shell: dir() lists all of them, and each function and class has its signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = ("bindings", "bootstrap", "coordinator", "memory", "process_group", "r
 
 
 def public():
-    """Yield a dotted name and what it stands for, of every class and function that a user may see, and of methods."""
+    """Yield the dotted name and the object of every public class, function and method."""
     for module in (ncclpy, *(importlib.import_module(f"ncclpy.{name}") for name in MODULES)):
         for name in module.__all__:
             value = getattr(module, name)
@@ -38,7 +38,7 @@ for each in PUBLIC:
 
 
 def stubs():
-    """Return the classes and functions of the stubs, as syntax trees by module and name."""
+    """Return the syntax trees of the stubs' classes and functions by module and name."""
     found = {}
     root = Path(ncclpy.__file__).parent
     for path in root.rglob("*.pyi"):
@@ -53,7 +53,7 @@ STUBS = stubs()
 
 
 def methods_of(module, name):
-    """Return the functions that the stub of a class has, with those of its bases in the same package."""
+    """Return the methods in the stub of a class, with those of its bases in the same package."""
     found = {}
     for node in STUBS.get((module, name), ()):
         for base in map(ast.unparse, node.bases):
@@ -70,7 +70,7 @@ def package_of(module):
 
 
 def shape(parameters):
-    """Return names, kinds and whether there is a default, without the object that a method is of."""
+    """Return the name, the kind and the presence of a default of each parameter, without `self`."""
     return [each for each in parameters if each[0] not in ("self", "cls")]
 
 
@@ -97,7 +97,7 @@ def shape_of_stub(node):
 
 
 def shape_of_class(module, name):
-    """Return what the stub of a class has for its call."""
+    """Return the parameters of the constructor in the stub of a class."""
     [node] = STUBS[module, name]
     if any(ast.unparse(each).startswith("dataclass(") for each in node.decorator_list):
         fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -109,7 +109,7 @@ def shape_of_class(module, name):
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_public_names_have_their_signatures_and_those_of_their_stubs(owner):
-    """Of a class with its methods, or of the functions of a module."""
+    """Check a class with its methods, or the functions of a module."""
     for name in OWNERS[owner]:
         check_signature(name, PUBLIC[name])
 
@@ -131,7 +131,7 @@ def check_signature(name, value):
 
 
 def test_stubs_are_compared_with_what_there_is():
-    """Of a class, of what it inherits, and of a function."""
+    """The stubs have the methods of a class, also of its bases, and the functions."""
     assert shape_of_stub(methods_of("ncclpy.core.communicator", "Communicator")["all_reduce"])[0][0] == "send"
     assert shape_of_stub(methods_of("ncclpy.process_group.group", "ProcessGroup")["__init__"])[:1] == [
         ("store", "POSITIONAL_OR_KEYWORD", False)

@@ -1,4 +1,4 @@
-"""Fixtures and the choice of the engine; helpers that are no fixtures are in testing.py."""
+"""Fixtures and the choice of the engine; other helpers are in testing.py."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if not os.environ.get("NCCLPY_LIBRARY") and not os.path.exists("/dev/nvidiactl")
     # Without a choice and without a GPU the suite runs on the host engine; children inherit it.
     os.environ["NCCLPY_LIBRARY"] = "host"
 
-# What is nearly always a defect is an error of the host engine's, in the processes of tests too.
+# Makes usage that is nearly always a defect an error of the host engine, in child processes too.
 os.environ.setdefault("NCCLPY_HOST_CHECKS", "1")
 
-# An abort completes the operations of other ranks with wrong data, as on GPUs.
+# An abort completes operations of other ranks with wrong data, as on GPUs.
 os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")
 
-# numpy's threads for linear algebra, of which there is none here, spin for a while in each process that begins: 0.1 s
-# of processor time, and hundreds of processes begin.
+# numpy's threads for linear algebra, which tests do not use, spin at the start of each process: 0.1 s of processor
+# time in each of hundreds of processes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Those of others too, as launchers set it and say so.
+# OpenMP too, as launchers set it to 1 and print a message if it is unset.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # In the background of a script. Children would inherit it, and no Ctrl-C would end one.
+    # Ignored in the background of a script. Children would inherit that, and no Ctrl-C would end them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
-    # Under nohup it stays without effect here, but children begin with the default: `ncclpy run` leaves one alone that
-    # is ignored. A worker is such a child, and does not see that the first process ran under nohup.
+    # Under nohup SIGHUP still has no effect here, but children begin with the default: `ncclpy run` does not touch an
+    # ignored one. A worker of pytest-xdist is such a child, and cannot see that the first process ran under nohup.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 from array_libs import free_garbage
@@ -44,9 +44,9 @@ import testing
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Return how many processes run the tests: three a core, since most tests wait for a deadline or for a process.
+    """Return the number of test processes: three per core, since most tests wait for a deadline or for a process.
 
-    One on GPUs, which all would share, and where files or tests are named, since who does that wants to see them run.
+    One on GPUs, which all would share, and if files or tests are named, so that their output is visible.
     """
     if ncclpy.library().engine == "cuda" or config.args_source != config.ArgsSource.TESTPATHS:
         return 0
@@ -62,16 +62,16 @@ def pytest_report_header():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Have each process that runs tests rewrite the assertions of other files first, and find the rest done.
+    """Have each test process rewrite the assertions of other files first, and find the rest done.
 
-    pytest takes 12 s of processor time to rewrite them all, three times what the rest of the collection takes, and its
-    processes would all begin with the same file. Each imports every n-th file first. What they make is kept with
-    pytest's own cache where PYTHONDONTWRITEBYTECODE forbids to keep it beside the files.
+    pytest takes 12 s of processor time to rewrite them all, three times the rest of the collection, and all its
+    processes would begin with the same file. So each imports every n-th file first. If PYTHONDONTWRITEBYTECODE is set,
+    the results are kept in pytest's cache instead of beside the files.
     """
     config, before = session.config, (sys.dont_write_bytecode, sys.pycache_prefix)
     if sys.dont_write_bytecode and hasattr(config, "cache"):
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(config.cache.mkdir("bytecode"))
-    gc.disable()  # all that is made here stays: to look through it again and again takes a quarter of the time
+    gc.disable()  # all objects made here stay: repeated collections would take a quarter of the time
     try:
         if worker := getattr(config, "workerinput", None):
             _import_every(worker["workercount"], int(worker["workerid"].removeprefix("gw")), config.args)
@@ -82,19 +82,19 @@ def pytest_collection(session):
 
 
 def _import_every(step, first, arguments):
-    """Import each `step`-th file of tests, from the `first` on; pytest reports what fails here when it comes to it."""
+    """Import every `step`-th test file from the `first` on; pytest reports failed imports later itself."""
     paths = [Path(argument.partition("::")[0]) for argument in arguments]
     files = sorted(file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
     for file in files[first::step]:
         if str(file.parent) not in sys.path:
-            sys.path.insert(0, str(file.parent))  # as pytest does before it imports a file
+            sys.path.insert(0, str(file.parent))  # as pytest does before an import
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(file.stem)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what another part has; give long campaigns the time that they need on a busy machine."""
-    # Taken out of the environment: tests that run other tests in a process of their own want all that they name.
+    """Leave out the tests of other parts; give long campaigns the time that they need on a busy machine."""
+    # Removed from the environment: tests that run other tests in a separate process need all that they name.
     part, parts = map(int, os.environ.pop("NCCLPY_TEST_PART", "1/1").split("/"))
     ours = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
     if len(ours) != len(items):
@@ -106,14 +106,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Keep what is there before the first test out of the collections that tests ask for, and of Python's own."""
+    """Exclude all objects that exist before the first test from garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def keep_what_lasts_out_of_collections():
-    """Do so with what a file's tests have imported or kept: with matplotlib a collection takes ten times as long."""
+    """Exclude what a file's tests have imported or kept: with matplotlib a collection takes ten times as long."""
     yield
     gc.collect()
     gc.freeze()
@@ -126,7 +126,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Fail the test that leaves work on a device: it would hang whoever synchronises the device later."""
+    """Fail the test that leaves work on a device, where a later synchronisation would hang."""
     yield
     if ncclpy.library().engine == "host":
         for device in range(ncclpy.device_count()):
@@ -136,26 +136,26 @@ def nothing_left_behind():
 
 @pytest.fixture
 def host_engine():
-    """Skip unless the host engine runs: numpy arrays, and CPU memory as device memory, exist there alone."""
+    """Skip unless the host engine runs: only there arrays are numpy's, and CPU memory is device memory."""
     if ncclpy.library().engine != "host":
         pytest.skip("needs the host engine (NCCLPY_LIBRARY=host)")
 
 
 @pytest.fixture(scope="session")
 def arrays():
-    """Return the `ArrayLib` whose arrays travel in this run."""
+    """Return the `ArrayLib` of the arrays in this run."""
     return testing.arrays()
 
 
 @pytest.fixture
 def comms2():
-    """Yield two communicators of this process, one a device, and close what the test left open."""
+    """Yield two communicators of this process, one per device, and close the open ones after the test."""
     yield from testing.communicators(2)
 
 
 @pytest.fixture
 def comms4():
-    """Yield four communicators of this process, one a device, and close what the test left open."""
+    """Yield four communicators of this process, one per device, and close the open ones after the test."""
     yield from testing.communicators(4)
 
 
@@ -168,7 +168,7 @@ def comm1():
 
 @pytest.fixture
 def make_manager():
-    """Return a function that makes a Manager; all are closed afterwards, or aborted if that takes too long."""
+    """Return a function that makes a Manager; all are closed after the test, or aborted if closing takes too long."""
     made: list[ncclpy.Manager] = []
 
     def make(**options):
@@ -182,5 +182,5 @@ def make_manager():
 
 @pytest.fixture
 def manager(make_manager):
-    """Return a Manager of its own for the test."""
+    """Return a new Manager for the test."""
     return make_manager()

@@ -1,4 +1,4 @@
-"""Read the hand-written C declarations as text: what the tests compare everything else with."""
+"""Read the hand-written C declarations as text, the reference of the ABI tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def driver_functions() -> list[Function]:
 
 
 class Names(NamedTuple):
-    """The types, values and constants that a header of ours declares."""
+    """The types, values and constants that one of ncclpy's headers declares."""
 
     macros: list[str]
     enums: list[str]
@@ -49,7 +49,7 @@ class Names(NamedTuple):
 
 
 def declared(header: str) -> Names:
-    """Return what a header declares besides its functions; names that begin with NCCLPY are ours alone."""
+    """Return a header's declarations without functions; names that begin with NCCLPY are not part of NCCL."""
     text = (ABI / header).read_text()
     macros = re.findall(r"^#define ((?!NCCLPY)\w+) \S", text, re.MULTILINE)
     enums, values, fields = [], [], {}

@@ -1,7 +1,7 @@
-"""The arrays of a run of the tests, on whichever engine it is.
+"""The arrays of a test run, on either engine.
 
-A test is written once. On the host engine its arrays are numpy's; on GPUs they are torch's, or, without torch, plain
-device memory wrapped in `ncclpy.Buffer`. Which one it is, is decided in `arrays()` and nowhere else.
+Tests do not depend on the kind of array. On the host engine arrays are numpy's; on GPUs they are torch's, or, without
+torch, plain device memory wrapped in `ncclpy.Buffer`. Only `arrays()` decides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 class NumpyArrays:
-    """Arrays of the host engine: numpy's, whose memory is every device's."""
+    """numpy arrays for the host engine, on which CPU memory belongs to every device."""
 
     name = "numpy"
 
@@ -49,7 +49,7 @@ class NumpyArrays:
 
 
 class TorchArrays:
-    """Tensors of torch: on GPUs, on the current stream of their device; on the host engine, in CPU memory."""
+    """torch tensors: on GPUs on the current stream of their device; on the host engine in CPU memory."""
 
     name = "torch"
 
@@ -81,7 +81,7 @@ class TorchArrays:
 
 
 class CupyArrays:
-    """Arrays of CuPy, on GPUs alone."""
+    """CuPy arrays, on GPUs only."""
 
     name = "cupy"
 
@@ -100,7 +100,7 @@ class CupyArrays:
 
 
 class RawArray:
-    """One-dimensional device memory from `ncclpy.core.runtime.device`; a slice shares it."""
+    """One-dimensional device memory from `ncclpy.core.runtime.device`; slices share the memory."""
 
     def __init__(self, memory, pointer: int, count: int, dtype: np.dtype, device: int):
         self.memory, self.pointer, self.count, self.dtype, self.device = memory, pointer, count, dtype, device
@@ -136,17 +136,17 @@ _allocated: set[int] = set()
 
 
 def free_garbage() -> None:
-    """Free the memory of arrays that nobody can reach.
+    """Free the memory of unreachable arrays.
 
-    To free memory waits for all that runs on its device. A later collection may be another test's, in the thread of a
-    rank: there it would wait for an operation that only this rank's next call ends.
+    Freeing device memory waits for everything that runs on the device. A later collection may run in another test, in
+    the thread of a rank, where it would wait for an operation that only the rank's next call ends.
     """
     if _allocated:
         gc.collect()
 
 
 class RawArrays:
-    """Arrays without any framework, on both engines."""
+    """Arrays without a framework, on both engines."""
 
     name = "ncclpy.Buffer"
 
@@ -173,7 +173,7 @@ class RawArrays:
 def arrays():
     """Return the arrays of this run: numpy on the host engine, torch on GPUs, plain memory without torch.
 
-    ``NCCLPY_TEST_ARRAYS=buffer`` or ``torch`` asks for plain memory or tensors on either engine.
+    ``NCCLPY_TEST_ARRAYS=buffer`` or ``torch`` selects plain memory or tensors on either engine.
     """
     if _arrays:
         return _arrays[0]
@@ -192,7 +192,7 @@ _arrays: list = []
 
 
 def ncclpy_dtype(dtype: np.dtype) -> DataType:
-    """Return NCCL's type for a numpy one."""
+    """Return the NCCL type of a numpy type."""
     return _DATATYPES[np.dtype(dtype)]
 
 

@@ -1,6 +1,6 @@
 """Run and import the benchmarks from a test; import this module before ``benchmarks``.
 
-The root is on the path only for one import: the ncclpy under test is the installed one, not the source tree.
+The root is on the path for one import only: tests use the installed ncclpy, not the source tree.
 """
 
 import importlib
@@ -18,7 +18,7 @@ finally:
 
 
 def run(*arguments, status=0, **environment):
-    """Run ``python -m benchmarks`` in the root, as the README says; return what it printed, errors last."""
+    """Run ``python -m benchmarks`` in the root, as in the README; return its output, errors last."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         check=False,

@@ -1,4 +1,4 @@
-"""What the tests of buffers share: valid calls, and the expectation that one is refused before NCCL sees it."""
+"""Shared by tests of buffers: valid calls, and the check that a call is refused before it reaches NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REJECTED = (TypeError, ValueError)
 
 @contextlib.contextmanager
 def rejects(argument, *words, kind=REJECTED):
-    """Expect a plain error whose message names the argument and holds every word."""
+    """Expect a plain error with a message that names the argument and has every word."""
     with pytest.raises(kind) as caught:
         yield caught
     assert not isinstance(caught.value, ncclpy.NcclError)

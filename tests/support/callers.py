@@ -1,4 +1,4 @@
-"""Participants of collectives, called from many threads; what they give is compared with numpy."""
+"""Participants of collectives, called from many threads; their results are compared with numpy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import ncclpy
 import testing
 
-DEADLINE = 30.0  # of any wait in these tests
+DEADLINE = 30.0  # seconds; of any wait in these tests
 
 
 def some_devices(most: int = 4, least: int = 2) -> int:
-    """Return how many devices a test uses: as many as there are, between the bounds."""
+    """Return the number of devices that a test uses: all available ones, within the bounds."""
     testing.need_devices(least)
     return min(most, ncclpy.device_count())
 
 
 def from_threads(calls, threads: int = 4, seed: int = 0) -> list:
-    """Make calls in random order from several threads; return what each gave, in the order of `calls`."""
+    """Make calls in random order from several threads; return their results in the order of `calls`."""
     order = list(enumerate(calls))
     random.Random(seed).shuffle(order)
     waiting: queue.SimpleQueue = queue.SimpleQueue()
@@ -55,7 +55,7 @@ def from_threads(calls, threads: int = 4, seed: int = 0) -> list:
 
 
 class Data:
-    """One array a rank, with numbers of its own, on whichever engine runs."""
+    """One array per rank, with different numbers, on the engine of the run."""
 
     def __init__(self, nranks: int, count: int = 1000, dtype=np.float32, devices=None, seed: int = 0):
         self.lib = testing.arrays()
@@ -66,7 +66,7 @@ class Data:
         self.recv: list = []
 
     def outputs(self, counts) -> Data:
-        """Make an output a rank, of the given count, filled with what no result has."""
+        """Make an output per rank, of the given count, filled with values of no result."""
         if isinstance(counts, int):
             counts = [counts] * len(self.send)
         self.recv = [
@@ -94,10 +94,10 @@ def finish(works, timeout: float = DEADLINE) -> None:
 
 
 def one_error(works, timeout: float = DEADLINE) -> Exception:
-    """Return the error of works; all must have the same, but for where each was called."""
+    """Return the error of works; all must have the same one, except for the line of the call."""
     errors = [work.exception(timeout) for work in works]
     assert errors[0] is not None, "no error"
-    # A text with a key of the program is not made here.
+    # Texts with a key of the program are not compared.
     said = [error.args[0] if type(error.args[0]) is str else "" for error in errors]
     assert len({(type(error), testing.without_line(text)) for error, text in zip(errors, said, strict=True)}) == 1, (
         said
@@ -107,7 +107,7 @@ def one_error(works, timeout: float = DEADLINE) -> Exception:
 
 
 def sum_works(manager, key, devices, **options):
-    """Add an all-reduce of ones on each device; return the works and a function that checks their results."""
+    """Add an all-reduce of ones on each device; return the works, and a function that checks their results."""
     lib = testing.arrays()
     devices = list(devices)
     parts = [lib.make(np.ones(8, np.float32), device) for device in devices]
@@ -127,6 +127,6 @@ def sum_works(manager, key, devices, **options):
 
 
 def check_usable(manager, key, devices) -> None:
-    """Check that a key can be used, whatever was done with it before."""
+    """Check that a key can be used after any earlier use."""
     _, check = sum_works(manager, key, devices, timeout=DEADLINE)
     check()

@@ -1,8 +1,8 @@
-"""The conformance matrix and its numpy model: what every collective must give, for every type and operator.
+"""The conformance matrix and its numpy model: the result of every collective, for every type and operator.
 
-A `Case` is one call. It makes a rank's buffers, issues the call and compares with numpy; who calls it (threads, one
-thread with groups, processes) does not matter to it. Receive buffers are poisoned and followed by a guard, so that an
-element too few or too many is seen; out of place, the send buffer must stay as it was.
+A `Case` is one call. It makes a rank's buffers, issues the call and compares with numpy, whether ranks are threads,
+one thread with groups, or processes. Receive buffers are poisoned and followed by a guard, so that a missing or
+surplus element is detected; out of place, the send buffer must not change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BITS = {
 
 
 def worlds(long=(4,), slow=()) -> list:
-    """Return the numbers of ranks as parameters; those in `long` are met in campaigns only, those in `slow` in CI."""
+    """Return the numbers of ranks as parameters; those in `long` run in campaigns only, those in `slow` in CI."""
     import pytest
 
     marks = {**dict.fromkeys(slow, pytest.mark.slow), **dict.fromkeys(long, pytest.mark.campaign)}
@@ -60,7 +60,7 @@ def scalar_of(datatype: DataType):
 
 @functools.cache
 def sample(datatype: DataType, op: str, rank: int, total: int) -> np.ndarray:
-    """Return what `rank` contributes: values whose reduction over up to 8 ranks is exact wherever it can be.
+    """Return the values of `rank`; their reduction over up to 8 ranks is exact if the type permits it.
 
     Integers take their whole range (sums and products wrap in NCCL as in numpy), for avg an eighth of it, since the
     sum is not allowed to wrap before the division. Floats are small integers for sums, so that every partial sum fits
@@ -106,7 +106,7 @@ def reduced(datatype: DataType, op: str, nranks: int, total: int) -> np.ndarray:
 
 @functools.cache
 def tolerance(datatype: DataType, op: str, nranks: int, total: int) -> np.ndarray | None:
-    """Return how far from numpy a result may lie, or ``None`` where it must be exact.
+    """Return the allowed difference from numpy, or ``None`` for exact results.
 
     Only the average of floats over a number of ranks that is no power of two rounds: once for 1/n, once for each
     product with it, once for each addition, and once more in the cast, each by at most the unit roundoff times the
@@ -120,7 +120,7 @@ def tolerance(datatype: DataType, op: str, nranks: int, total: int) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One collective call: what, of which type, with which operator, where and how many elements a rank."""
+    """One collective call: collective, type, operator, placement of buffers, and elements per rank."""
 
     collective: str
     datatype: DataType
@@ -135,7 +135,7 @@ class Case:
         return f"{self.collective} {self.datatype.name.lower()}{op} {place}, count {self.count}, root {self.root}"
 
     def prepare(self, lib, rank: int, nranks: int, device: int) -> Call:
-        """Make one rank's buffers; only those that the collective uses on this rank."""
+        """Make the buffers that the collective uses on this rank."""
         whole = self.count * nranks
         pool = max(whole, SIZES[-1] * 8)
         mine = sample(self.datatype, self.op, rank, pool)
@@ -166,7 +166,7 @@ class Case:
         return dataclasses.replace(self, in_place=False).prepare(lib, rank, nranks, device)
 
     def _expected(self, rank: int, nranks: int, pool: int) -> np.ndarray | None:
-        """Return what this rank must hold afterwards, ``None`` where the collective gives it nothing."""
+        """Return this rank's expected result, ``None`` if the collective gives it none."""
         count, at_root = self.count, rank == self.root
         if self.collective in REDUCTIONS:
             total = reduced(self.datatype, self.op, nranks, pool)
@@ -195,7 +195,7 @@ class Case:
         getattr(comm, self.collective)(send, recv, **options)
 
     def check(self, lib, call: Call, rank: int, nranks: int) -> str | None:
-        """Return what is wrong with one rank's result, ``None`` if nothing is."""
+        """Return what is wrong with one rank's result, or ``None``."""
         if call.result is not None:
             got = lib.read(call.result)
             wrong = differences(got[: len(call.expected)], call.expected, self._tolerance(rank, nranks))
@@ -219,13 +219,13 @@ class Case:
 
 @dataclasses.dataclass
 class Call:
-    """One rank's buffers of a case, and what must be in them afterwards."""
+    """One rank's buffers of a case, and their expected contents."""
 
     send: object
     recv: object
     result: object
     expected: np.ndarray | None
-    sent: np.ndarray | None = None  # what `send` must still hold; None if it may change
+    sent: np.ndarray | None = None  # contents that `send` must keep; None if it may change
 
 
 def _poison(count: int, datatype: DataType) -> np.ndarray:
@@ -272,7 +272,7 @@ def _nccl_refuses(datatype: DataType, op: str, nranks: int) -> bool:
 
 
 class Operators:
-    """The pre_mul_sum operators of one communicator, one a type, made when first asked for."""
+    """The pre_mul_sum operators of one communicator, one per type, made at first use."""
 
     def __init__(self, comm):
         self._comm = comm
@@ -288,7 +288,7 @@ class Operators:
 
 
 def run_rank(lib, comm, matrix: list[Case]) -> list[str]:
-    """Run the matrix on one rank, alone in its thread or process, and return what was wrong.
+    """Run the matrix on one rank in its own thread or process, and return what was wrong.
 
     A wrong result does not end the run: the rank stays in step with the others.
     """
@@ -304,7 +304,7 @@ def run_rank(lib, comm, matrix: list[Case]) -> list[str]:
 
 
 def run_group(lib, comms, matrix: list[Case]) -> list[str]:
-    """Run the matrix on all ranks from one thread, one group a case, and return what was wrong."""
+    """Run the matrix on all ranks from one thread, one group per case, and return what was wrong."""
     operators = [Operators(comm) for comm in comms]
     wrong = []
     for case in matrix:

@@ -1,7 +1,7 @@
-"""Coordinators whose ranks are threads of this process, over a store for threads; or processes, over MPI.
+"""Coordinators with ranks as threads of this process, over a store for threads, or as processes over MPI.
 
-Where NCCLPY_TEST_MPI names an engine, the tests run in the processes that mpirun has started, each of which is a rank
-of every coordinator: see test_coordinator_mpi.py.
+If NCCLPY_TEST_MPI names an engine, the tests run in processes started by mpirun, each of which is a rank of every
+coordinator: see test_coordinator_mpi.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MPI_ENGINE = os.environ.get("NCCLPY_TEST_MPI")
 
 
 def run_coordinators(size, body, *, over="store", shut=True, **options):
-    """Call ``body(coordinator)`` for each rank in a thread of its own and return what they return.
+    """Call ``body(coordinator)`` for each rank in its own thread and return the results.
 
-    Over ``"store"`` or ``"group"``. They are shut down afterwards, or, when a rank fails, ended for all.
+    The transport is ``"store"`` or ``"group"``. Coordinators are shut down afterwards, or ended if a rank fails.
     """
     if MPI_ENGINE:
         return _over_mpi(size, body, shut, {"engine": MPI_ENGINE, "timeout": DEADLINE} | options)
@@ -47,7 +47,7 @@ def _with(coordinator, body, shut):
 
 
 def _over_mpi(size, body, shut, options):
-    """Do the same as one of the processes of MPI; all of them return what those that are ranks do."""
+    """Run as one of the processes of MPI; all processes return the results of those that are ranks."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

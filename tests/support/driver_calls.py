@@ -1,6 +1,6 @@
-"""The CUDA driver calls of ``driver_abi.h`` through ctypes, for tests: a result that is not success raises.
+"""The CUDA driver calls of ``driver_abi.h`` through ctypes, for tests; every result but success raises.
 
-pytest is imported where it is needed: to import it takes half of the time of a process that begins with this.
+pytest is imported only where it is needed, as its import takes half of the start-up time of a process that uses this.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ _VALUES = {
 
 
 def argument_types(parameters, values):
-    """Return ctypes' types for the parameters of a C prototype; what is not in `values` is a handle or a pointer."""
+    """Return the ctypes types of a C prototype's parameters; types not in `values` are handles or pointers."""
     if parameters == "void":
         return []
     types = [re.match(r"(.*?[* ])\w+$", parameter.strip()).group(1).strip() for parameter in parameters.split(",")]
@@ -61,7 +61,7 @@ class DriverError(Exception):
 
 
 class Driver:
-    """Every call as a method that raises `DriverError`; calls that return a value do so."""
+    """Every driver call as a method that raises `DriverError`."""
 
     def __init__(self, path):
         self.library = ctypes.CDLL(path)
@@ -80,7 +80,7 @@ class Driver:
         return call
 
     def get(self, name, kind, *arguments):
-        """Call a function whose first parameter is the result, of a ctypes type."""
+        """Call a function with the result, of a ctypes type, as its first parameter; return the result."""
         value = kind()
         getattr(self, name)(ctypes.byref(value), *arguments)
         return value.value
@@ -107,7 +107,7 @@ class Driver:
         return self.get("cuMemHostAlloc", ctypes.c_void_p, nbytes, 0)
 
     def ready(self, name, handle):
-        """Return whether cuStreamQuery or cuEventQuery finds all done."""
+        """Return whether cuStreamQuery or cuEventQuery reports completion."""
         code = getattr(self.library, name)(handle)
         if code not in (0, NOT_READY):
             raise DriverError(name, code)

@@ -1,7 +1,7 @@
-"""Programs of the campaign of early ends in which threads bring keys to a Manager; see `early_end_programs`.
+"""Programs of the early-end campaign in which threads bring keys to a Manager; see `early_end_programs`.
 
-As there, each rank is a thread and one of them the main thread; they bring the same keys, each in an order of its own.
-A rank waits for its works at once, later, for an instant or not at all, and lets go of the arrays of what failed.
+Each rank is a thread, and one of them is the main thread; all bring the same keys, each in its own order. A rank waits
+for its works at once, later, for an instant or not at all, and drops the arrays of failed works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVENTS = ("interrupt", "interrupt", "alarm", "alarm", "hint", "close", "abort", 
 
 
 class Seat:
-    """What an operation asks a communicator for."""
+    """The attributes of a communicator that an operation uses."""
 
     def __init__(self, nranks, rank):
         self.nranks, self.rank = nranks, rank
@@ -54,7 +54,7 @@ class Participation(programs.Operation):
 
 
 class Participant:
-    """One rank: the keys that it brings, and how it ended."""
+    """One rank: the keys that it brings, and its outcome."""
 
     def __init__(self, program, rank):
         self.program, self.rank = program, rank
@@ -98,7 +98,7 @@ class Participant:
 
 
 class ManagerProgram:
-    """What one seed makes of a Manager, its participants, and the events beside them."""
+    """The program of one seed: a Manager, its participants, and events."""
 
     processes, victim, uids = 1, None, ()
 
@@ -109,7 +109,7 @@ class ManagerProgram:
         self.options = {"timeout": choose.choice([None, 0.1, 20.0]), "fail_fast": choose.random() < 0.3}
         self.steps = [programs.Step(choose, number) for number in range(choose.randint(1, 6))]
         self.waits = [[choose.choice(WAITS) for _ in self.steps] for _ in range(self.nranks)]
-        self.shuffled = choose.random() < 0.5  # who waits at once for keys in orders of their own waits for ever
+        self.shuffled = choose.random() < 0.5  # different orders: waits at once would never end
         self.events, self.skips, self.mismatches, self.faults = [], {}, {}, None
         for _ in range(choose.choice([0, 1, 1, 1, 2, 2, 3])):
             self._add_event(choose)
@@ -150,7 +150,7 @@ class ManagerProgram:
         with ncclpy.faults(self.faults) if self.faults else contextlib.nullcontext():
             for thread in threads:
                 thread.start()
-            with contextlib.suppress(KeyboardInterrupt, programs.Late):  # one that comes while the next is left
+            with contextlib.suppress(KeyboardInterrupt, programs.Late):  # a signal while the inner block ends
                 with contextlib.suppress(KeyboardInterrupt, programs.Late):
                     oversees.start()
                     programs.listen()
@@ -188,7 +188,7 @@ class ManagerProgram:
 
 
 def warm_up(arrays):
-    """Open what is opened once for a process."""
+    """Open everything that a process opens only once."""
     with ncclpy.Manager() as manager:
         step = programs.Step(random.Random(0), 0)
         parts = [Participation(arrays, Seat(2, rank), step, 0) for rank in range(2)]

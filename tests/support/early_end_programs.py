@@ -1,9 +1,9 @@
-"""The programs of the campaign of early ends: each is made by a seed. See `early_end_runs`, which runs them.
+"""Programs of the early-end campaign, each made from a seed; `early_end_runs` runs them.
 
-A program has ranks in up to three processes; each rank is a thread that makes the same collectives, and one of them
-is the main thread. Beside them events happen: signals, aborts and closes from other threads, faults, kills, a rank
-that leaves out a step or disagrees. Without an event every rank must finish with right results. With one a rank may
-end in an error, but what it gets without an error is right; and whatever it held dies the moment it fails.
+A program has ranks in up to three processes; each rank is a thread that makes the same collectives, and one rank is
+the main thread. Events: signals, aborts and closes from other threads, faults, kills, a rank that leaves out a step or
+brings other sizes. Without an event every rank must finish with right results. With one a rank may end in an error,
+but a result without an error is right; the arrays of a rank are freed as soon as it fails.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 
 import ncclpy
 
-PATIENCE = 0.12  # after the last event, what is stuck for so long is aborted
-CLEAN_PATIENCE = 15.0  # where nothing goes wrong
-LIMIT = 8.0  # how long an abort may take to bring all threads back
+PATIENCE = 0.12  # seconds after the last event until stuck communicators are aborted
+CLEAN_PATIENCE = 15.0  # the same in programs without events
+LIMIT = 8.0  # seconds in which an abort must end the calls of all threads
 PUTS = 30
 COUNTS = (1, 200, 5000, 40_000)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring")
@@ -38,7 +38,7 @@ CALLS = (
 
 
 class Late(Exception):
-    """What the handler of SIGALRM raises."""
+    """The exception of the SIGALRM handler."""
 
 
 class WrongResult(Exception):
@@ -46,7 +46,7 @@ class WrongResult(Exception):
 
 
 def wrong_result(text, values):
-    """Return the error of a wrong result, which knows whether the host engine has written it for an aborted rank."""
+    """Return the error of a wrong result; it tells whether the host engine wrote the result for an aborted rank."""
     error = WrongResult(f"{text}, got {values[:8]}")
     error.is_of_an_abort = bool((np.ascontiguousarray(values).view(np.uint8) == 0x5A).any())
     return error
@@ -65,21 +65,21 @@ def listen():
 
 
 def be_deaf():
-    """From here on signals do nothing: `Thread.join` for one takes a thread for ended in which a handler raises."""
+    """Ignore signals from here on: a handler that raises in `Thread.join` makes it take the thread for ended."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def is_an_end(error: BaseException) -> bool:
-    """Return whether an operation may end so in a program in which something goes wrong."""
+    """Return whether an operation may end with this error in a program with events."""
     if isinstance(error, ENDS):
         return True
-    # Another thread has closed it.
+    # Another thread has closed the communicator.
     return isinstance(error, ValueError) and any(word in str(error) for word in ("closed", "finalized"))
 
 
 def undisturbed(function, *arguments, **options):
-    """Call a function, again and again until no signal handler raises in it."""
+    """Call a function, and repeat it until no signal handler raises in it."""
     while True:
         try:
             return function(*arguments, **options)
@@ -97,7 +97,7 @@ def quietly(function, *arguments, **options):
 
 
 class Step:
-    """What all ranks do together: made by the seed, before anything else happens."""
+    """A step of all ranks, made from the seed before the program runs."""
 
     def __init__(self, choose: random.Random, number: int):
         self.number = number
@@ -144,13 +144,13 @@ class Operation:
 
 
 class Rank:
-    """One rank: its communicators, what it must still hold, and how it ended."""
+    """One rank: its communicators, the operations that it must hold, and its outcome."""
 
     def __init__(self, program, rank):
         self.program, self.rank = program, rank
         self.comm = self.other = self.stream = None
-        self.made = []  # all communicators, to be ended
-        self.held = []  # what a stream may still touch
+        self.made = []  # all communicators, which must be ended
+        self.held = []  # operations that a stream may still use
         self.outcome = None
 
     def born(self, comm):
@@ -177,7 +177,7 @@ class Rank:
         try:
             self.run_to_its_end()
         except ncclpy.NcclError as late:
-            # The thread reads by a stream: it is told of another rank's abort after a handler has ended its wait.
+            # The thread waits by a stream: another rank's abort is raised in it after a handler has ended its wait.
             if not self.program.disturbed:
                 raise
             self.outcome = type(late).__name__
@@ -195,9 +195,9 @@ class Rank:
         except WrongResult as error:
             self.outcome = "wrong"
             if self.program.processes > 1 and self.program.disturbed and error.is_of_an_abort:
-                # Ranks with nothing but a unique id in common hear of no abort in another process.
+                # Ranks that share only a unique id do not hear of an abort in another process.
                 self.outcome = "NcclAborted"
-            elif not self.program.skips:  # the next call of a rank that has left one out may meet the others' last one
+            elif not self.program.skips:  # after a skip, a call may match another call of the others
                 self.program.problems.append(f"rank {self.rank}: {error}")
         except BaseException as error:
             self.outcome = type(error).__name__
@@ -213,7 +213,7 @@ class Rank:
             comm.close()
 
     def leave(self):
-        """End what this rank has; then, and not before, its streams touch nothing any more."""
+        """Abort this rank's communicators, then free its arrays, which its streams use until the aborts."""
         for comm in self.made:
             comm.abort()
         self.held.clear()
@@ -254,7 +254,7 @@ class Rank:
         operation.call(stream=self.stream)
         self.stream.synchronize()
         self.held.clear()
-        # An abort ends what runs on a stream, and the stream goes on: whether all is well, the communicator says.
+        # An abort completes operations on a stream, which continues: the communicator tells whether they are valid.
         if self.comm.closed or self.comm.async_error() != ncclpy.Result.SUCCESS:
             self.comm.barrier()
             raise WrongResult(f"{self.comm!r} has ended, and a barrier says that all is well")
@@ -294,12 +294,12 @@ class Rank:
             window.close()
 
     def do_put(self, step):
-        """Put to the right many times, wait for the left, in a group or one after the other."""
+        """Put to the right neighbour many times and wait for the left one, in a group or one after the other."""
         comm, n, count = self.comm, self.comm.nranks, step.count
         memory = self.program.arrays.make(2 * count, float(comm.rank + step.number))
         window = comm.window(memory)
         with ncclpy.group() if step.launches > 2 else contextlib.nullcontext():
-            for _ in range(PUTS):  # to one that may have ended by now
+            for _ in range(PUTS):  # the peer may have ended
                 comm.put_signal(memory[:count], window, (comm.rank + 1) % n, memory[:count].nbytes)
             comm.wait_signal((comm.rank - 1) % n, count=PUTS)
         if not (memory[count:] == (comm.rank - 1) % n + step.number).all():
@@ -352,7 +352,7 @@ class Alone(Rank):
 
 
 class Program:
-    """What one seed makes of one process's ranks, and of the events beside them."""
+    """The program of one seed: the ranks of one process, and events."""
 
     def __init__(self, seed: int, arrays, process: int = 0, uids=None):
         choose = random.Random(seed)
@@ -375,7 +375,7 @@ class Program:
         self.steps = [Step(choose, number) for number in range(choose.randint(2, 6))]
         for step in self.steps:
             if (step.style == "group" and not self.second) or (step.style in ("window", "put") and self.processes > 1):
-                step.style = "plain"  # other processes cannot see an array
+                step.style = "plain"  # arrays cannot be shared with other processes
         self.events = []
         self.skips, self.mismatches, self.faults, self.victim = {}, {}, None, None
         for _ in range(choose.choice([0, 1, 1, 1, 2, 2, 3])):
@@ -386,10 +386,10 @@ class Program:
         self.events.sort()
         self.disturbed = bool(self.events or self.skips or self.mismatches or self.faults)
         if self.faults and self.options in ({"abortable": True}, {"timeout": 20.0}):
-            self.options = {"timeout": 0.3}  # a birth that hangs by a fault is ended by its deadline alone
+            self.options = {"timeout": 0.3}  # only its deadline ends an init that hangs by a fault
         if not self.disturbed and self.options.get("timeout", 20) < 20:
-            self.options["timeout"] = 20.0  # a busy machine is no early end
-        self.birth_limit = 5.0 if self.disturbed else CLEAN_PATIENCE  # processes that start late are none either
+            self.options["timeout"] = 20.0  # long, for a busy machine
+        self.birth_limit = 5.0 if self.disturbed else CLEAN_PATIENCE  # long too, for processes that start late
         self.endable = bool({"timeout", "abortable", "config"} & set(self.options))
         self.ranks_here = [r for r in range(self.nranks) if r % self.processes == process]
         self.uids = [ncclpy.get_unique_id() for _ in range(2 if self.second else 1)] if uids is None else uids
@@ -423,7 +423,7 @@ class Program:
                 self.is_born.set()
 
     def run(self):
-        """Run this process's part in the main thread and others; return what became of the ranks."""
+        """Run this process's ranks in the main thread and others; return their outcomes."""
         self.ranks = [Alone(self, 0)] if self.alone else [Rank(self, rank) for rank in self.ranks_here]
         threads = [threading.Thread(target=rank.run, daemon=True, name="rank") for rank in self.ranks[1:]]
         oversees = threading.Thread(target=self.oversee, args=(threads,), daemon=True, name="oversees")
@@ -436,8 +436,8 @@ class Program:
             return [type(error).__name__]
         with faults:
             undisturbed(lambda: [thread.start() for thread in threads])
-            with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes while the next is left
-                with contextlib.suppress(KeyboardInterrupt, Late):  # or before the rank, or when it has ended
+            with contextlib.suppress(KeyboardInterrupt, Late):  # a signal while the inner block ends
+                with contextlib.suppress(KeyboardInterrupt, Late):  # or before the rank begins, or after its end
                     oversees.start()
                     listen()
                     self.ranks[0].run()
@@ -457,8 +457,8 @@ class Program:
         return [comm for rank in self.ranks for comm in list(rank.made)] + self.family
 
     def oversee(self, threads):
-        """Have the events happen; later abort what is stuck."""
-        if self.options.get("timeout", 20) == 20:  # nothing could end the birth of the others
+        """Let the events happen; later abort stuck communicators."""
+        if self.options.get("timeout", 20) == 20:  # nothing could end the init of the others
             self.is_born.wait(5)
         happen_in_time(self, [event for event in self.events if event[2] == self.process])
         if self.over.wait(PATIENCE if self.disturbed else CLEAN_PATIENCE):
@@ -482,7 +482,7 @@ class Program:
                 helper.start()
 
     def end(self, threads, oversees):
-        """Wait until all threads are back, and end what is left."""
+        """Wait until all threads have ended, and abort all communicators."""
         join_in_time(self, threads, LIMIT if self.disturbed else CLEAN_PATIENCE + LIMIT)
         self.over.set()
         join_in_time(self, [oversees], LIMIT)
@@ -501,11 +501,11 @@ class Program:
 
 
 class Stuck(BaseException):
-    """A thread does not come back: this process is of no use any more."""
+    """A thread does not end: this process cannot be used any more."""
 
 
 def happen_in_time(program, events):
-    """Have events happen, each at its moment, until the program is over."""
+    """Let events happen, each at its moment, until the program is over."""
     began = time.monotonic()
     for moment, kind, _, rank in events:
         if program.over.wait(max(0.0, began + moment - time.monotonic())):
@@ -515,7 +515,7 @@ def happen_in_time(program, events):
 
 def send_signal(program, kind):
     if kind != "hint" and program.signals:
-        return  # a second one ends the cleaning up after the first, and that is its sender's wish
+        return  # a second signal would interrupt the clean-up after the first
     program.signals += kind != "hint"
     os.kill(os.getpid(), SIGNALS[kind])
 
@@ -533,7 +533,7 @@ def join_in_time(program, threads, seconds):
 
 
 def warm_up(arrays):
-    """Open what is opened once for a process."""
+    """Open everything that a process opens only once."""
     comms = ncclpy.Communicator.init_all(range(4), timeout=20.0)
     step = Step(random.Random(0), 0)
     with ncclpy.group():

@@ -1,9 +1,9 @@
-"""Random programs whose waits end early, many times: ``python early_end_runs.py --seeds A-B [--jobs N] [--verbose]``.
+"""Random programs with waits that end early, many times: ``python early_end_runs.py --seeds A-B [--jobs N]``.
 
-A worker runs many seeds, one after the other, so that they are quick and so that what one leaves behind is seen. A
-program with several processes has peers, which stay until a seed kills them. The supervisor names the seed in which a
-worker hangs or dies, ends it, and goes on with the next one in a new worker. Prints one JSON object for each seed that
-fails (for all with ``--verbose``), and one with the sums; a seed that fails is repeated by ``--seeds SEED``.
+A worker runs many seeds, one after the other, which is fast and shows what a seed leaves behind. A program with
+several processes has peers, which stay until a seed kills them. The supervisor names the seed in which a worker hangs
+or dies, ends the worker, and continues with the next seed in a new one. Prints one JSON object for each seed that
+fails (for all with ``--verbose``), and one with the sums; ``--seeds SEED`` repeats a seed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import threading
 import time
 import warnings
 
-HANGS = 40.0  # seconds without a word from a worker
-MET = 2  # descriptors by which a process that has met others watches them, and keeps its ids
-POOLED = 12  # threads of ours that may stay, for the next one that needs them
+HANGS = 40.0  # seconds without output of a worker
+MET = 2  # descriptors with which a process watches the processes that it has met, and keeps its ids
+POOLED = 12  # threads of ncclpy that may stay for reuse
 
 
 class Levels:
-    """What a process has between seeds."""
+    """The resources of a process between seeds."""
 
     def __init__(self, peers):
         self.peers = peers
@@ -42,7 +42,7 @@ class Levels:
         return {
             "descriptors": leftovers.descriptors() - 2 * len(self.peers),
             "mappings": leftovers.mappings(),
-            "threads": [name for name in python if not name.startswith(("ncclpy", "Dummy"))],  # ours before its name
+            "threads": [name for name in python if not name.startswith(("ncclpy", "Dummy"))],  # also unnamed new ones
             "ours": [name for name in python if name.startswith("ncclpy")],
             "pooled": [name for name in native if name.startswith("ncclpy")],
             "in flight": in_flight(),
@@ -50,11 +50,11 @@ class Levels:
         }
 
     def look_again(self):
-        gc.collect()  # an error may hold its frames, and these the arrays, once no thread has it any more
+        gc.collect()  # an unreferenced error may hold frames, and these the arrays
         return self.look()
 
     def problems(self):
-        """Return what is left of the last seed after a time for settling."""
+        """Return what the last seed has left behind after a time for settling."""
 
         def settled(seen):
             return (
@@ -71,12 +71,12 @@ class Levels:
             seen = leftovers.settle(self.look_again, settled, 2.0)
         if settled(seen):
             return []
-        later = leftovers.settle(self.look_again, settled, 5.0)  # told apart from what stays
+        later = leftovers.settle(self.look_again, settled, 5.0)  # tells late ends from leaks
         return [f"left behind: {seen}, before: {self.first}, 5 s later {'nothing' if settled(later) else later}"]
 
 
 class Peer:
-    """Another interpreter that runs its ranks of the programs of a worker."""
+    """Another process, which runs its ranks of a worker's programs."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Peer:
         self.process.stdin.flush()
 
     def answer(self, timeout):
-        """Return what the peer says; None if it has died."""
+        """Return the answer of the peer; None if it has died."""
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             return {"problems": [f"peer {self.process.pid} says nothing for {timeout} s"], "outcomes": []}
         line = self.process.stdout.readline()
@@ -102,13 +102,13 @@ class Peer:
 
 
 def after(program, caught, levels):
-    """Let go of a program, and return all that was wrong with it."""
+    """Drop a program, and return everything that was wrong with it."""
     problems = program.problems
     program.forget()
     for warning in caught:
         comm = warning.source
         if issubclass(warning.category, ResourceWarning) and program.signals and comm is not None:
-            # The handler has raised between the end of init and the name that its communicator was to have.
+            # The handler has raised between the end of init and the assignment of the communicator to its name.
             comm.abort() if hasattr(comm, "abort") else comm.close()
         else:
             problems.append(f"{warning.category.__name__}: {warning.message}")
@@ -158,7 +158,7 @@ def run(seed, levels, peers, caught):
 
 
 def prepare():
-    """Set up a process that runs programs; return the warnings that it catches from now on."""
+    """Set up a process that runs programs; return the list of warnings caught from now on."""
     global arrays, leftovers, managers, programs
     import early_end_managers as managers
     import early_end_programs as programs
@@ -183,7 +183,7 @@ def caught_unraisable(told):
 
 
 def work(first, last):
-    """Run seeds, telling which one begins and how it has ended."""
+    """Run seeds; print the begin and the result of each."""
     caught, peers = prepare(), []
     levels = Levels(peers)
     for seed in range(first, last + 1):
@@ -191,7 +191,7 @@ def work(first, last):
         done = run(seed, levels, peers, caught)
         print(json.dumps(done), flush=True)
         if done["problems"]:
-            break  # what is wrong here must not be blamed on the next
+            break  # later seeds must not get the blame
     for peer in peers:
         peer.end()
     sys.stdout.flush()
@@ -217,7 +217,7 @@ def be_peer():
 
 
 class Worker:
-    """A process that runs seeds, as the supervisor sees it."""
+    """The supervisor's side of a process that runs seeds."""
 
     def __init__(self, seeds):
         self.seeds = seeds
@@ -229,7 +229,7 @@ class Worker:
         )  # fmt: skip
 
     def results(self):
-        """Yield the results of the seeds; one that hangs or dies is told and ends the worker."""
+        """Yield the results of the seeds; a seed that hangs or dies is a failure and ends the worker."""
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
         while True:
@@ -261,7 +261,7 @@ class Worker:
 
     def end(self):
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its session: it, and its peers
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session: the worker and its peers
         except ProcessLookupError:
             pass
         self.process.wait()

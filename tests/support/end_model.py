@@ -1,9 +1,9 @@
-"""A model of how ranks end a group together (ncclpy.peers.confirmation, ncclpy.engine.work), run with random timing.
+"""A model of the common end of a group (ncclpy.peers.confirmation, ncclpy.engine.work), run with random timing.
 
 A run is one collective of two to five ranks in a ring. A rank may launch late or never, be stopped, or be killed; the
-store is slow, and what it tells is late. Devices go on while processes stand still. An abort completes the next rank's
-kernel with wrong data, and the kernel behind it. What decides is the code's: how long a rank is waited for is
-`Patience`'s, and the time after which a rank asks is the fence's.
+store is slow, and its news is late. Devices continue while processes are stopped. An abort completes the kernel of the
+next rank with wrong data, and so on around the ring. Decisions use the real code: `Patience` bounds the wait for a
+rank, and the fence's constant is the stop after which a rank asks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from ncclpy.peers.confirmation import _LOOKS, TELLS, Patience
 
-#: Seconds of `engine.fence` and of `process_group.lifecycle`.
+#: Seconds, as in `engine.fence` and `process_group.lifecycle`.
 STILL, GRACE = 0.5, 1.0
-#: A rank that lives hears within so many seconds in which it runs.
+#: Seconds of running within which a living rank hears of the end.
 HEARS = 4.5
 
 
 class Rank:
-    """One rank: what happens to its process, and what it has seen."""
+    """One rank: the events of its process, and its state."""
 
     def __init__(self, run: Run, number: int) -> None:
         choose = run.choose
@@ -36,11 +36,11 @@ class Rank:
         self.hears = choose.choice([0.002, choose.uniform(0, 1), choose.uniform(0, HEARS)])
         self.store = choose.choice(
             [0.001, choose.uniform(0, 0.3), choose.uniform(0, 2)]
-        )  # seconds that an operation takes
+        )  # seconds of an operation of the store
         self.launched = self.fenced = False
-        self.kernel: bool | None = None  # once it has completed: whether with right data
+        self.kernel: bool | None = None  # None until completed; then whether the data are right
         self.outcome: str | None = None
-        self.asked = 0.0  # when it has asked the store last
+        self.asked = 0.0  # the last time that it asked the store
         self.asking = False
 
     @staticmethod
@@ -53,14 +53,14 @@ class Rank:
         return stops
 
     def awake(self, moment: float) -> float:
-        """Return when the process does what it would do at a moment."""
+        """Return the first moment from `moment` on at which the process runs."""
         for begin, end in self.stops:
             if begin <= moment < end:
                 moment = end
         return moment if moment < self.killed else math.inf
 
     def running(self, moment: float, seconds: float) -> float:
-        """Return when the process has run for so many seconds."""
+        """Return the moment at which the process has run for `seconds` since `moment`."""
         for begin, end in self.stops:
             if end <= moment:
                 continue
@@ -78,7 +78,7 @@ class Rank:
 
 
 class Run:
-    """One run; `wrong` are the ranks that have taken wrong data for a success."""
+    """One run; `wrong` has the ranks that have taken wrong data for a success."""
 
     def __init__(self, seed: int, *, two_steps: bool = True, asks: bool = True) -> None:
         self.choose = random.Random(seed)
@@ -86,7 +86,7 @@ class Run:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.told = math.inf  # from when on the end is in the store
+        self.told = math.inf  # the moment at which the end is in the store
         self.confirmed: dict[int, float] = {}
         self.ranks = [Rank(self, number) for number in range(self.choose.randint(2, 5))]
         self.given: set[int] = set()  # ranks that have aborted, or completed with wrong data
@@ -117,7 +117,7 @@ class Run:
         self.pass_on(self.ranks[rank.number - 1])
 
     def complete(self, rank: Rank) -> None:
-        """Complete a kernel; a process that has been killed meanwhile leaves the others' where they are."""
+        """Complete a kernel, unless a process killed before has left the kernels of the others stuck."""
         if rank.kernel is None and self.now < rank.killed and not self.given:
             if all(each.kernel is not None or self.now < each.killed for each in self.ranks):
                 self.end_kernel(rank, True)
@@ -131,13 +131,13 @@ class Run:
             self.pass_on(rank)
 
     def pass_on(self, rank: Rank) -> None:
-        """Complete the next rank's kernel with wrong data, if this one has left it alone."""
+        """Complete the next rank's kernel with wrong data if this rank has left the ring."""
         after = self.ranks[(rank.number + 1) % len(self.ranks)]
         if rank.number in self.given and after.launched and after.kernel is None and self.now < after.killed:
             self.end_kernel(after, False)
 
     def poll(self, rank: Rank) -> None:
-        """Look at the device, as the monitor does; it asks where the process has stood still since it asked last."""
+        """Query the device like the monitor; ask the store first if the process was stopped since it last asked."""
         if not rank.launched or rank.outcome is not None or rank.asking:
             return
         stops = [end - begin for begin, end in rank.stops if rank.asked < end <= self.now]
@@ -160,7 +160,7 @@ class Run:
             self.wrong.append(rank.number)
 
     def fail(self, rank: Rank) -> None:
-        """Tell the others, whose answers are waited for once that is in the store."""
+        """Tell the others; the wait for their confirmations begins once the end is in the store."""
         if rank.outcome is not None or rank.fenced:
             return
         told = self.now + min(rank.store, TELLS)
@@ -182,7 +182,7 @@ class Run:
             self.at(rank.awake(self.now + GRACE), rank, self.hear_of_death)
 
     def end(self, rank: Rank, told: float = 0.0) -> None:
-        """Believe nothing any more, confirm, and abort once the others have."""
+        """Take no completion for a success any more, confirm, and abort once the others have confirmed."""
         if rank.fenced:
             return
         rank.fenced = True

@@ -1,7 +1,7 @@
-"""Run cases of programs of which one rank fails, and check what the other ranks do.
+"""Run cases of programs in which one rank fails, and check the other ranks.
 
-The programs are `torch_failures.py` and `road_failures.py`. This file is a program too: it runs the cases that are
-named, or all, prints a line for each that broke the rule, and a summary, and exits with 1 if one did.
+The programs are `torch_failures.py` and `road_failures.py`. Run as a program, this file runs the named cases, or all,
+prints a line for each case with a problem, and a summary, and exits with 1 if there was a problem.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ CASES = {
         ("wait", "stream", "close"),
     ),
 }
-#: Below the ports that the system gives to others; each run has one of its own, as several may run at once.
+#: Ports below the system's ephemeral range; each run has its own, as several may run at once.
 PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
 #: The status with which `on_error="exit"` ends a process.
 EXIT = 70
 
 
 def failing(size: int) -> int:
-    """Return the rank that fails: not the first, which serves torch's store, nor the last where there are four."""
+    """Return the rank that fails: not the first, which serves torch's store, and of four not the last."""
     return min(2, size - 1)
 
 
 def fail(what: str, folder: str) -> None:
-    """Do what a case wants of the rank that fails; write down when."""
+    """Fail as the case says; note the time of the failure."""
     with open(f"{folder}/stamp", "w") as file:
         file.write(str(time.time()))
     if what == "kill":
@@ -63,7 +63,7 @@ def fail(what: str, folder: str) -> None:
 
 @dataclass
 class Survivor:
-    """One of the other ranks: how its process ended, how long after the failure, and what it said."""
+    """One of the other ranks: the end of its process, its seconds after the failure, and its output."""
 
     rank: int
     size: int
@@ -73,9 +73,9 @@ class Survivor:
     said: str
 
     def problems(self, case: str, recovers: bool) -> list[str]:
-        """Return what is wrong: a number, a success, another class of error, or a text that does not name the rank."""
+        """Return the problems: a result, a success, a wrong error class, or a text without the failed rank."""
         found, failed = [], failing(self.size)
-        recovered = f"RECOVERED {self.size * (self.size - 1) / 2} ({failed},)"  # the sum of those that are left
+        recovered = f"RECOVERED {self.size * (self.size - 1) / 2} ({failed},)"  # the sum of the survivors
         if "RESULT" in self.printed or "ENDED" in self.printed:
             found.append(f"printed {self.printed!r}")
         if self.code is None:
@@ -86,7 +86,7 @@ class Survivor:
             found.append("exited with 0")
         elif self.code < 0:
             found.append(f"was ended by signal {-self.code}")
-        if re.search("coordinator-.*-close", case):  # the first rank that shuts it down ends it, not the failed one
+        if re.search("coordinator-.*-close", case):  # ended by the first shutdown, not by the failure
             return [f"rank {self.rank}: {each}" for each in found]
         wanted = "NcclRemoteError" if case.startswith(("kill", "raise")) else "NcclTimeout"
         if not recovers and self.code != EXIT and wanted not in self.said:
@@ -97,7 +97,7 @@ class Survivor:
 
 
 class Starter:
-    """A process that has imported what a program imports, and forks the ranks of a case: they begin at once."""
+    """A process that has made a program's imports and forks the ranks of a case, which begin at once."""
 
     def __init__(self, program: str) -> None:
         self._process = subprocess.Popen(
@@ -110,7 +110,7 @@ class Starter:
         atexit.register(self._end)
 
     def run(self, *order: object) -> list[tuple[int | None, float]]:
-        """Run the ranks of a case; return each one's exit code, None if it was killed here, and when it ended."""
+        """Run the ranks of a case; return each exit code, None if killed here, and the time of its end."""
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -131,7 +131,7 @@ def run_case(
     machines: bool = False,
     patience: float = 100,
 ) -> list[Survivor]:
-    """Return what became of the other ranks, each of which takes itself for the only one of a machine if so wanted."""
+    """Run a case and return the other ranks; with `machines` each rank takes itself for a separate machine."""
     import ncclpy
     from ncclpy.bootstrap import TCPStore
 
@@ -157,7 +157,7 @@ def run_case(
             variables |= {"NCCLPY_STORE": f"127.0.0.1:{store.port}", "NCCLPY_STORE_TOKEN": token}
             variables |= {"NCCLPY_RUN_ID": name, "TORCHELASTIC_RUN_ID": name}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
-        if machines:  # NCCL lets them share a GPU then, and connects them by sockets
+        if machines:  # then NCCL lets ranks share a GPU, and connects them by sockets
             variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
             own = [
                 {"RANK": str(r), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"machine-{r}"}
@@ -183,15 +183,15 @@ def run_case(
 
 
 def problems_of(case: str, recovers: bool, survivors: list[Survivor]) -> list[str]:
-    """Return what broke the rule in a case."""
+    """Return the problems of all ranks of a case."""
     return [each for survivor in survivors for each in survivor.problems(case, recovers)]
 
 
-# What follows runs in a starter.
+# The functions from here on run in a starter.
 
 
 def start(imports: list[str]) -> tuple[str, str] | None:
-    """Read orders and fork; return in a fork the case that it is to run and its folder, None at the end."""
+    """Read orders and fork; return, in a fork, its case and folder, and None at the end in the starter."""
     for each in imports:
         importlib.import_module(each)
     while line := sys.stdin.readline():
@@ -213,7 +213,7 @@ def _ends_of(pids: list[int], patience: float) -> list[tuple[int | None, float]]
     begun = time.time()
     others = set(range(len(pids))) - {failing(len(pids))}
     while len(ends) < len(others) and time.time() - begun < patience:
-        for rank in others:  # seen, and reaped below: until then the process id is no other process's
+        for rank in others:  # not reaped until below, so that the process id is not reused
             if rank not in ends and os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 ends[rank] = time.time()
         time.sleep(0.01)
@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=6.0)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     given = parser.parse_intermixed_args()
-    os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")  # as conftest.py
+    os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")  # as in conftest.py
     cases = given.cases or ["-".join(each) for each in itertools.product(*CASES[given.program])]
     recovers = given.program == "torch_failures" and given.on_error == "abort"
     end = time.monotonic() + given.seconds

@@ -1,4 +1,4 @@
-"""Stores of others for the suite of tests/bootstrap/test_stores.py, where they are installed."""
+"""Stores of other packages for the suite of tests/bootstrap/test_stores.py, if installed."""
 
 import contextlib
 import importlib.util
@@ -19,14 +19,14 @@ def installed(name):
 
 
 def free_port():
-    """Return a port of the loopback interface that nobody uses now."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @contextlib.contextmanager
 def redis_server(folder, *options):
-    """Serve redis on a socket in a folder; yield the socket's path."""
+    """Serve redis on a socket in a folder; yield the path of the socket."""
     path = folder / "redis.sock"
     command = [REDIS_SERVER, "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", *options]
     server = subprocess.Popen(list(map(str, command)), cwd=folder, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""For programs that fork: what every call in a child must answer, and the end of a child before a deadline."""
+"""For programs that fork: a check that every call in a child is refused, and a join with a deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 
 def refused(calls) -> int:
-    """Return the exit code of a child: 0 if each call raises at once, by an error that speaks of the fork."""
+    """Return the exit code of a child: 0 if each call raises at once an error that names the fork."""
     code = 0
     for number, call in enumerate(calls):
         begun = time.monotonic()
@@ -20,7 +20,7 @@ def refused(calls) -> int:
         else:
             fault = "was accepted"
         seconds = time.monotonic() - begun
-        if not fault and seconds > 4:  # the calls that wait would do so for longer
+        if not fault and seconds > 4:  # a call that waits would take longer
             fault = f"took {seconds:.1f} s"
         if fault:
             print(f"call {number}: {fault}", file=sys.stderr)
@@ -29,7 +29,7 @@ def refused(calls) -> int:
 
 
 def join(pid: int, seconds: float = 20.0) -> None:
-    """Wait for a child, whose exit code must be 0; kill it at the deadline, since nobody else would."""
+    """Wait for a child, and check that its exit code is 0; kill it at the deadline."""
     deadline = time.monotonic() + seconds
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:

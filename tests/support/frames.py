@@ -1,4 +1,4 @@
-"""What programs of ranks do with the framework of a run: numpy on the host engine, torch or CuPy on GPUs."""
+"""The framework of a run for programs of ranks: numpy on the host engine, torch or CuPy on GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ extern "C" __global__ void spin(long long cycles) {
 
 
 def framework() -> str:
-    """Return whose arrays the pools of this run make; skip the test if those are missing."""
+    """Return the framework of this run's pools; skip the test if it is missing."""
     if ncclpy.library().engine == "host":
         return "numpy"
     need_torch("MemPool")
@@ -37,7 +37,7 @@ def need_torch(name):
 
 
 class Frame:
-    """numpy's arrays, each of which is a segment."""
+    """numpy arrays, each of which is a segment."""
 
     torch = None
 
@@ -45,25 +45,25 @@ class Frame:
         self.device = device
 
     def side(self):
-        """Return a context whose work goes into another stream than that of before."""
+        """Return a context in which work goes into another stream than before."""
         return contextlib.nullcontext()
 
     def fill(self, array, value):
         array.fill(value)
 
     def new(self, count):
-        """Return an array of floats by the framework's own means, of the pool whose block this is in."""
+        """Return an array of floats, allocated by the framework from the pool of the enclosing block."""
         return memory.empty(count, device=self.device)
 
     def pointer(self, array):
         return array.__array_interface__["data"][0]
 
     def found(self, array):
-        """Return the smallest and the largest element, once the current stream has come so far."""
+        """Return the smallest and the largest element, after the work of the current stream."""
         return float(array.min()), float(array.max())
 
     def await_(self, work):
-        """Have the current stream wait for a work; where there is none, this thread does."""
+        """Have the current stream wait for a work; without streams this thread waits."""
         work.wait(LONG)
 
     def be_busy(self):
@@ -71,10 +71,10 @@ class Frame:
         time.sleep(0.005)
 
     def give_back(self):
-        """Have the framework give back what nobody has any more, whatever the device is at."""
+        """Have the framework give unused memory back, also while the device is busy."""
 
     def trim(self):
-        """Do that when nothing runs."""
+        """Have the framework give unused memory back when nothing runs."""
         gc.collect()
         self.give_back()
 
@@ -115,7 +115,7 @@ class TorchFrame(Frame):
 
 
 class CupyFrame(Frame):
-    """CuPy's arrays, on streams that wait for the legacy default one: its pools name no stream when they free."""
+    """CuPy arrays on streams that wait for the legacy default stream: CuPy's pools free without naming a stream."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -123,9 +123,9 @@ class CupyFrame(Frame):
 
         self.cupy = cupy
         cupy.cuda.Device(device).use()
-        self._side = cupy.cuda.Stream()  # one: its pools are by the streams' addresses
+        self._side = cupy.cuda.Stream()  # a single one: CuPy's pools are keyed by the addresses of streams
         self._spin = cupy.RawKernel(SPIN, "spin")
-        self.pool = cupy.get_default_memory_pool()  # where arrays come from
+        self.pool = cupy.get_default_memory_pool()  # the pool of new arrays
 
     def side(self):
         return self._side
@@ -152,7 +152,7 @@ class CupyFrame(Frame):
 
 
 def frame_of(device, name=None):
-    """Return the framework of this run, or that of a name, as this thread uses it on a device."""
+    """Return the framework of this run, or the named one, for this thread on a device."""
     frames = {"numpy": Frame, "torch": TorchFrame, "cupy": CupyFrame}
     return frames[name or framework()](device)
 
@@ -162,18 +162,18 @@ def lies_in(pointer, segments):
 
 
 def failure_of(kind, call, *arguments):
-    """Return what the error of a call says, and after how many seconds it came."""
+    """Return the error text of a call, and the seconds that the call took."""
     began = time.monotonic()
     with pytest.raises(kind) as caught:
         call(*arguments)
-    caught.value.with_traceback(None)  # a group keeps the error that has ended it, whose frames would keep the array
+    caught.value.with_traceback(None)  # a group keeps its error, and the frames would keep the array
     return str(caught.value), time.monotonic() - began
 
 
 def gone(frame, registry, *, but=()):
-    """Return whether nothing is left: no segment, nothing on its way out, no registration, nothing lost.
+    """Return True if nothing is left: no segment, leaving or not, no registration, no memory that was not freed.
 
-    In time: what has failed keeps its arrays until a thread has found the device done with them.
+    Waits up to a limit: a failed operation keeps its arrays until a thread finds that the device is done with them.
     """
     end = time.monotonic() + LONG / 2
     while True:

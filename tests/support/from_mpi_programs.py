@@ -1,6 +1,6 @@
-"""Programs of the ranks of `Communicator.from_mpi`: python from_mpi_programs.py NAME..., which mpirun starts.
+"""Programs of ranks that use `Communicator.from_mpi`: python from_mpi_programs.py NAME..., started by mpirun.
 
-Each prints a line when it has come to its end.
+Each prints a line at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def world_of_mpi():
 
 
 def added(comm):
-    """Return what the ranks' numbers plus one are together."""
+    """Return the sum of the ranks' numbers, each plus one."""
     array = np.full(4, comm.rank + 1.0)
     comm.all_reduce(array)
     return array.tolist()
@@ -41,7 +41,7 @@ def world():
 
 
 def parts():
-    """Of a part of the ranks, in another order."""
+    """Make a communicator of some of the ranks, in another order."""
     world = world_of_mpi()
     part = world.Split(world.rank == 0, -world.rank)
     with ncclpy.Communicator.from_mpi(part, timeout=DEADLINE) as comm:
@@ -53,7 +53,7 @@ def parts():
 
 
 def devices():
-    """Given ones; the current ones, if each rank has another; else by number."""
+    """Check the choice of devices: given ones; the current ones, if all differ; else by local rank."""
     world = world_of_mpi()
     with ncclpy.Communicator.from_mpi(world, 5 - world.rank, timeout=DEADLINE) as comm:
         assert comm.device == 5 - world.rank and added(comm) == [6.0] * 4
@@ -65,7 +65,7 @@ def devices():
 
 
 def room():
-    """With too few devices all ranks are told."""
+    """With too few devices all ranks get an error."""
     world = world_of_mpi()
     try:
         ncclpy.Communicator.from_mpi(world, timeout=DEADLINE)
@@ -79,7 +79,7 @@ def room():
 
 
 def machines():
-    """Ranks of other machines have devices of their own."""
+    """Ranks of different machines may use the same device number."""
     from ncclpy.interop.mpi import meeting as mpi_meeting
 
     os.environ["NCCL_HOSTID"] = "one" if world_of_mpi().rank < 2 else "two"
@@ -89,7 +89,7 @@ def machines():
 
 
 def failing():
-    """A rank that cannot take part is an error of all, its own one there."""
+    """A rank that cannot take part is an error on all ranks, and its own error there."""
     from ncclpy.interop.mpi import meeting as mpi_meeting
 
     world = world_of_mpi()
@@ -112,7 +112,7 @@ def fails():
 
 
 def missing():
-    """Ranks that do not come."""
+    """Ranks that do not come are named in the error."""
     world = world_of_mpi()
     if world.rank == 0:
         try:
@@ -127,12 +127,12 @@ def missing():
     else:
         world.barrier()
         comm, request = world.Idup()
-    request.Wait()  # so that MPI can be finalised
+    request.Wait()  # otherwise MPI cannot be finalised
     comm.Free()
 
 
 def single():
-    """A program whose MPI allows no threads."""
+    """Run with an MPI that does not allow threads."""
     mpi4py.rc.thread_level = "single"
     with ncclpy.Communicator.from_mpi(world_of_mpi(), timeout=DEADLINE) as comm:
         assert added(comm) == [6.0] * 4
@@ -168,5 +168,5 @@ def refused():
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()
-        sys.stdout.write(f"<{name} done>\n")  # in one write: other ranks write to the same pipe
+        sys.stdout.write(f"<{name} done>\n")  # in one write, as other ranks write to the same pipe
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""CUDA graphs of what a test captures from a stream, with the driver's own calls, on both engines."""
+"""CUDA graphs captured from a stream by driver calls, on both engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 
 @functools.cache
 def driver():
-    """Return the driver's calls, of the engine that runs."""
+    """Return the driver calls of the engine of the run."""
     loaded = ncclpy.library()
     made = Driver(loaded.path if loaded.engine == "host" else "libcuda.so.1")
     made.cuInit(0)
@@ -24,14 +24,14 @@ def driver():
 
 
 class Graph:
-    """What was captured from a stream: ``with graph.capture():`` around the calls, then `launch`."""
+    """A graph captured from a stream: ``with graph.capture():`` around the calls, then `launch`."""
 
     def __init__(self, stream, mode=THREAD_LOCAL):
         self.stream, self.mode, self.captured, self.exec_ = stream, mode, None, None
 
     @contextlib.contextmanager
     def capture(self):
-        """Capture, without a graph if the block raises."""
+        """Capture the calls of the block; no graph is made if the block raises."""
         graph = ctypes.c_void_p()
         try:
             with device_module.using(self.stream.device):
@@ -46,7 +46,7 @@ class Graph:
             self.captured = graph.value
 
     def is_capturing(self):
-        """Return whether the stream is being captured, and nothing has invalidated that."""
+        """Return whether the stream is being captured, and the capture is valid."""
         status = ctypes.c_int()
         driver().cuStreamIsCapturing(self.stream.handle, ctypes.byref(status))
         return status.value == 1
@@ -61,7 +61,7 @@ class Graph:
             self.stream.synchronize(60)
 
     def close(self):
-        """Destroy the graph: NCCL waits for that when a communicator in it is destroyed."""
+        """Destroy the graph: NCCL waits for that when it destroys a communicator in the graph."""
         with device_module.using(self.stream.device):
             if self.exec_ is not None:
                 driver().cuGraphExecDestroy(self.exec_)

@@ -1,4 +1,4 @@
-"""Process groups whose ranks are threads of this process, over a store for threads."""
+"""Process groups with ranks as threads of this process, over a store for threads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 
-#: Seconds that a test may take: more than any wait in it. A tool that slows everything down asks for a multiple.
+#: Seconds that a test may take, more than any wait in it. NCCLPY_TEST_PATIENCE multiplies it, for slow tools.
 DEADLINE = 60.0 * float(os.environ.get("NCCLPY_TEST_PATIENCE", "1"))
 
 
 def run_groups(size, body, *, store=None, **options):
-    """Call ``body(group)`` for each rank in a thread of its own and return what they return.
+    """Call ``body(group)`` for each rank in its own thread and return the results.
 
-    The groups are closed afterwards, or aborted when a rank fails; the error of the first rank that failed is raised.
+    The groups are closed afterwards, or aborted if a rank fails; the error of the first failed rank is raised.
     """
     testing.need_devices(size)
     store = LocalStore() if store is None else store

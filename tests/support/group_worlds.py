@@ -1,4 +1,4 @@
-"""Programs of ranks that are written once and run by threads and by processes, or started by `ncclpy run`."""
+"""Programs of ranks that run in threads, in processes, or under `ncclpy run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
 
 
 class World:
-    """What the program of one rank gets: who it is, and how it meets the others.
+    """The argument of a rank's program: its place, and the means to meet the other ranks.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class World:
     store
         Where the ranks meet.
     how
-        What the ranks are, ``"threads"`` or ``"processes"``.
+        The kind of the ranks, ``"threads"`` or ``"processes"``.
     lib
         The arrays of this run.
     """
@@ -47,11 +47,11 @@ class World:
         return self.lib.make(values, self.device)
 
     def call(self, method, array, *arguments, **options):
-        """Begin an operation of an array of the run."""
+        """Call a method with an array of the run."""
         return method(self.lib.argument(array), *arguments, **options)
 
     def sum(self, group, values):
-        """Return what an all-reduce makes of the values, waited for."""
+        """All-reduce the values, wait, and return the result."""
         array = self.array(values)
         self.call(group.all_reduce, array).wait(DEADLINE)
         return self.lib.read(array)
@@ -62,7 +62,7 @@ class World:
 
 
 def in_threads(size, program, *arguments):
-    """Call ``program(world, *arguments)`` for each rank in a thread of its own; return what they return."""
+    """Call ``program(world, *arguments)`` for each rank in its own thread; return the results."""
     store = LocalStore()
 
     def rank(each):
@@ -71,7 +71,7 @@ def in_threads(size, program, *arguments):
     return testing.run_threads(size, rank, DEADLINE)
 
 
-#: How programs for `launched` begin that tell and ask, at the launcher's store, what their ranks do.
+#: The beginning of programs for `launched` with ranks that report their states in the launcher's store.
 IN_A_STORE = """
 import contextlib
 import json
@@ -103,7 +103,7 @@ def have_told(prefix, ask=True):
 
 
 def launched(tmp_path, nranks, program, *options):
-    """Run a program on so many ranks by `ncclpy run` and return the exit code and what each line says."""
+    """Run a program on `nranks` ranks by `ncclpy run`; return the exit code and the lines of output."""
     path = tmp_path / "program.py"
     path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
     done = subprocess.run(
@@ -117,7 +117,7 @@ def launched(tmp_path, nranks, program, *options):
     return done.returncode, done.stdout + done.stderr
 
 
-#: On GPUs, in memory of one; else numpy's.
+#: Arrays in device memory on GPUs, else of numpy.
 _ARRAYS = (
     "if ncclpy.library().engine == 'cuda':\n"
     "    import torch\n"
@@ -125,7 +125,7 @@ _ARRAYS = (
     "else:\n"
     "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
 )
-#: Both ranks have told that they have finished a collective, at once since one asks, and where their processes are.
+#: Both ranks have reported a finished collective, at once since one asks for it, and their processes.
 TOLD = (
     "import json, testing\n"
     "group = ncclpy.init_process_group(timeout=60)\n"
@@ -143,9 +143,9 @@ TOLD = (
 
 
 class Processes:
-    """Processes that are started once, and run one program after the other.
+    """Processes that are started once and run one program after the other.
 
-    After a program that has failed, or whose ranks are not done in time, they are killed, and others started.
+    After a program that failed, or that was not done in time, they are killed, and new ones are started.
     """
 
     def __init__(self, size):
@@ -155,9 +155,9 @@ class Processes:
         self._programs = itertools.count()
 
     def run(self, program, *arguments, ends=()):
-        """Call ``program(world, *arguments)``, a function of a module, in each process; return what they return.
+        """Call ``program(world, *arguments)``, a function of a module, in each process; return the results.
 
-        None of the ranks in `ends`, whose processes may end in it.
+        The result is None for the ranks in `ends`, as their processes may end in the program.
         """
         testing.need_processes(self.size)
         if not self._started:
@@ -177,7 +177,7 @@ class Processes:
                         results[rank] = (None, None if rank in ends else "its process has ended")
             failed = {rank: text for rank, (_, text) in results.items() if text}
             if failed:
-                end = min(end, time.monotonic() + 2)  # one rank's end is the failure of the others: all are told
+                end = min(end, time.monotonic() + 2)  # the others then fail too, and their errors are included
             if not ready:
                 missing = [rank for rank in range(self.size) if rank not in results]
                 failed |= {rank: f"not done after {DEADLINE} s" for rank in missing if not failed}
@@ -203,7 +203,7 @@ class Processes:
             self._started.append((process, ours))
 
     def close(self):
-        """Kill them."""
+        """Kill the processes."""
         for process, pipe in self._started:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the host engine: every collective against numpy, as threads and as processes."""
+"""Bodies of ranks in tests of the host engine: every collective compared with numpy, in threads and in processes."""
 
 import ctypes
 import functools
@@ -33,7 +33,7 @@ def is_small_float(dtype):
 
 
 def once(most):
-    """Keep what a function has returned; of ranks that are threads one computes it, and the others wait for it."""
+    """Cache results of a function; of ranks that are threads one computes a result, and the others wait for it."""
 
     def decorate(function):
         kept, lock = functools.lru_cache(most)(function), threading.Lock()
@@ -48,9 +48,9 @@ def once(most):
     return decorate
 
 
-@once(32)  # for each operation, in place and not
+@once(32)  # for each operation, in place and out of place
 def inputs_of(nranks, count, code, seed=0):
-    """Every rank's input, the same wherever it is asked for; nobody may write into it."""
+    """Return every rank's input, the same in every process; it is read-only."""
     dtype = DTYPES[code]
     random = np.random.default_rng([seed, nranks, count, code])
     if np.issubdtype(dtype, np.integer):
@@ -65,7 +65,7 @@ def inputs_of(nranks, count, code, seed=0):
 
 @once(64)
 def result_of(nranks, count, code, op, block=None):
-    """What NCCL makes of these inputs, or of everybody's part for one rank; nobody may write into it."""
+    """Return NCCL's result for these inputs, or for one rank's part of them; it is read-only."""
     if block is None:
         result = reduced(inputs_of(nranks, count, code), op)
     else:
@@ -76,7 +76,7 @@ def result_of(nranks, count, code, op, block=None):
 
 
 def reduced(inputs, op, scalars=None):
-    """What NCCL makes of the inputs: small floats in float32 and rounded once, integers wrapping around."""
+    """Return NCCL's result: small floats are reduced in float32 and rounded once, integers wrap around."""
     dtype = inputs[0].dtype
     wide = [x.astype(np.float32) if is_small_float(dtype) else x for x in inputs]
     with np.errstate(all="ignore"):
@@ -100,7 +100,7 @@ def reduced(inputs, op, scalars=None):
 
 
 def same(got, expected):
-    """Bit for bit; NaNs may have any payload."""
+    """Return whether arrays are equal bit for bit, except for the payload of NaNs."""
     if np.array_equal(got.view(np.uint8), expected.view(np.uint8)):
         return True
     if np.issubdtype(got.dtype, np.integer):
@@ -124,7 +124,7 @@ def pointer(array, element=0):
 
 
 def check_reductions(rank, comm, count, code, op, in_place):
-    """All-reduce, reduce and reduce-scatter of one kind."""
+    """Check all-reduce, reduce and reduce-scatter of one type, count and operator."""
     nccl, n, me, stream = rank.nccl, rank.nranks, rank.rank, rank.stream
     what = f"count {count}, dtype {np.dtype(DTYPES[code])}, op {op}, in place {in_place}, rank {me} of {n}"
     inputs = inputs_of(n, count, code)
@@ -155,7 +155,7 @@ def check_reductions(rank, comm, count, code, op, in_place):
 
 
 def check_copies(rank, comm, count, code, in_place):
-    """The collectives that only move data."""
+    """Check the collectives that only move data."""
     nccl, n, me, stream = rank.nccl, rank.nranks, rank.rank, rank.stream
     what = f"count {count}, dtype {np.dtype(DTYPES[code])}, in place {in_place}, rank {me} of {n}"
     inputs = inputs_of(n, count, code)
@@ -216,7 +216,7 @@ def every_reduction(rank, counts, codes, ops=OPS):
 
 
 def large_sums(rank, count):
-    """Of bytes, in place and not."""
+    """Check large sums of bytes, in place and out of place."""
     with rank.communicator() as comm:
         for in_place in (False, True):
             check_reductions(rank, comm, count, DTYPES.index(np.int8), SUM, in_place)
@@ -231,7 +231,7 @@ def every_copy(rank, counts, codes):
 
 
 def pre_mul_sum(rank, counts):
-    """PreMulSum with a different scalar on each rank, given at once or read when the operation runs."""
+    """Check PreMulSum with a different scalar per rank, given immediately or read when the operation runs."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     with rank.communicator() as comm:
         for code, dtype in enumerate(DTYPES):
@@ -250,7 +250,7 @@ def pre_mul_sum(rank, counts):
 
 
 def all_pairs(rank, sizes):
-    """Every rank sends to every rank, itself included, several messages each, received in another order."""
+    """Send several messages from every rank to every rank, itself included; receive them in another order."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     message = {}
     for source in range(n):
@@ -276,7 +276,7 @@ def all_pairs(rank, sizes):
 
 
 def ring(rank, size):
-    """Send to the right and receive from the left without a group, even ranks first; then sum what came."""
+    """Send to the right and receive from the left without a group, even ranks first; then sum the received data."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     with rank.communicator() as comm:
         mine, got = np.full(size, me, np.int32), np.zeros(size, np.int32)
@@ -321,7 +321,7 @@ def splits(rank):
 
 
 def many_operations(rank, rounds):
-    """A long queue of operations of changing kinds and sizes on two streams, without a wait in between."""
+    """Queue many operations of changing kinds and sizes on two streams, without a wait in between."""
     nccl, n = rank.nccl, rank.nranks
     other = nccl.driver.stream(1)
     with rank.communicator() as comm:
@@ -339,7 +339,7 @@ def many_operations(rank, rounds):
 
 
 def init_on_device_zero(rank):
-    """Return what the init of ranks that share a device says."""
+    """Return the error of the init of ranks that share a device."""
     rank.nccl.driver.use(0)
     try:
         rank.nccl.init(rank.nranks, rank.uid, rank.rank)
@@ -349,7 +349,7 @@ def init_on_device_zero(rank):
 
 
 def reduce_on_device_zero_of_own_machine(rank):
-    """Return a sum of ranks that share a device's number, each of which takes itself for a machine by NCCL_HOSTID."""
+    """Return a sum of ranks with the same device number, each on a separate machine by NCCL_HOSTID."""
     nccl = rank.nccl
     nccl.driver.use(0)
     os.environ["NCCL_HOSTID"] = f"machine-{rank.rank}"
@@ -365,7 +365,7 @@ def reduce_on_device_zero_of_own_machine(rank):
 
 
 def wrong_type(rank, sent, wanted):
-    """Send one type and count, receive another; the async error, and whether the receiver's memory is untouched."""
+    """Send one type and count, receive another; return the async error, and whether the memory is unchanged."""
     nccl = rank.nccl
     value = np.full(32, rank.rank, np.uint8)
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
@@ -380,7 +380,7 @@ def wrong_type(rank, sent, wanted):
 
 
 def wrong_size(rank):
-    """Send more than the peer receives; the receiver's async error."""
+    """Send more than the peer receives; return the async error."""
     nccl = rank.nccl
     value = np.zeros(200_000, np.uint8)
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
@@ -395,9 +395,9 @@ def wrong_size(rank):
 
 
 def abort_stuck_collective(rank, count):
-    """The last rank never calls, and rank 0 aborts, whose memory stays as it was; those between get wrong data.
+    """Rank 0 aborts before the last rank calls: rank 0's memory is unchanged, the ranks between get wrong data.
 
-    So does the last rank, where it calls afterwards.
+    The last rank, which calls after the abort, gets wrong data too.
     """
     nccl = rank.nccl
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
@@ -425,7 +425,7 @@ def abort_stuck_collective(rank, count):
 
 
 def abort_stuck_messages(rank):
-    """A long send to a peer that never receives, and a receive from one that never sends."""
+    """Abort a long send to a peer that never receives, and a receive from a peer that never sends."""
     nccl = rank.nccl
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
     value, other = np.ones(500_000, np.float32), np.zeros(10, np.float32)
@@ -441,7 +441,7 @@ def abort_stuck_messages(rank):
 
 
 def receive_from_aborted(rank):
-    """Rank 0 aborts in a group of messages; rank 1's side of one that was not sent completes with wrong data."""
+    """Rank 0 aborts in a group of messages; rank 1's receive of the unsent message completes with wrong data."""
     nccl = rank.nccl
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
     value, sent, wrong = np.ones(500_000, np.float32), np.ones(500_000, np.float32), np.full(10, 1, np.float32)
@@ -463,7 +463,7 @@ def receive_from_aborted(rank):
 
 
 def every_bit_pattern(rank, code):
-    """Reduce every pattern of an 8-bit float with every other, of a 16-bit float with a shuffled one."""
+    """Reduce every pattern of an 8-bit float with every other, or those of a 16-bit float with a permutation."""
     nccl = rank.nccl
     dtype = np.dtype(DTYPES[code])
     with rank.communicator() as comm:
@@ -482,13 +482,13 @@ def every_bit_pattern(rank, code):
             rank.synchronize()
             expected = reduced(inputs, op)
             expect(got, expected, f"every pattern of {dtype}, op {op}")
-            # Signs of zeros count as well.
+            # Signs of zeros must match too.
             zero = (got == 0) & (expected == 0)
             assert (np.signbit(got[zero]) == np.signbit(expected[zero])).all() or op in (MAX, MIN)
 
 
 def revoked_in_the_middle(rank, nbytes, times, after):
-    """Rank 0 revokes while large sums run and frees its memory at once; what is left of the communicator is split."""
+    """Rank 0 revokes while large sums run and frees its memory at once; the revoked communicator is then split."""
     nccl = rank.nccl
     memory = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -498,7 +498,7 @@ def revoked_in_the_middle(rank, nbytes, times, after):
     if rank.rank == 0:
         time.sleep(after)
     else:
-        time.sleep(0.2)  # until long after the memory of rank 0 has gone
+        time.sleep(0.2)  # long after rank 0 has freed its memory
         state = ctypes.c_int()
         nccl.ncclCommGetAsyncError(comm, ctypes.byref(state))
         assert state.value == 0
@@ -516,10 +516,10 @@ def revoked_in_the_middle(rank, nbytes, times, after):
 
 
 def sender_revokes_in_the_middle(rank, nbytes, times, after, done):
-    """Rank 0 revokes while rank 1 reads, overwrites what it sends and makes a file: what has arrived is right."""
+    """Rank 0 revokes while rank 1 reads, overwrites its send buffer and makes a file: arrived messages are right."""
     nccl, driver = rank.nccl, rank.nccl.driver
     large = np.ones((1, nbytes) if rank.rank == 0 else (times, nbytes), np.int8)
-    small = np.zeros(4, np.int8)  # it has to receive as well, or it would send pieces
+    small = np.zeros(4, np.int8)  # with a receive too, or the send would be in pieces
     comm = nccl.init(rank.nranks, rank.uid, rank.rank, None)
     events = [driver.event() for _ in range(times)]
     for i, event in enumerate(events):
@@ -538,13 +538,13 @@ def sender_revokes_in_the_middle(rank, nbytes, times, after, done):
             time.sleep(0.0005)
         time.sleep(after)
         nccl.ncclCommRevoke(comm, 0)
-        large[:, nbytes // 4 * 3 :] = 7  # what is read last
+        large[:, nbytes // 4 * 3 :] = 7  # the part read last
         large.fill(7)
         done.touch()
     else:
         while not done.exists():
             time.sleep(0.01)
-        time.sleep(0.05)  # for what is being read
+        time.sleep(0.05)  # time for reads in progress
         assert nccl.async_error(comm) == 0
         arrived = sum(driver.ready("cuEventQuery", event) for event in events)
         assert (large[:arrived] == 1).all()

@@ -1,4 +1,4 @@
-"""Small helpers of the host engine's tests: expected refusals, polling, threads that may be stuck."""
+"""Helpers for tests of the host engine: expected refusals, polling, threads that may be stuck."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def join(thread, seconds=10):
 
 
 def start(program, *arguments):
-    """Start a Python program that has the library as `nccl`; it is told things and tells things line by line."""
+    """Start a Python program with the library as `nccl`; it reads and writes lines."""
     source = textwrap.dedent(
         """
         import ctypes, os, sys, time, threading
@@ -83,7 +83,7 @@ def blocked(thread):
 
 
 def sum_ones(nccl, comms, streams):
-    """All-reduce over all ranks from this thread and return what rank 0 gets."""
+    """All-reduce over all ranks from this thread and return the result of rank 0."""
     values = [np.ones(5000, np.float32) for _ in comms]
     nccl.ncclGroupStart()
     for comm, stream, value in zip(comms, streams, values, strict=False):

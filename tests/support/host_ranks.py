@@ -1,4 +1,4 @@
-"""Run one function as every rank: as threads of this process, or in processes of their own, with a joint deadline."""
+"""Run one function as every rank, in threads or in separate processes, with a common deadline."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ DEADLINE = 60.0
 
 
 class Rank:
-    """What a body gets: the library, who it is, and a stream of its own."""
+    """The argument of a body: the library, the rank's place, and a stream."""
 
     def __init__(self, nccl, rank, nranks, uid):
         self.nccl, self.rank, self.nranks, self.uid = nccl, rank, nranks, uid
@@ -35,7 +35,7 @@ class Rank:
 
 
 def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
-    """Return what `body(rank, *arguments)` returns for each rank, run by threads."""
+    """Run `body(rank, *arguments)` for each rank in threads and return the results."""
     uid = nccl.unique_id()
     results, errors = [None] * nranks, []
 
@@ -57,8 +57,8 @@ def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
 
 
 def _serve(pipe, cores):
-    """Live as one of the processes: take bodies, run them for some ranks each, send back results or tracebacks."""
-    os.sched_setaffinity(0, cores)  # before the engine looks which cores there are
+    """Serve as one of the processes: receive bodies, run each for some ranks, send back results or tracebacks."""
+    os.sched_setaffinity(0, cores)  # before the engine reads the set of cores
     nccl = Nccl(host_engine_path())
     while True:
         try:
@@ -77,9 +77,9 @@ def _serve(pipe, cores):
 
 
 class Processes:
-    """Processes that are started once and run bodies when told to; replaced after a failure.
+    """Processes that are started once and run bodies on request; replaced after a failure.
 
-    Each has the environment and the cores that the tests' process has when it begins.
+    Each has the environment and the cores of the test process at its start.
     """
 
     def __init__(self):
@@ -96,7 +96,7 @@ class Processes:
             self._workers.append((process, ours))
 
     def run(self, nccl, nranks, body, *arguments, deadline=DEADLINE, placement=None):
-        """Run `body` as every rank; `placement[rank]` is the process of a rank, by default one each."""
+        """Run `body` as every rank; `placement[rank]` is the process of a rank, by default one per rank."""
         placement = list(placement or range(nranks))
         uid = nccl.unique_id()
         used = sorted(set(placement))

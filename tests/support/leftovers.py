@@ -1,4 +1,4 @@
-"""What a process has besides its memory: threads, descriptors, mappings; so that programs can show what they leave."""
+"""Resources of a process: threads, descriptors, mappings; programs use them to find what they leave behind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import threading
 import time
 
-#: Threads of which a process has one from the first need on: of the host engine, and the watcher of deadlines.
+#: Threads that a process keeps from their first use on: of the host engine, and the watcher of deadlines.
 LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher", "ncclpy-processe"}
-#: Threads of the Manager, which stay as well.
+#: With the threads of the Manager, which stay too.
 LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-internal"}
-#: Threads that Python lists, and that stay.
+#: Python threads that stay.
 STAYING = {"ncclpy-callback", "ncclpy-internal", "ncclpy-processes"}
 
 
@@ -25,7 +25,7 @@ def threads(lasting=LASTING) -> list[str]:
 
 
 def python_threads() -> list[str]:
-    """Return the names of Python's threads, without those that stay, and others that it has only seen."""
+    """Return the names of Python's threads, without those that stay, and without foreign threads."""
     own = [thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
     return sorted(name for name in own if name not in STAYING)
 
@@ -35,12 +35,12 @@ def descriptors() -> int:
 
 
 def shared_memory() -> list[str]:
-    """Return ncclpy's names in /dev/shm, of which there should be none; NCCL's own come and go beside a test."""
+    """Return ncclpy's names in /dev/shm, which should be none; NCCL's own may exist during a test."""
     return sorted(name for name in os.listdir("/dev/shm") if "ncclpy" in name)
 
 
 def mappings() -> int:
-    """Return how many pieces of memory of communicators are mapped."""
+    """Return the number of mapped pieces of communicators' memory."""
     with open("/proc/self/maps") as file:
         return sum("ncclpy-comm" in line for line in file)
 
@@ -52,7 +52,7 @@ def rss() -> int:
 
 
 def settle(look, settled, patience=2.0):
-    """Look until what is seen has settled or patience ends; return what was seen last."""
+    """Look until the result has settled, for at most `patience` seconds; return the last result."""
     end = time.monotonic() + patience
     while not settled(seen := look()) and time.monotonic() < end:
         time.sleep(0.005)
@@ -60,21 +60,21 @@ def settle(look, settled, patience=2.0):
 
 
 def is_mapped(pointer):
-    """Return whether there is memory at an address of this process, on the host engine."""
+    """Return whether memory is mapped at an address of this process, on the host engine."""
     return mapped_as(pointer) is not None
 
 
 def is_allocated(pointer):
-    """Return whether ncclMemAlloc's memory is at an address, on the host engine.
+    """Return whether an address is in memory of ncclMemAlloc, on the host engine.
 
-    What a program has freed may soon be something else's, as a new thread's stack: to be unmapped is more than can be
-    asked where threads come and go.
+    Freed memory may soon be mapped for something else, such as the stack of a new thread, so that with changing
+    threads a test cannot expect it to be unmapped.
     """
     return "ncclpy-memory" in (mapped_as(pointer) or "")
 
 
 def mapped_as(pointer):
-    """Return the line of /proc/self/maps that an address is in, or None."""
+    """Return the line of /proc/self/maps for an address, or None."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             low, high = line.split()[0].split("-")

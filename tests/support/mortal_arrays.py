@@ -1,8 +1,8 @@
-"""Arrays that are overwritten the moment they die, and looked at later: who touches freed memory is found out.
+"""Arrays that are overwritten when they die, and checked later, so that use of freed memory is detected.
 
 An array dies with its last reference, which may be ncclpy's. Its memory is then filled with a pattern and kept for a
-while; if the pattern is gone later, somebody has written into memory that was no longer theirs. Whoever reads there
-instead sends the pattern on, and gets a wrong result.
+while; a changed pattern means a write into freed memory. An operation that reads there sends the pattern, and gives a
+wrong result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import weakref
 import numpy as np
 
 PATTERN = 0x5A
-GUARD = 64  # bytes before and behind an array that are nobody's
-KEPT = 64 << 20  # bytes of dead arrays that are still looked at
+GUARD = 64  # guard bytes before and behind an array
+KEPT = 64 << 20  # bytes of dead arrays that are still checked
 
 
 class _Life:
@@ -42,12 +42,12 @@ class _Life:
 
 
 class MortalArrays:
-    """Make arrays, and tell which of the dead have been touched and how many are alive.
+    """Make arrays, and report the touched dead ones and the number of living ones.
 
     Parameters
     ----------
     share_freed : float
-        The share of arrays that are really given back to the allocator, for a sanitizer or the system to watch.
+        The share of dead arrays that are really freed, so that a sanitizer or the system detects their use.
     """
 
     def __init__(self, share_freed: float = 0.2):
@@ -77,11 +77,11 @@ class MortalArrays:
         return sum(life.ref() is not None for life in self._lives) + sum(ref() is not None for ref in self._others)
 
     def touched(self) -> list[str]:
-        """Return what is wrong with the dead, those of the seeds before included; forget the oldest."""
+        """Return what is wrong with the dead arrays, those of earlier seeds included; forget the oldest."""
         with self._lock:
             for life in self._lives:
                 if life.ref() is None:
-                    if not life.overwritten:  # a signal handler came first
+                    if not life.overwritten:  # a signal handler ran before the overwrite
                         life._died(None)
                     self._dead.append(life)
                     self._kept += life.block.nbytes

@@ -1,6 +1,6 @@
-"""Programs of the ranks of a coordinator over MPI: python mpi_programs.py NAME, in processes that mpirun starts.
+"""Programs of ranks of a coordinator over MPI: python mpi_programs.py NAME, in processes that mpirun starts.
 
-Each prints a line when it has come to its end.
+Each prints a line at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ kept = []
 
 
 def serialized():
-    """At a lower level the thread is refused, unless nobody else calls MPI; and then it is one thread."""
+    """Below MPI_THREAD_MULTIPLE the coordinator needs mpi_alone: one coordinator, and no other caller of MPI."""
     mpi4py.rc.thread_level = "serialized"
     world = world_of_mpi()
     refused(ncclpy.NcclError, "needs MPI_THREAD_MULTIPLE, and this process has MPI_THREAD_SERIALIZED", world)
@@ -44,7 +44,7 @@ def funneled():
 
 
 def machines():
-    """What the ranks agree to use follows from where they are."""
+    """Check that the choice of the engine follows the machines of the ranks."""
     world = world_of_mpi()
     for engine, hosts, wanted in (
         ("auto", 1, "host"), ("auto", 2, "mpi"), ("mpi", 1, "mpi"), ("mpi", 2, "mpi"), ("host", 1, "host"),
@@ -60,12 +60,12 @@ def machines():
     os.environ["NCCL_HOSTID"] = str(world.rank)
     refused(ncclpy.NcclUnsupported, f"works on one machine, and .* are on {world.size}", world, engine="host")
     os.environ["NCCL_HOSTID"] = ""
-    with ncclpy.Coordinator(world, device=0, timeout=DEADLINE) as coordinator:  # no two ranks can share it
+    with ncclpy.Coordinator(world, device=0, timeout=DEADLINE) as coordinator:  # ranks cannot share the device
         assert coordinator._options.engine == "mpi"
 
 
 def disagree():
-    """Ranks that ask for different things are told so, in the same words."""
+    """Ranks with different options get the same error."""
     world = world_of_mpi()
     said = refused(
         ValueError, "different engines: 'mpi' with host loaded on rank 0, 'auto' .* on", world,
@@ -81,7 +81,7 @@ def disagree():
 
 
 def device_memory():
-    """MPI is given CPU memory alone."""
+    """The MPI engine accepts CPU memory only."""
     world = world_of_mpi()
     with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
         pointer = ncclpy.core.runtime.device.allocate(64, 0)
@@ -92,12 +92,12 @@ def device_memory():
             assert "'x' is in device memory" in str(error), error
         else:
             raise AssertionError("it was taken")
-        assert coordinator.all_reduce("x", np.ones(1)).result(DEADLINE) == [world.size]  # the name is free
+        assert coordinator.all_reduce("x", np.ones(1)).result(DEADLINE) == [world.size]  # the name is still free
         ncclpy.core.runtime.device.free(pointer)
 
 
 def both():
-    """Device memory goes by one engine and CPU memory by MPI, as with NCCL, whose part the host engine plays here."""
+    """Device memory uses one engine and CPU memory uses MPI, as with NCCL; here the host engine stands for NCCL."""
     import ctypes
 
     from ncclpy.coordinator import coordinator as module
@@ -141,7 +141,7 @@ def both():
 
 
 def types():
-    """What MPI has no type or no operator for."""
+    """Check types and operators that MPI lacks."""
     import ml_dtypes
 
     world = world_of_mpi()
@@ -173,7 +173,7 @@ def types():
 
 
 def large():
-    """Counts beyond what MPI takes, which here are those over 7, and some more later."""
+    """Check counts above the limit of MPI, which is set to 7 here, and to more later."""
     from ncclpy.interop.mpi import plane as mpi_plane
 
     mpi_plane._MOST = 7
@@ -203,7 +203,7 @@ def large():
 
 
 def idle():
-    """While nothing is brought it costs next to nothing: after 25 s, in which that becomes ever less."""
+    """An idle coordinator uses hardly any processor time: after 25 s, in which the use decreases."""
     world = world_of_mpi()
     with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
         coordinator.barrier("begin").wait(DEADLINE)
@@ -217,7 +217,7 @@ def idle():
 
 
 def again():
-    """Coordinators come and go, and leave nothing behind."""
+    """Make and shut down coordinators, which leave nothing behind."""
     world = world_of_mpi()
     for _ in range(30):
         with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
@@ -240,7 +240,7 @@ def again():
 
 
 def traced():
-    """A timeline, and what was counted."""
+    """Check a timeline, and the statistics."""
     import json
 
     world = world_of_mpi()
@@ -259,7 +259,7 @@ def traced():
 
 
 def raises():
-    """An exception in a block ends it for all, who hear why."""
+    """An exception in a with block ends the coordinator on all ranks, with the reason."""
     world = world_of_mpi()
     try:
         with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
@@ -274,7 +274,7 @@ def raises():
 
 
 def interrupted():
-    """Ctrl-C in one rank, while it waits for the others."""
+    """Press Ctrl-C in one rank while it waits for the others."""
     world = world_of_mpi()
     try:
         with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
@@ -290,10 +290,10 @@ def interrupted():
 
 
 def leaves():
-    """A rank that comes to its end without a word is lost to the others; its MPI is finalised with theirs."""
+    """A rank that exits without a shutdown is lost to the others; its MPI is finalised with theirs."""
     world = world_of_mpi()
     coordinator = ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE)
-    kept.append(coordinator)  # or it would be dropped here, which is something else
+    kept.append(coordinator)  # otherwise it would be dropped here, which is another case
     coordinator.barrier("begin").wait(DEADLINE)
     if world.rank == 1:
         return
@@ -306,7 +306,7 @@ def leaves():
 
 
 def dropped():
-    """A coordinator that is dropped ends on all ranks, and calls nothing that is collective."""
+    """A dropped coordinator ends on all ranks, without a collective call."""
     import warnings
 
     world = world_of_mpi()
@@ -330,7 +330,7 @@ def dropped():
 
 
 def late():
-    """An operation that MPI does not end is an error in time, which ends the coordinator; its arrays stay."""
+    """An operation that MPI does not complete fails at its deadline and ends the coordinator; its arrays are held."""
     from ncclpy.interop.mpi.thread import MpiThread
 
     world = world_of_mpi()
@@ -351,7 +351,7 @@ def late():
 
 
 def missing():
-    """Ranks that do not come."""
+    """Ranks that do not come are named in the error."""
     world = world_of_mpi()
     if world.rank == 0:
         refused(ncclpy.NcclTimeout, "not all 3 ranks of the communicator came within 500 ms", world, timeout=0.5)
@@ -373,7 +373,7 @@ def world_of_mpi():
 
 
 def refused(kind, said, *arguments, **options):
-    """Return what a coordinator is refused with."""
+    """Return the error text of a refused coordinator."""
     try:
         ncclpy.Coordinator(*arguments, **{"timeout": DEADLINE} | options)
     except kind as error:

@@ -1,4 +1,4 @@
-"""NCCL's host functions through ctypes, for tests of the host engine: a result that is no success raises."""
+"""NCCL's host functions through ctypes, for tests of the host engine; every result but success raises."""
 
 import ctypes
 import re
@@ -25,7 +25,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """The newest ncclConfig_t, initialised as NCCL's initialiser does."""
+    """The newest ncclConfig_t, with the values of NCCL's initialiser."""
 
     _fields_ = [("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint)] + [
         (name, ctypes.c_char_p if name in ("netName", "commName") else ctypes.c_int)
@@ -44,7 +44,7 @@ class Config(ctypes.Structure):
 
 
 class CollConfig(ctypes.Structure):
-    """The newest ncclCollConfig_t, initialised as NCCL's initialiser does."""
+    """The newest ncclCollConfig_t, with the values of NCCL's initialiser."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -140,7 +140,7 @@ class Nccl:
         return comm.value
 
     def init_into(self, comm, nranks, uid, rank, config=None):
-        """As `init`, into a c_void_p of the caller's, which another thread may read."""
+        """As `init`, but write into the caller's c_void_p, which another thread may read."""
         pointer = None if config is None else ctypes.byref(config)
         uid = UniqueId.from_buffer_copy(uid)
         return self.ncclCommInitRankConfig(ctypes.byref(comm), nranks, uid, rank, pointer)
@@ -156,7 +156,7 @@ class Nccl:
         return child.value
 
     def get(self, name, comm):
-        """Call ncclCommCount and the like."""
+        """Call ncclCommCount or a similar function and return the result."""
         value = ctypes.c_int()
         getattr(self, name)(comm, ctypes.byref(value))
         return value.value

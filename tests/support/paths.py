@@ -1,4 +1,4 @@
-"""Where things are in the source tree."""
+"""Paths in the source tree."""
 
 from pathlib import Path
 

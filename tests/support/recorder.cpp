@@ -1,7 +1,7 @@
-// A NCCL that does nothing but write down how it is called.
+// A library with NCCL's ABI that only records how it is called.
 //
-// Every function of nccl_abi.h is exported. Each call leaves one JSON object, the arguments as C saw them, whether the
-// caller held Python's GIL, and fills its out-parameters with 70 + their position. The test then reads the object.
+// Every function of nccl_abi.h is exported. Each call records one JSON object, with its arguments as seen in C and
+// whether the caller held Python's GIL, and fills its out-parameters with 70 + their position. The test reads it.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -14,8 +14,8 @@
 #define EXPORT __attribute__((visibility("default")))
 
 extern "C" {
-EXPORT int recorder_result = 0;  // what functions that return an ncclResult_t return
-EXPORT int recorder_defer = 0;  // keep the place of a handle instead of writing it, as a nonblocking call does
+EXPORT int recorder_result = 0;  // the result of functions that return an ncclResult_t
+EXPORT int recorder_defer = 0;  // keep the address of a handle instead of writing it, as in a nonblocking call
 EXPORT void** recorder_place = nullptr;
 }
 static std::string last;
@@ -95,7 +95,7 @@ std::string seen(int, const char*** table) {
   *table = keys;
   return "\"out\"";
 }
-// A number to fill. The old value is shown, since int* excludeRanksList looks the same as int* count.
+// A number to fill. The old value is recorded, since int* excludeRanksList has the same type as int* count.
 template <class T, class = std::enable_if_t<std::is_integral_v<T> || std::is_enum_v<T>>>
 std::string seen(int n, T* out) {
   std::string old = seen(n, *out);
@@ -150,7 +150,7 @@ struct Recorder<Tag, ncclResult_t(int*)> {
 
 }  // namespace
 
-// The exported name is an indirect function that resolves to its recorder: so a parameter list need not be taken apart.
+// The exported name is an indirect function that resolves to its recorder, so that parameter lists need no parsing.
 #define ROW(since, ret, name, params) \
   namespace { struct tag_##name { static constexpr const char* symbol = #name; }; } \
   extern "C" __attribute__((used)) void* resolve_##name() { \

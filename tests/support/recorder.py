@@ -1,6 +1,6 @@
-"""Call ncclpy.bindings in a child process whose NCCL is recorder.cpp, and see what reached C.
+"""Call ncclpy.bindings in a child process that uses recorder.cpp as its NCCL, and return what reached C.
 
-The child is this file, run as a program: one JSON request a line on its standard input, one JSON reply a line.
+The child runs this file as a program: it reads one JSON request per line, and writes one JSON reply per line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def link_recorder(recorder: Path, folder: Path, lacking: list[str] | None = None
 
 
 def shared_recorder(factory) -> tuple[Path, Path]:
-    """Return an object file and the library of it that this run's tests share."""
+    """Return the object file and the library that the tests of this run share."""
     folder = built_once(factory, "recorder", lambda folder: link_recorder(compile_recorder(folder), folder))
     return folder / "recorder.o", folder / "librecorder.so"
 
@@ -81,14 +81,14 @@ class Recorded:
         )
 
     def __call__(self, function: str, *args: Any, **how: Any) -> dict[str, Any]:
-        """Call ``bindings.<function>(*args)``; return what C saw, what came back or what was raised.
+        """Call ``bindings.<function>(*args)``; return the arguments seen in C, and the result or the exception.
 
         `how` sets ``result`` (what the C function returns) or ``defer`` (handles are written 1 later, 2 never).
         """
         assert self._child.stdin is not None and self._child.stdout is not None and self._child.stderr is not None
         self._child.stdin.write(json.dumps({"function": function, "args": args, **how}) + "\n")
         self._child.stdin.flush()
-        # A child that hangs is killed, and then the line is empty.
+        # A hanging child is killed, which gives an empty line.
         timer = threading.Timer(30, self._child.kill)
         timer.start()
         line = self._child.stdout.readline()
@@ -97,7 +97,7 @@ class Recorded:
         return json.loads(line)
 
     def close(self) -> str:
-        """End the child; return what it wrote to its standard error."""
+        """End the child; return its standard error."""
         _, errors = self._child.communicate(timeout=30)
         return errors
 

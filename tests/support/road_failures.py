@@ -1,9 +1,9 @@
-"""A program of which one rank fails, on each road but torch's: `road_failures.py CASE FOLDER` in a rank's environment.
+"""A program with one failing rank, on each road but torch's: `road_failures.py CASE FOLDER` in a rank's environment.
 
-A case is ``what-road-where-reader``: what one rank does (kill, raise, absent, stop); the road (group, manager,
-coordinator, communicator); where the others read (loop: after several operations; log: after each); and by what
-(wait: the work's own wait; stream: a stream that waits, which the thread reads by; close: the road's end). Each other
-rank prints "RESULT" and a number for what it reads after the failure, and "ENDED" if it gets to its end.
+A case is ``what-road-where-reader``: what the failing rank does (kill, raise, absent, stop); the road (group,
+manager, coordinator, communicator); where the others read (loop: after several operations; log: after each); and how
+(wait: the work's wait; stream: a read on a stream that waits; close: the end of the road). Each other rank prints
+"RESULT" and the number that it reads after the failure, and "ENDED" if it gets to its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ arrays = testing.arrays()
 
 
 class Reader:
-    """Reads an array by a stream that waits for its operation."""
+    """Reads an array on a stream that waits for its operation."""
 
     def __init__(self, device):
         self.device = device
@@ -38,14 +38,14 @@ class Reader:
             self.stream = ncclpy.Stream(device)
 
     def read(self, array):
-        if isinstance(self.stream, ncclpy.Stream):  # as a framework does: no call of ncclpy's raises
+        if isinstance(self.stream, ncclpy.Stream):  # like a framework: no call of ncclpy could raise
             while not self.stream.is_done():
                 time.sleep(0.001)
         return float(arrays.read(array)[0])
 
 
 class Road:
-    """A road: how operations begin, are waited for, and end; `begin` returns what `wait` takes."""
+    """A road is an API of ncclpy: begin an operation, wait for it, end; `begin` returns the argument of `wait`."""
 
     def __init__(self, place, store, stream):
         self.rank, self.size, self.device, self.stream = (

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `ncclpy.testing.run_ranks`; in those, each process would import pytest too."""
+"""Bodies of ranks for tests of `ncclpy.testing.run_ranks`, in a file that does not import pytest."""
 
 import os
 import threading
@@ -44,7 +44,7 @@ def all_sleep(comm):
 
 def survives(comm):
     try:
-        comm.all_reduce(np.ones(3))  # a rank that is in it has a communicator
+        comm.all_reduce(np.ones(3))  # ranks in the collective have a communicator
         comm.all_reduce(np.ones(3))
     except ncclpy.NcclRemoteError as error:
         return "rank 1 of 2 is dead" in str(error)
@@ -55,7 +55,7 @@ def leaves(comm):
 
 
 class Stubborn(Exception):
-    """Cannot be made again from its arguments."""
+    """An exception that cannot be unpickled from its arguments."""
 
     def __init__(self, one, two):
         super().__init__(one)

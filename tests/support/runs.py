@@ -1,4 +1,4 @@
-"""`ncclpy run` as a process of its own, and what it may leave behind."""
+"""`ncclpy run` in a separate process, and checks for processes left behind."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ def command(*arguments):
 
 
 def environment(extra=()):
-    """Return this process's environment without what a launcher may have left in it."""
+    """Return this process's environment without variables of launchers."""
     left = ("NCCLPY_RUN", "NCCLPY_STORE", "PYTHONUNBUFFERED")
     env = {name: value for name, value in os.environ.items() if not name.startswith(left)}
     return env | dict(extra)
@@ -28,9 +28,9 @@ def environment(extra=()):
 
 @contextlib.contextmanager
 def started(*arguments, env=(), **options):
-    """Start a launcher, and kill it at the end of the block should it still run."""
+    """Start a launcher; kill it at the end of the block if it still runs."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Not in the root of the tree, where `python -m` would take the sources for the package.
+    # Not in the root of the tree, where `python -m` would import the sources as the package.
     process = subprocess.Popen(command(*arguments), env=environment(env), **({"cwd": SUPPORT} | pipes | options))
     try:
         yield process
@@ -41,7 +41,7 @@ def started(*arguments, env=(), **options):
 
 
 def run(*arguments, env=(), timeout=TIMEOUT, **options):
-    """Run a launcher to its end; in a fork of a process that has imported it, unless there are options of `Popen`."""
+    """Run a launcher to its end, in a fork of a process that has imported it unless there are options of `Popen`."""
     if not options and ncclpy.library().engine == "host":
         code = f"import sys; from ncclpy.cli.main import main; sys.exit(main({['run', *map(str, arguments)]!r}))"
         return subprocess.CompletedProcess("warm", *warm_ranks.run_snippet(code, environment(env), timeout))
@@ -51,13 +51,13 @@ def run(*arguments, env=(), timeout=TIMEOUT, **options):
 
 
 def of_rank(text, rank):
-    """Return the lines of one rank, without the prefix."""
+    """Return the lines of one rank without their prefix."""
     prefix = f"[{rank}] "
     return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
 
 
 def state(pid):
-    """Return the state of a process as the kernel has it: R, S, D, T where it is stopped, Z, X."""
+    """Return the kernel's state of a process: R, S, D, T if stopped, Z, X."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(") ")[2][0]
 
@@ -71,7 +71,7 @@ def alive(pid):
 
 
 def wait_for_pids(folder, count):
-    """Return the process ids that so many processes have written into files of a folder."""
+    """Return the process ids that `count` processes have written into files of a folder."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         found = [path.read_text() for path in folder.glob("pid-*")]

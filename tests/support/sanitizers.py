@@ -1,4 +1,4 @@
-"""Programs in C++ that drive the host engine, with the compiler's sanitizers or without."""
+"""C++ programs that drive the host engine, with or without sanitizers."""
 
 import concurrent.futures
 import os
@@ -13,7 +13,7 @@ COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-g", "-O1", "-pthread", f"-I{ROOT / 'ncclpy/abi'}", f"-I{ROOT / 'ncclpy/host'}"]
 SANITIZERS = ("thread", "address,undefined")
 KERNELS = ROOT / "ncclpy/host/nccl/reduce_kernels.cpp"
-#: Flags of each copy of the reductions.
+#: Compiler flags of each copy of the reductions.
 VARIANTS = {"baseline": []}
 if platform.machine() == "x86_64":
     VARIANTS["avx2"] = ["-mavx2", "-mf16c"]
@@ -21,13 +21,13 @@ if platform.machine() == "x86_64":
 
 
 def compiled(target, *arguments, timeout=300):
-    """Run the compiler, told to write `target`, and return the `CompletedProcess`."""
+    """Run the compiler with `target` as output, and return the `CompletedProcess`."""
     command = [*COMPILER, *FLAGS, "-o", target, *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout)
 
 
 def flags_of(sanitizer, folder):
-    """Return the flags of a sanitizer; skip the test if this compiler lacks it or this kernel cannot run it."""
+    """Return the flags of a sanitizer; skip the test if the compiler lacks it or the kernel cannot run it."""
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     source, program = folder / "empty.cpp", folder / "empty"
     source.write_text("int main() {}")
@@ -40,7 +40,7 @@ def flags_of(sanitizer, folder):
 
 
 def build(program, flags, sources, libraries=()):
-    """Build a program: all sources at once, the reductions, where they are among them, in every copy."""
+    """Build a program from all sources at once, with the reductions, if included, in every copy."""
     jobs = []
     for source in sources:
         variants = VARIANTS if source == KERNELS else {"": []}
@@ -56,7 +56,7 @@ def build(program, flags, sources, libraries=()):
 
 
 def numbers_of(program, seed, rounds):
-    """Run a program that was built here, which has to end well; return the numbers among the words that it prints."""
+    """Run a built program, check its exit code, and return the numbers in its output."""
     ran = subprocess.run([program, str(seed), str(rounds)], capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
     return [int(word) for word in ran.stdout.split() if word.isdigit()]

@@ -1,4 +1,4 @@
-"""What tests of registered segments do with communicators: operations on all of them, and what each has registered."""
+"""For tests of registered segments: operations on all communicators, and the registrations of each."""
 
 import ncclpy
 

@@ -1,4 +1,4 @@
-"""What is compiled for tests of several files, or of several processes of pytest: once in a run."""
+"""Builds shared by tests of several files or processes of pytest, made once per run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def built_once(factory, name: str, build: Callable[[Path], object]) -> Path:
-    """Return a folder that ``build(folder)`` has filled, by whichever process of this run came first.
+    """Return a folder that ``build(folder)`` has filled, called in the first process of this run to need it.
 
     `factory` is the fixture ``tmp_path_factory``.
     """
     base = factory.getbasetemp()
-    if base.name.startswith("popen-gw"):  # one of several processes that run tests, whose folders lie side by side
+    if base.name.startswith("popen-gw"):  # a worker of pytest-xdist: the workers' folders share a parent
         base = base.parent
     folder = base / name
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Streams with memory of their own that produce and consume on a device, and what holds one up, on both engines."""
+"""Streams with memory that produce and consume on a device, and gates that hold them up, on both engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RAW = testing.RawArrays()
 
 
 def read(memory, stream):
-    """Return what a stream finds in memory, without a wait for anything else on the device."""
+    """Return the contents of memory in the order of a stream, without a wait for other work on the device."""
     values = np.empty(memory.count, memory.dtype)
     device_module.copy(values.ctypes.data, memory.pointer, values.nbytes, stream=stream)
     stream.synchronize(60)
@@ -20,7 +20,7 @@ def read(memory, stream):
 
 
 class Side:
-    """A stream of a device with memory of bytes, written and read on it without the CPU."""
+    """A stream of a device with memory of bytes, which is written and read on the stream."""
 
     def __init__(self, device, count=4096):
         self.device, self.count = device, count
@@ -33,14 +33,14 @@ class Side:
         return self.memory.buffer
 
     def fill(self, value, slowly=False):
-        """Let the stream write a value; slowly: behind other work that takes its time."""
+        """Let the stream write a value; `slowly`: behind other long work."""
         if slowly:
             for _ in range(20 if ncclpy.library().engine == "host" else 1000):
                 device_module.memset(self.large.pointer, 1, 1 << 24, stream=self.stream)
         device_module.memset(self.memory.pointer, value, self.count, stream=self.stream)
 
     def keep(self, memory, place):
-        """Copy what is in another memory when this stream reads it; what was read is looked at later."""
+        """Copy another memory in the order of this stream, for a later `read`."""
         device_module.copy(self.large.pointer + place * self.count, memory.pointer, self.count, stream=self.stream)
 
     def read(self, place):
@@ -52,7 +52,7 @@ class Side:
 
 
 class Gate:
-    """A stream stops at a message that another device sends when the gate is opened."""
+    """A gate stops a stream at a receive; opening the gate sends the message from another device."""
 
     def __init__(self, device):
         self.other = 1 if device == 0 else 0
@@ -72,5 +72,5 @@ class Gate:
         self.stream.synchronize()
 
     def close(self):
-        """To destroy communicators waits for their devices: nothing may run there that waits for who calls this."""
+        """Destroy the communicators, which waits for their devices: nothing there may wait for the calling thread."""
         testing.close_all(self.pair)

@@ -1,4 +1,4 @@
-"""A TCPStore's protocol spoken by hand, by tests that say it wrong."""
+"""TCPStore's protocol by hand, for tests that break it."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ def receive(it, count):
 
 
 def let_in(port, token=b"", heartbeat=0):
-    """Return a connection on which the handshake was made."""
+    """Return a connection after the handshake."""
     it = connect(port)
     ours = greeting(heartbeat=heartbeat)
     it.sendall(ours)
@@ -70,7 +70,7 @@ def answer(it):
 
 
 def ended(it):
-    """Return whether the other end closes the connection, whatever it says before."""
+    """Return whether the other end closes the connection, ignoring what it sends before."""
     with contextlib.suppress(ConnectionError):
         while it.recv(1 << 16):
             pass
@@ -78,7 +78,7 @@ def ended(it):
 
 
 def listening(port):
-    """Return the addresses of this machine on which somebody listens at a port, as /proc has them."""
+    """Return this machine's addresses with a listener at a port, in the format of /proc."""
     found = set()
     for table in ("tcp", "tcp6"):
         with open(f"/proc/net/{table}") as lines:

@@ -1,6 +1,6 @@
-"""Stores of every kind, for the one suite that all have to pass (tests/bootstrap/test_stores.py).
+"""Stores of every kind, for the suite that all must pass (tests/bootstrap/test_stores.py).
 
-A kind is a context manager that is given a folder of its own and yields a `Made`. A new store registers one here.
+A kind is a context manager that gets its own folder and yields a `Made`. A new kind of store registers one here.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ KINDS: dict[str, Kind] = {}
 
 @dataclass
 class Made:
-    """A store, and what the suite may ask of its kind."""
+    """A store, and the features of its kind."""
 
     store: Store
-    #: Returns the store as another rank has it: another client of a server, or the same object where there are none.
+    #: Returns the store for another rank: another client of a server, or the same object if there are no clients.
     another: Callable[[], Store]
-    #: Python for a program that is to be another rank: what `store` is there. None: only threads can take part.
+    #: Python code that makes `store` in the program of another rank. None: only threads can take part.
     program: str | None = None
-    #: What the suite closes to see those who wait in `store` come back.
+    #: The object to close so that waits in `store` end.
     closes: Store | None = None
     watches: bool = False
     ephemeral: bool = False
-    #: Whether closing `store` leaves that of `another` as it is.
+    #: Whether closing `store` does not affect the store of `another`.
     apart: bool = False
 
 
 def kind(name: str):
-    """Register a kind, and the same behind a `PrefixStore`."""
+    """Register a kind, and the same kind behind a `PrefixStore`."""
 
     def register(make):
         manager = contextlib.contextmanager(make)

@@ -1,6 +1,7 @@
-"""Helpers of the tests: ranks as threads or processes under one deadline, and the arrays of the run (`array_libs`).
+"""Helpers of tests: ranks as threads or processes with one deadline, and the arrays of the run (`array_libs`).
 
-pytest is imported by who needs it alone: it takes as long as all else here, and many programs of tests import this.
+Only functions that need pytest import it: its import takes as long as all others here, and many test programs import
+this module.
 """
 
 from __future__ import annotations
@@ -34,35 +35,35 @@ from ncclpy.core.runtime import device as device_module
 
 
 def device_of(rank: int) -> int:
-    """Return the device of a rank of this run: its own, unless the ranks are processes that share GPUs."""
+    """Return the device of a rank of this run: its own, unless ranks are processes that share GPUs."""
     return rank % ncclpy.device_count() if _may_share_devices() else rank
 
 
 def _may_share_devices() -> bool:
-    # NCCL allows it from 2.30, where the environment asks for it. Of one process's ranks one may wait for the device
-    # while the other's kernel waits for it, so that is for processes alone.
+    # NCCL allows it from 2.30 on, if the environment asks for it. Only for processes: a rank in a thread could wait
+    # for the device while the kernel of the other rank waits for the thread.
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and ncclpy.library().engine == "cuda"
 
 
-#: Seconds for one process of a long campaign: minutes on a machine that has much else to do.
+#: Seconds for one process of a long campaign, which takes minutes on a busy machine.
 LONG = 280
-#: What part of a campaign runs: `.ci/run full`, which is to be quick, says a tenth.
+#: The share of campaigns that runs: `.ci/run full` sets a tenth to be quick.
 SHARE = float(os.environ.get("NCCLPY_TEST_SHARE", "1"))
 
 
 def share(amount: int) -> int:
-    """Return how many of so many runs, or seconds, of a campaign are to be."""
+    """Return the share of `amount` runs or seconds of a campaign, at least one."""
     return max(1, round(amount * SHARE))
 
 
 def need_processes(count: int) -> None:
-    """Skip the test unless so many processes can have a device each, or may share those there are."""
-    # Of processes that share a GPU only one runs at a time: more than two take too long to wait for each other.
+    """Skip the test unless `count` processes can have a device each, or may share the devices."""
+    # Only one of the processes that share a GPU runs at a time: more than two would wait too long for each other.
     need_devices((count + 1) // 2 if _may_share_devices() else count)
 
 
 def need_devices(count: int) -> None:
-    """Skip the test if the machine shows fewer devices."""
+    """Skip the test if the machine has fewer devices."""
     have = ncclpy.device_count()
     if have < count:
         import pytest
@@ -83,7 +84,7 @@ def device_memory(device, nbytes):
 
 def write(pointer, values, device=0):
     """Copy a numpy array to device memory."""
-    with ncclpy.Stream(device) as stream:  # of its own: what waits on other streams may wait on
+    with ncclpy.Stream(device) as stream:  # a new stream: waiting work on other streams does not matter
         device_module.copy(pointer, values.ctypes.data, values.nbytes, stream=stream)
         stream.synchronize()
 
@@ -99,10 +100,10 @@ def read(pointer, count, dtype, device=0):
 
 
 def connect(comms) -> None:
-    """Pass a message between every two of one thread's communicators, and a sum among all.
+    """Exchange a message between every two communicators of one thread, and make a sum of all.
 
-    NCCL connects ranks at their first operation, and a blocking call waits until that is done. Tests that want a call
-    to return while its peer is missing begin with this.
+    NCCL connects ranks in their first operation, and a blocking call waits for that. Tests in which a call must return
+    while its peer is missing begin with this.
     """
     streams = [ncclpy.Stream(comm.device) for comm in comms]
     memory = [ncclpy.core.runtime.device.allocate(4 * comm.nranks, comm.device) for comm in comms]
@@ -123,7 +124,7 @@ def connect(comms) -> None:
 
 
 def communicators(nranks: int, **options):
-    """Yield the communicators of `nranks` devices, once, for fixtures; then close what is still open."""
+    """Yield the communicators of `nranks` devices, for fixtures; then close the open ones."""
     need_devices(nranks)
     comms = ncclpy.Communicator.init_all(range(nranks), **options)
     yield comms
@@ -131,7 +132,7 @@ def communicators(nranks: int, **options):
 
 
 def close_all(comms) -> None:
-    """Close communicators of one process, each from its own thread, as their ranks would."""
+    """Close communicators of one process, each in its own thread, as ranks would."""
     threads = [threading.Thread(target=comm.close, daemon=True) for comm in comms if not comm.closed]
     for thread in threads:
         thread.start()
@@ -143,7 +144,7 @@ def close_all(comms) -> None:
 
 
 def abort_all(comms) -> None:
-    """Abort every communicator, each from its own thread that may be left behind."""
+    """Abort every communicator, each in its own thread, which may be left behind."""
     threads = [threading.Thread(target=_abort, args=(comm,), daemon=True) for comm in comms if not comm.closed]
     for thread in threads:
         thread.start()
@@ -154,7 +155,7 @@ def _abort(comm):
     try:
         comm.abort()
     except ncclpy.NcclError:
-        pass  # the failure that made us abort is the one to report
+        pass  # report the failure that caused the abort instead
 
 
 def _join(threads, deadline):
@@ -163,7 +164,7 @@ def _join(threads, deadline):
 
 
 class Rank:
-    """What the function of one rank gets: who it is, and how it meets the others.
+    """The argument of a rank's function: its place, and the means to meet the other ranks.
 
     Attributes
     ----------
@@ -177,7 +178,7 @@ class Rank:
         self.comms: list = []
 
     def unique_id(self):
-        """Return one id on every rank; rank 0 makes it."""
+        """Return the same id on every rank; rank 0 makes it."""
         return ncclpy.UniqueId.from_bytes(self._share(bytes(ncclpy.get_unique_id()) if self.rank == 0 else None))
 
     def init(self, **options):
@@ -189,7 +190,7 @@ class Rank:
 
 
 class _Exchange:
-    """Rank 0's words for everyone, between threads: the n-th call of every rank gets the n-th word."""
+    """Values of rank 0 for all ranks, between threads: the n-th call of every rank gets the n-th value."""
 
     def __init__(self, nranks: int, deadline: float):
         self._deadline = deadline
@@ -210,10 +211,10 @@ class _Exchange:
 
 
 def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
-    """Call ``fn(rank)`` once a rank, each in a thread with its own device, and return the results in rank order.
+    """Call ``fn(rank)`` for each rank, in a thread with its own device, and return the results in rank order.
 
     All ranks share the deadline. The first exception of a rank is raised here with its traceback, after every
-    communicator made with `Rank.init`, and each of `comms`, was aborted so that no other rank stays stuck.
+    communicator made with `Rank.init`, and each of `comms`, was aborted, so that no other rank stays stuck.
     """
     need_devices(nranks)
     deadline = time.monotonic() + timeout
@@ -236,7 +237,7 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and not failed.is_set() and time.monotonic() < deadline:
-        # The thread may end between the two looks; joining one that has ended returns at once.
+        # The thread may have ended since is_alive(); then join() returns at once.
         next((thread for thread in threads if thread.is_alive()), threads[0]).join(0.02)
     stuck = [thread for thread in threads if thread.is_alive()]
     if stuck and not failed.is_set():
@@ -250,7 +251,7 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
         raise AssertionError(f"{len(stuck)} of {nranks} ranks not done after {timeout} s:\n{where}")
     if errors:
         deadline = time.monotonic() + 10
-        # Again and again: a rank may have been inside init, and have its communicator only now.
+        # Repeatedly: a rank that was inside init gets its communicator later.
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
             _join(threads, time.monotonic() + 0.1)
@@ -262,12 +263,13 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
 
 
 def process_context():
-    """Return the context of multiprocessing in which processes of tests begin.
+    """Return the multiprocessing context for the processes of tests.
 
-    They are forks of a server that has imported numpy, pytest and this, and begun nothing: in each of them that would
-    take a third of a second of processor time. Its environment is that of when it began, see `with_environment`.
+    They are forks of a server that has imported numpy, pytest and this module, and made no other calls: the imports
+    would take each process a third of a second of processor time. The server keeps its first environment, see
+    `with_environment`.
     """
-    # Without PYTHONSAFEPATH it would take sources in the current folder for the package. LD_PRELOAD is for new ones.
+    # Without PYTHONSAFEPATH the server would import sources of the current folder. LD_PRELOAD needs new processes.
     if ncclpy.library().engine == "cuda" or sys.version_info < (3, 11) or "LD_PRELOAD" in os.environ:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -287,7 +289,7 @@ def process_context():
 
 
 def with_environment(environment: dict, fn, *args):
-    """Call a function in a process of `process_context`, with the environment of the process that has begun it."""
+    """Call a function, in a process of `process_context`, with the environment of the process that has started it."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
@@ -295,9 +297,9 @@ def with_environment(environment: dict, fn, *args):
 
 
 def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
-    """Call ``fn(rank, *args)`` once a rank, each in a process of its own, and return the results in rank order.
+    """Call ``fn(rank, *args)`` for each rank, in a separate process, and return the results in rank order.
 
-    `fn` is a function of a module. A child's failure is shown with its traceback; past the deadline every child is
+    `fn` is a function of a module. A child's failure is reported with its traceback; at the deadline every child is
     killed.
     """
     need_processes(nranks)
@@ -326,9 +328,9 @@ def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
 
 
 def _serve(pipes, processes, deadline, timeout):
-    """Pass rank 0's words on to all ranks and collect what each returns."""
+    """Pass the values of rank 0 on to all ranks, and collect the results."""
     results: dict = {}
-    lost: dict = {}  # what became of the ranks that returned nothing
+    lost: dict = {}  # the errors of ranks without a result
     while len(results) + len(lost) < len(pipes):
         waiting = [pipe for r, pipe in enumerate(pipes) if r not in results and r not in lost]
         ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
@@ -344,14 +346,14 @@ def _serve(pipes, processes, deadline, timeout):
             else:
                 if kind == "share":
                     for other in pipes:
-                        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen above
+                        with contextlib.suppress(BrokenPipeError):  # it has ended, which recv() reports
                             other.send(word)
                 elif kind == "failed":
                     lost[rank] = f"rank {rank} failed in its process:\n{word}"
                 else:
                     results[rank] = word
         if lost:
-            # One rank's end is the failure of the others, and theirs may be heard of first: all are told.
+            # The others then fail too, and may report first: all errors are collected.
             deadline = min(deadline, time.monotonic() + 2)
     if lost:
         raise AssertionError("\n".join(lost.values()))
@@ -375,23 +377,23 @@ def _child(r, nranks, pipe, fn, args):
         pipe.send(("done", result))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
-        os._exit(1)  # the others may never come: nothing here is worth waiting for
+        os._exit(1)  # no clean-up, as the other ranks may never come
 
 
 def with_support() -> str:
-    """Return the PYTHONPATH with which a program finds what tests share."""
+    """Return the PYTHONPATH with which a program finds the modules of tests/support."""
     return os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
 
 
 def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, check: bool = True, warm: bool = False):
     """Run a snippet in a fresh interpreter outside the source tree and return the `CompletedProcess`.
 
-    Where it is `warm`, in a fork of one that has imported numpy and ncclpy and begun nothing, which takes a fifth of
-    the processor time: for what does not depend on what is imported when, nor on what is read of the environment as a
-    process starts or imports, such as PYTHONWARNINGS, LD_PRELOAD and NCCLPY_DUMP_DIR.
+    If `warm`, run in a fork of a process that has imported numpy and ncclpy and made no other calls, which takes a
+    fifth of the processor time: for snippets that do not depend on the order of imports, nor on variables read at the
+    start or at an import, such as PYTHONWARNINGS, LD_PRELOAD and NCCLPY_DUMP_DIR.
     """
     assert not (warm and [name for name in env or () if name.startswith(("PYTHON", "LD_", "NCCLPY_DUMP"))]), env
-    environment = {**os.environ, "PYTHONPATH": with_support(), **(env or {})}  # None takes a variable away
+    environment = {**os.environ, "PYTHONPATH": with_support(), **(env or {})}  # None removes a variable
     if warm and ncclpy.library().engine == "host":
         left = {name: value for name, value in environment.items() if value is not None}
         done = subprocess.CompletedProcess("warm", *warm_ranks.run_snippet(textwrap.dedent(code), left, timeout))
@@ -412,7 +414,7 @@ def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, che
 
 
 def summed(lib, comms, values=None) -> list[float]:
-    """All-reduce a value a rank, its rank plus one unless given, from one thread; return every rank's sum."""
+    """All-reduce a value per rank, by default its rank plus one, from one thread; return every rank's sum."""
     values = [1 + comm.rank for comm in comms] if values is None else values
     parts = [lib.make(np.full(3, value, np.float32), comm.device) for value, comm in zip(values, comms, strict=True)]
 
@@ -428,20 +430,20 @@ def summed(lib, comms, values=None) -> list[float]:
 
 
 def all_ones(lib, comms, expected=None):
-    """All-reduce ones over communicators of one thread; every rank must get their number."""
+    """All-reduce ones over communicators of one thread, and check that every rank gets their number."""
     wanted = len(comms) if expected is None else expected
     assert summed(lib, comms, [1] * len(comms)) == [wanted] * len(comms)
 
 
 def own_sum(lib, comm, value):
-    """All-reduce `value` from the thread of one rank and return the sum."""
+    """All-reduce `value` in the thread of one rank and return the sum."""
     part = lib.make(np.array([value], np.float32), comm.device)
     comm.all_reduce(lib.argument(part))
     return float(lib.read(part)[0])
 
 
 def refuse_threads(name, patch=setattr):
-    """Have threads of this name not start, as where the system has none to give; `patch` may be monkeypatch's."""
+    """Make threads of this name fail to start, as on a system without free threads; `patch` may be monkeypatch's."""
     start = threading.Thread.start
 
     def started(thread):
@@ -453,7 +455,7 @@ def refuse_threads(name, patch=setattr):
 
 
 def wait_for(condition, what: str = "it", timeout: float = 30.0) -> None:
-    """Ask until the answer is yes; fail if it does not happen in time."""
+    """Call `condition` until it is true; fail at the timeout."""
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
@@ -471,7 +473,7 @@ def need_function(name: str) -> None:
 def check_takes_its_turn(comms, all_reduce, call) -> None:
     """Check that `call` waits behind an all-reduce of rank 1 that hangs; an abort then ends it.
 
-    NCCL wants the calls on one communicator one after the other. Only the host engine hangs when told to.
+    NCCL needs sequential calls on one communicator. Only the host engine can be made to hang.
     """
     import pytest
 
@@ -495,12 +497,12 @@ def check_takes_its_turn(comms, all_reduce, call) -> None:
 
 
 def without_line(text: str) -> str:
-    """Return the text of an error without the lines at which this rank has called what has failed."""
+    """Return the text of an error without the lines of this rank's call."""
     return re.sub(r"(\. This rank called \S+(?: #\d+)? at \S+:\d+)+$", "", text)
 
 
 def run_with_deadline(fn, timeout: float = 30.0):
-    """Return ``fn()``, called in a thread; fail if it takes longer. For calls that might block for ever."""
+    """Return ``fn()``, called in a thread; fail at the timeout. For calls that might block for ever."""
     box: list = []
 
     def body():

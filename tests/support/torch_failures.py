@@ -1,8 +1,8 @@
-"""A torch program of which one rank fails; run as `torch_failures.py CASE FOLDER`, with torchrun's variables.
+"""A torch program with one failing rank; run as `torch_failures.py CASE FOLDER`, with torchrun's variables.
 
-A case is ``what-where-behind``: what one rank does (kill, raise, absent, stop), where (loop: in a training loop;
-log: in one that reads its loss; last: before the last collective), and what the others do behind it (nothing, barrier,
-sync, destroy). Each other rank prints "RESULT" and a number if it gets that far, and "ENDED" behind destroy.
+A case is ``what-where-behind``: what the failing rank does (kill, raise, absent, stop), where (loop: in a training
+loop; log: in one that reads its loss; last: before the last collective), and what the others do afterwards (nothing,
+barrier, sync, destroy). Each other rank prints "RESULT" and a number if it gets that far, and "ENDED" after destroy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(case, folder):
         device_id=device if on_gpu else None,
         pg_options={"on_error": option} if option else None,
     )
-    dist.barrier()  # which connects: that takes as long as the group says
+    dist.barrier()  # connects, within the timeout of the group
     dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=float(os.environ["LIMIT"])))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
@@ -70,7 +70,7 @@ def run(case, folder):
 
 
 def run_and_recover(case, folder):
-    """The same in a program that goes on with those that are left, and sums anew."""
+    """Run the case in a program that continues with the survivors, and sums anew."""
     try:
         run(case, folder)
     except RuntimeError as error:

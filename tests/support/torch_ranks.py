@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed: processes that import torch once, and run programs, each over a new process group."""
+"""Ranks of torch.distributed: processes that import torch once and run programs, each with a new process group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tempfile
 import time
 import traceback
 
-#: Seconds that a program may take; only a hang does.
+#: Seconds that a program may take; reached only by a hang.
 DEADLINE = 60
 
 
 def _serve(rank, size, pipe, folder):
-    """Run what comes through the pipe, one program after the other."""
+    """Run the programs that arrive on the pipe, one after the other."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
@@ -45,7 +45,7 @@ def _serve(rank, size, pipe, folder):
 
 
 class Ranks:
-    """So many processes of one machine."""
+    """`size` processes on one machine."""
 
     def __init__(self, size):
         self.size = size
@@ -68,7 +68,7 @@ class Ranks:
         self._answers(100)
 
     def _answers(self, deadline):
-        """Return an answer of each rank; None of one that has ended."""
+        """Return the answer of each rank; None for a rank that has ended."""
         end, answers = time.monotonic() + deadline, [None] * self.size
         waiting = dict(zip(self._pipes, range(self.size), strict=True))
         while waiting:
@@ -85,9 +85,9 @@ class Ranks:
         return answers
 
     def run(self, program, *arguments, backend="ncclpy", deadline=DEADLINE, **options):
-        """Return what ``program(rank, size, *arguments)`` returns in each rank, a function of a module.
+        """Run ``program(rank, size, *arguments)``, a function of a module, in each rank; return the results.
 
-        Groups that fail raise here: by default their processes would end.
+        Failing groups raise here; by default they would end their processes.
         """
         given = options.get("pg_options")
         if backend is not None and "ncclpy" in backend.lower() and (given is None or isinstance(given, dict)):
@@ -127,7 +127,7 @@ def error_of(call):
 
 
 class Group:
-    """What works and barriers ask of a process group."""
+    """The part of a process group that works and barriers use."""
 
     seq, device, name = 3, 0, "group"
 

@@ -1,7 +1,7 @@
-"""Loops as training has them, on two groups of one device, beside a model that says what each has to have registered.
+"""Loops like those of training on two groups of one device, compared with a model of the registrations of each.
 
-Two ranks draw the same moves from one seed. On GPUs they are processes: of ranks in threads one may wait, in an
-allocation, for the device that waits for the other.
+Two ranks draw the same moves from one seed. On GPUs they are processes: a rank in a thread could wait, in an
+allocation, for the device, which waits for the other rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ncclpy import memory
 
 
 class Source:
-    """Where the arrays of a loop come from: here a pool of numpy's, whose segments are the arrays."""
+    """The source of a loop's arrays: here a numpy pool, in which each array is a segment."""
 
     framework = "numpy"
     sizes = (10, 1000, 20_000, 100_000)  # elements
@@ -33,19 +33,19 @@ class Source:
         self.pool = memory.pool("numpy", group)
 
     def inside(self):
-        """Return a context in which arrays are allocated there."""
+        """Return a context in which arrays are allocated from this source."""
         return self.pool
 
     def there(self, arrays):
-        """Return the segments that there are, as the framework says itself; `arrays` are those that the loop has."""
+        """Return the existing segments according to the framework; `arrays` are the arrays of the loop."""
         return {(self.frame.pointer(array), array.nbytes, self.frame.device) for array in arrays}
 
     def agree(self):
-        """Return whether all else that the framework counts is as it should be."""
+        """Return whether the framework's other counters are as expected."""
         return True
 
     def renew(self, group):
-        """Go on with new memory; arrays of before may still be there."""
+        """Continue with new memory; earlier arrays may still exist."""
         self.pool.close()
         self.open(group)
 
@@ -54,14 +54,14 @@ class Source:
 
 
 class TorchSource(Source):
-    """torch's, of a `MemPool` over memory of ncclpy's."""
+    """A torch `MemPool` over memory of ncclpy."""
 
     framework = "torch"
-    # Of torch's small blocks, of segments that several tensors share, and of tensors with a segment each.
+    # Sizes of torch's small blocks, of segments shared by several tensors, and of tensors with their own segment.
     sizes = (10, 1000, 60_000, 500_000, 3_000_000, 6_000_000)
 
     def __init__(self, frame, group):
-        self.pools = set()  # also those that were closed: their tensors live on
+        self.pools = set()  # also closed pools, as their tensors live on
         super().__init__(frame, group)
 
     def open(self, group):
@@ -80,7 +80,7 @@ class TorchSource(Source):
 
 
 class HookedSource(TorchSource):
-    """torch's own, whose hooks tell of every segment."""
+    """torch's own allocator, with hooks that report every segment."""
 
     def open(self, group):
         self.hooks = memory.attach("torch", hooks=True)
@@ -93,11 +93,11 @@ class HookedSource(TorchSource):
         return True
 
     def agree(self):
-        """No segment was left out, no communicator aborted, and torch was let free everything."""
+        """Return whether no segment was left out, no communicator aborted, and torch could free everything."""
         return self.hooks.counters() == self.before | {"followed": self.hooks.counters()["followed"]}
 
     def renew(self, group):
-        """Close the hooks and open them anew: what is there is taken in again, as other segments."""
+        """Close the hooks and attach new ones: existing memory is registered again, as other segments."""
         self.hooks.close()
         assert self.registry.segments(self.frame.device) == []
         self.open(group)
@@ -107,7 +107,7 @@ class HookedSource(TorchSource):
 
 
 class CupySource(Source):
-    """CuPy's, of a pool that counts what it has from its allocator."""
+    """A CuPy pool, which counts the memory of its allocator."""
 
     framework = "cupy"
     sizes = TorchSource.sizes
@@ -129,7 +129,7 @@ class CupySource(Source):
         return sum(nbytes for _, nbytes, _ in segments) == self.frame.pool.total_bytes()
 
     def renew(self, group):
-        """Do nothing: the arrays that another pool of CuPy's has left behind would not be counted by this one."""
+        """Do nothing: a new CuPy pool would not count the arrays left from the old one."""
 
     def close(self):
         self.attached.close()
@@ -143,7 +143,7 @@ def refusals(registry):
 
 
 class Loop:
-    """One loop; `run` returns what it did."""
+    """One loop; `run` returns its moves."""
 
     def __init__(self, world, groups, kind, seed):
         self.world, self.groups, self.random = world, groups, random.Random(seed)
@@ -151,8 +151,8 @@ class Loop:
         self.frame = frame_of(world.device, SOURCES[kind].framework)
         self.source = SOURCES[kind](self.frame, groups[0])
         self.arrays = []
-        self.expected = [set(), set()]  # what each group has to have registered
-        self.refused = [set(), set()]  # what NCCL would not register there
+        self.expected = [set(), set()]  # segments that each group must have registered
+        self.refused = [set(), set()]  # segments that NCCL refused to register
         self.values = itertools.count(1)
         self.did = []
         self.private = self.private_array = self.graph = self.captured = None
@@ -175,10 +175,10 @@ class Loop:
         return self.source.there(self.arrays)
 
     def call(self, number, operation, *arrays):
-        """Call an operation of a group: afterwards it has registered what is there, and nothing else has changed."""
+        """Call an operation of a group: afterwards the group has registered all segments, and nothing else changed."""
         there, refused = self.there(), refusals(self.registry)
         work = getattr(self.groups[number], operation)(*arrays)
-        self.frame.await_(work)  # it has been launched
+        self.frame.await_(work)  # the operation has been launched
         self.called(number, there, refused)
         self.check()
 
@@ -193,7 +193,7 @@ class Loop:
             self.refused[number] |= missing
 
     def shrunk(self):
-        """Segments may have gone, and with them what was registered of them."""
+        """Update the model after segments may have been freed, and their registrations removed."""
         there = self.there()
         for known in (*self.expected, *self.refused):
             known &= there
@@ -212,7 +212,7 @@ class Loop:
         )
 
     def check(self):
-        # torch's segments are what they are when it returns; the others' are taken away by a thread.
+        # torch's segments are final when its call returns; other segments are removed by a thread.
         if self.frame.torch is None:
             with contextlib.suppress(AssertionError):
                 testing.wait_for(self.is_right, timeout=LONG / 3)
@@ -225,10 +225,10 @@ class Loop:
         found = self.frame.found(array)
         assert found == (value, value), (self.did, found, value)
 
-    # What happens.
+    # The moves.
 
     def new(self, count):
-        """Return an array that the loop has until it is told to drop it."""
+        """Return an array that the loop holds until `forget`."""
         with self.source.inside():
             self.arrays.append(self.frame.new(count))
         return self.arrays[-1]
@@ -283,7 +283,7 @@ class Loop:
         self.forget(send)
 
     def let_go_in_flight(self):
-        """What is sent is let go of, and given back to the device, while both groups may still be at it."""
+        """Drop a sent array, and give its memory back, while both groups may still use it."""
         number, _, value = self.pick()
         count = self.random.choice(self.source.sizes)
         with self.stream():
@@ -291,7 +291,7 @@ class Loop:
             self.frame.fill(send, value + self.world.rank)
             self.frame.fill(other, value + 5 + self.world.rank)
             if self.random.randrange(2) == self.world.rank:
-                self.frame.be_busy()  # the other one's operations wait for this rank's
+                self.frame.be_busy()  # the other rank's operations wait for this rank
             self.call(number, "all_reduce", send, recv)
             self.call(1 - number, "all_reduce", other)
             self.forget(send)
@@ -307,7 +307,7 @@ class Loop:
         self.shrunk()
 
     def renew_source(self):
-        if self.graph is not None:  # its memory stays: hooks cannot be closed, as nobody knows when it runs
+        if self.graph is not None:  # the graph's memory stays: hooks cannot close while a graph may run
             return
         self.source.renew(self.groups[0])
         if isinstance(self.source, HookedSource):
@@ -316,11 +316,11 @@ class Loop:
         self.give_back()
 
     def renew_group(self):
-        """The second group is closed, or aborted with all that it has registered, and made anew."""
+        """Close the second group, or abort it with its registrations, and make a new one."""
         if self.random.random() < 0.6:
             return
         group, how = self.groups[1], self.random.choice(["close", "abort"])
-        drained = self.registry.drain(0.5 if self.graph else LONG)  # a graph may keep memory of ours
+        drained = self.registry.drain(0.5 if self.graph else LONG)  # a graph may hold memory
         assert drained or self.graph, self.registry.counters()
         before, comm = self.registry.counters(), group.communicator
         self.world.meet()
@@ -336,7 +336,7 @@ class Loop:
         self.groups[1] = self.world.group(name=f"{group.name}'")
 
     def pool_of_its_own(self):
-        """A pool of torch's comes, and goes with all that is in it."""
+        """Use another torch pool, and sometimes drop it with all its memory."""
         if self.private is None:
             self.private = self.frame.torch.cuda.MemPool()
             with self.frame.torch.cuda.use_mem_pool(self.private):
@@ -350,18 +350,18 @@ class Loop:
 
     def drop_private(self):
         self.private_array = None
-        self.private = None  # torch may free what is in it here, or with the cache
+        self.private = None  # torch may free its memory here, or with the cache
         self.shrunk()
 
     def capture(self):
-        """Capture operations of the first group: on a tensor of before, and on one of the graph's own pool."""
+        """Capture operations of the first group, on an earlier tensor and on one of the graph's pool."""
         torch, group = self.frame.torch, self.groups[0]
         static = self.new(5000)
         self.frame.fill(static, 0)
         self.call(0, "all_reduce", static)
         torch.cuda.synchronize()
         gc.collect()
-        self.give_back()  # here, or the capture would do so as it begins
+        self.give_back()  # otherwise the capture would do so when it begins
         self.graph = torch.cuda.CUDAGraph()
         refused = refusals(self.registry)
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
@@ -377,7 +377,7 @@ class Loop:
             self.check()
         static, doubled = self.captured
         value = next(self.values)
-        if not any(each is static for each in self.arrays):  # it was dropped: the graph has it still
+        if not any(each is static for each in self.arrays):  # dropped before, but still held by the graph
             self.arrays.append(static)
         self.frame.fill(static, value + self.world.rank)
         self.graph.replay()
@@ -385,7 +385,7 @@ class Loop:
         self.expect(doubled, 4 * value + 2)
 
     def finish(self):
-        """Let everything go. The groups stay, but for the first if a graph has captured it: that keeps memory."""
+        """Drop everything. The groups stay, except for a captured first group, which would hold memory."""
         captured = self.graph is not None
         if captured:
             self.graph.reset()
@@ -406,10 +406,10 @@ class Loop:
 
 
 def loops(world, kinds, seeds, steps):
-    """Run a loop for each seed, with memory of each kind in turn; return what each did."""
+    """Run a loop for each seed, with memory of each kind in turn; return the moves of each."""
     groups = [world.group(name="first"), world.group(name="second")]
     for group in groups:
-        group.barrier().wait(LONG)  # connected
+        group.barrier().wait(LONG)  # connects
     did = []
     for seed, kind in zip(seeds, itertools.cycle(kinds)):
         try:
@@ -423,9 +423,9 @@ def loops(world, kinds, seeds, steps):
 
 
 def abort_in_flight(world, kind):
-    """Have an operation meet nobody until its deadline, with segments registered; then go on with another group.
+    """Let an operation on registered segments time out without a peer; then continue with another group.
 
-    Returns what rank 0 is told.
+    Returns the error text of rank 0.
     """
     groups = [world.group(name="doomed"), world.group(name="other")]
     loop = Loop(world, groups, kind, 0)
@@ -434,7 +434,7 @@ def abort_in_flight(world, kind):
         loop.grow()
         loop.call(0, "all_reduce", loop.arrays[-1])
         loop.call(1, "all_reduce", loop.arrays[-1])
-    stuck = loop.new(6_000_000)  # too large for a segment that others are in
+    stuck = loop.new(6_000_000)  # too large to share a segment
     pointer = frame.pointer(stuck)
     frame.fill(stuck, 1)
     loop.call(1, "all_reduce", stuck)
@@ -456,12 +456,12 @@ def abort_in_flight(world, kind):
     loop.expected[0], loop.refused[0] = set(), set()
     loop.forget(stuck)
     del stuck
-    if kind == "torch pool":  # of which torch gives nothing back as long as it is there
+    if kind == "torch pool":  # torch gives no memory back while the pool exists
         loop.source.renew(groups[0])
         loop.forget(*loop.arrays)
 
     def is_freed():
-        """Ask once more: what has failed keeps its arrays until a thread has found the device done with them."""
+        """Return whether the array is freed: a failed operation holds it until a thread finds the device done."""
         frame.trim()
         loop.shrunk()
         return registry.drain(0) and not lies_in(pointer, registry.segments())

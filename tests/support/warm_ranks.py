@@ -1,8 +1,7 @@
-"""Ranks as `ncclpy run` starts them, in forks of a process that has imported numpy and ncclpy: ready in an instant.
+"""Ranks like those of `ncclpy run`, in forks of a process that has imported numpy and ncclpy, for a fast start.
 
-A Python that starts, and imports both, takes a quarter of a second of processor time; the launcher is one more. The
-fork has what a rank of the launcher has in its environment, and runs its program as ``__main__``.
-That the launcher itself starts ranks that meet is what its own tests are for.
+A new Python that imports both takes a quarter of a second of processor time, as does the launcher. The fork has the
+environment of a rank of the launcher, and runs its program as ``__main__``. The launcher itself has its own tests.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ _warm: subprocess.Popen | None = None
 
 
 def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None):
-    """Run a program, text with numpy and ncclpy imported, as so many ranks; return their exit codes and what they say.
+    """Run a program, a text with numpy and ncclpy imported, as `size` ranks; return their exit codes and output.
 
     Parameters
     ----------
     folder
-        Where program and output go: a test's `tmp_path`.
+        The folder for program and output: a test's `tmp_path`.
     size, program
-        How many ranks there are, and what each runs.
+        The number of ranks, and the program of each.
     only
-        The ranks that end by themselves, by default all: the others are killed when these have ended.
+        The ranks that end by themselves, by default all; the others are killed when these have ended.
     timeout
         Seconds after which all are killed, and the test fails.
     variables
-        More of the environment; what is read at the import, as NCCLPY_DUMP_DIR, was read before.
+        More environment variables; those read at the import, such as NCCLPY_DUMP_DIR, have no effect.
     """
     from ncclpy.bootstrap import TCPStore
 
@@ -70,7 +69,7 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None
 
 
 def run_program(path, variables, timeout=100.0):
-    """Run a program in its folder, where each warning is an error; return its exit code and what it says."""
+    """Run a program in its folder, with warnings as errors; return its exit code and output."""
     output = Path(path).with_suffix(".output")
     output.unlink(missing_ok=True)
     [code] = _order(str(path), [({**os.environ, **variables}, str(output), None)], None, timeout, how="strict") or [
@@ -91,16 +90,16 @@ def run_snippet(code, environment, timeout):
 
 
 def _order(path, ranks, only, timeout, how=""):
-    """Have the warm process run a program once a rank; return the exit codes, None if they were not done in time."""
+    """Have the warm process run a program for each rank; return the exit codes, None if they were not done in time."""
     process = _started()
     process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), how]) + "\n")
     process.stdin.flush()
-    # Not through a buffer: it would take the codes of what has ended at once with the numbers, unseen by select.
+    # Unbuffered: a buffer could read early exit codes together with the process ids, unseen by select.
     answers = process.stdout.buffer.raw
     pids = json.loads(answers.readline())
     if select.select([answers], [], [], timeout)[0]:
         return json.loads(answers.readline())
-    for pid in pids:  # the warm process reaps one only when the order is done: none of these numbers is another's
+    for pid in pids:  # the warm process reaps only when the order is done, so that no process id is reused
         os.kill(pid, signal.SIGKILL)
     answers.readline()
     return None
@@ -122,11 +121,11 @@ def _end(process):
     process.wait(30)
 
 
-# What follows runs in the warm process.
+# The functions from here on run in the warm process.
 
 
 def _serve():
-    """Read orders and fork; return in a fork what it is to run, and how, else None at the end."""
+    """Read orders and fork; return, in a fork, its program and how to run it; return None at the end."""
     while line := sys.stdin.readline():
         path, ranks, only, how = json.loads(line)
         pids = []
@@ -150,11 +149,11 @@ def _say(answer):
 
 
 def _end_of(pids, only):
-    """Return the exit codes of processes, of which all but some are killed when those have ended."""
+    """Return the exit codes of processes; when those in `only` have ended, the others are killed."""
     left, killed = {pids[rank] for rank in only}, False
     ended = set()
     while len(ended) < len(pids):
-        # Seen, and not reaped: the number of a reaped process could be another one's when a test kills it.
+        # Not reaped: the id of a reaped process could belong to another one when a test kills it.
         for pid in pids:
             if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 ended.add(pid)
@@ -167,7 +166,7 @@ def _end_of(pids, only):
 
 
 def become(environment, output, errors):
-    """Have this environment, and write to these files from now on."""
+    """Take over an environment, and write to these files from now on."""
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, name in enumerate((os.devnull, output, errors or output)):
@@ -179,12 +178,12 @@ def become(environment, output, errors):
 
 
 def _run(path):
-    """Run a program to its end; then leave, without the interpreter's own end, which would touch all its memory."""
+    """Run a program to its end; then exit without the interpreter's finalisation, which would touch all its memory."""
     code = 0
     sys.argv = [path]
     try:
         exec(compile(Path(path).read_text(), path, "exec"), {"__name__": "__main__", "__file__": path})
-        threading._shutdown()  # the threads that are waited for
+        threading._shutdown()  # waits for non-daemon threads
     except SystemExit as left:
         code = 0 if left.code is None else left.code if isinstance(left.code, int) else 1
     except BaseException:
@@ -208,7 +207,7 @@ if __name__ == "__main__":
     import testing  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, all of this
+    gc.freeze()  # a collection in a fork would touch, and so copy, all objects
     found = _serve()
     if found is not None:
         program, how = found

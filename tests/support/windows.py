@@ -1,4 +1,4 @@
-"""Communicators of this process with a window over an array of each rank, for the host engine."""
+"""Communicators of this process with a window over one array per rank, for the host engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import testing
 
 
 class World:
-    """Communicators of this process, each with an array that is its part of a window."""
+    """Communicators of this process, each with an array as its part of a window."""
 
     def __init__(self, nranks, count=64, make=None, **options):
         self.comms = ncclpy.Communicator.init_all(range(nranks), **options)

@@ -1,4 +1,4 @@
-"""Works of a random run: each has to end once, in time, and right."""
+"""Works of a random run: each must end once, in time, and with a right result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import ncclpy
 
 
 class WorkWatch:
-    """All works of a run with their ends.
+    """All works of a run, and their ends.
 
     Parameters
     ----------
     who
-        Whose works they are, for what is said of them.
+        The owner of the works, for messages.
     """
 
     def __init__(self, who: str = "") -> None:
@@ -26,25 +26,25 @@ class WorkWatch:
         self._lock = threading.Lock()
 
     def add(self, work, right) -> None:
-        """Note a work; ``right()`` says whether its result is what it should be."""
+        """Note a work; ``right()`` tells whether its result is right."""
         with self._lock:
             self.works.append((work, right))
 
     def told(self, work) -> None:
-        """Note an end: the callback of each work."""
+        """Note the end of a work; the callback of each work."""
         with self._lock:
             self._told[id(work)] += 1
             self._ends[id(work)] = work.exception(0)
 
     def problems(self, deadline: float, faults):
-        """Wait for all works and return what is wrong with them, and how many have ended in what.
+        """Wait for all works; return what is wrong with them, and the number of each outcome.
 
         Parameters
         ----------
         deadline
-            By which all must have ended, on the clock of `time.monotonic`.
+            The time by which all must have ended, on the clock of `time.monotonic`.
         faults
-            Those of the run; where one has corrupted data, results may be wrong.
+            The faults of the run; if one has corrupted data, results may be wrong.
         """
         found: list[str] = []
         outcomes: collections.Counter[str] = collections.Counter()

@@ -147,7 +147,7 @@ def redis():
 
 
 @pytest.mark.parametrize("call", ["set", "append"])
-def test_torch_write_returns_when_the_server_has_carried_it_out(call):
+def test_torch_write_returns_after_server_has_written(call):
     """Torch's TCPStore returns once it has sent: another client could read before the server has written."""
     dist = pytest.importorskip("torch.distributed")
     program = (

@@ -64,7 +64,7 @@ def test_each_launcher_is_read(env, variables, rest):
 @pytest.mark.parametrize(
     ("tasks", "node", "count"), [("3", 0, 3), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("4,2,3(x2)", 1, 2)]
 )
-def test_slurm_has_as_many_tasks_here_as_its_list_says(env, tasks, node, count):
+def test_slurm_local_size_follows_task_list(env, tasks, node, count):
     env(SLURM, {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"})
     assert environment().local_size == count
 

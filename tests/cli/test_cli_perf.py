@@ -276,7 +276,7 @@ def test_ctrl_c_ends_cleanly(line):
     assert "interrupted" in said and "Traceback" not in said
 
 
-def test_more_devices_than_there_are(capsys):
+def test_more_devices_than_available(capsys):
     count = ncclpy.device_count() + 1
     with pytest.raises(SystemExit) as stopped:
         main(["perf", "all_reduce", "-g", str(count)])

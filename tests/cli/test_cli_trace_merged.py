@@ -113,7 +113,7 @@ def test_group_operations_count_from_their_launch(trace):
         ({"dtype": "float64"}, "all_reduce of 1024 float64 (sum)"),
     ],
 )
-def test_each_group_of_ranks_is_named_by_what_it_did(trace, changes, called):
+def test_ranks_are_grouped_by_their_call(trace, changes, called):
     said = trace(
         one(launched(0, 4, nranks=5)),
         one(launched(1, 4, nranks=5, **changes)),

@@ -31,7 +31,7 @@ class Changed:
 
 
 @pytest.mark.parametrize("tells", ["a clock of its own", "the control plane"])
-def test_rank_that_is_connected_and_does_not_begin_is_named_on_the_others(monkeypatch, tells):
+def test_connected_rank_that_does_not_begin_is_named_on_others(monkeypatch, tells):
     """Rank 1 sends its options only after rank 0 has given up."""
     store, raised, given_up, opens = LocalStore(), {}, threading.Event(), session.open_control
 

@@ -83,7 +83,7 @@ def test_examples_of_tests_pass(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "needs"), list(examples()))
-def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
+def test_example_prints_its_stated_output(code, needs, tmp_path):
     if needs in ("torch", "jax") and importlib.util.find_spec(needs) is None:
         pytest.skip(f"needs {needs}")
     exit_code, said = run(code, needs, tmp_path)
@@ -122,7 +122,7 @@ def known_names(tree):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_exist_also_where_nothing_is_run(page):
+def test_names_in_examples_exist(page):
     programs = [ast.parse(block["code"]) for block in BLOCK.finditer(page.read_text())]
     for parts in (parts for program in programs for parts in known_names(program)):
         value = ncclpy

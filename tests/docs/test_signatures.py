@@ -130,7 +130,7 @@ def check_signature(name, value):
             assert told == shape_of_stub(stub), name
 
 
-def test_stubs_are_compared_with_what_there_is():
+def test_stubs_are_found_for_the_comparison():
     """The stubs have the methods of a class, also of its bases, and the functions."""
     assert shape_of_stub(methods_of("ncclpy.core.communicator", "Communicator")["all_reduce"])[0][0] == "send"
     assert shape_of_stub(methods_of("ncclpy.process_group.group", "ProcessGroup")["__init__"])[:1] == [

@@ -73,7 +73,7 @@ call(timeout=1.0 if rank == 0 else 60)
         assert float(line.rpartition("|")[2]) < 5, line
 
 
-def test_threads_that_read_by_a_stream_are_told_on_all_ranks(tmp_path):
+def test_threads_reading_by_stream_get_error_on_all_ranks(tmp_path):
     program = (
         READS
         + """
@@ -132,7 +132,7 @@ call(timeout=60)
         assert "rank 2" in line and float(line.rpartition("|")[2]) < 10, line
 
 
-def test_rank_that_was_stopped_asks_before_it_returns(tmp_path):
+def test_stopped_rank_asks_before_it_returns(tmp_path):
     """The others do not wait for a rank stopped in its operation, which has completed when the rank continues."""
     program = """
 if rank == 2:
@@ -156,7 +156,7 @@ if rank == 0:
 
 
 @pytest.mark.parametrize("step", ["tell", "confirm", "wait_until_heard"])
-def test_abort_that_cannot_tell_the_other_ranks_ends_the_communicator_and_raises_why(tmp_path, step):
+def test_abort_that_cannot_tell_others_ends_communicator_and_raises(tmp_path, step):
     """The stuck operation ends, and the steps that still work tell the other rank."""
     testing.need_processes(2)
     program = f"""

@@ -118,7 +118,7 @@ def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
         assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
 
 
-def test_end_that_was_told_before_the_watch_is_taken_once_a_stuck_store_answers(monkeypatch):
+def test_end_told_before_watch_is_taken_when_stuck_store_answers(monkeypatch):
     monkeypatch.setattr(status, "_BEAT", 0.01)
     with LocalStore() as store:
         owner, answers = Owner(), store.compare_set
@@ -137,7 +137,7 @@ def test_end_that_was_told_before_the_watch_is_taken_once_a_stuck_store_answers(
         assert owner.ended == [(" by rank 1 of 2: enough", "NcclTimeout")]
 
 
-def test_end_that_cannot_be_read_is_an_end_and_says_so():
+def test_unreadable_end_is_an_end_and_says_so():
     with LocalStore() as store:
         owner = Owner()
         peer_status = status_of(owner, store)
@@ -147,7 +147,7 @@ def test_end_that_cannot_be_read_is_an_end_and_says_so():
         assert kind == "StoreDamaged" and "what a rank has put under 'told/ended' cannot be read" in text
 
 
-def test_last_rank_clears_away_what_the_processes_of_all_machines_have_told(monkeypatch):
+def test_last_rank_deletes_keys_of_all_machines(monkeypatch):
     store = LocalStore()
     for rank in range(2):
         monkeypatch.setattr(processes, "_PROCESSES", f"processes/machine {rank}")

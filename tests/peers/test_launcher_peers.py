@@ -158,7 +158,7 @@ PAIR = TROUBLE.replace(
 )
 
 
-def test_call_that_an_abort_has_brought_back_is_not_finished(host_engine, tmp_path):
+def test_call_ended_by_abort_is_not_finished(host_engine, tmp_path):
     """NCCL hangs in the call, as in the first send of two ranks on GPUs, which connects them."""
     made = "make(timeout=60)\nhangs = ncclpy.faults('rank=0 call=GroupEnd do=hang')"
     trouble = TROUBLE.replace(

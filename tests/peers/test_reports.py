@@ -43,7 +43,7 @@ def test_question_is_answered_once(store):
 
 
 @pytest.mark.parametrize("tells", [lambda each: each.publish(), lambda each: each.answer_all(1)])
-def test_rank_that_has_closed_writes_nothing_behind_that(store, tells):
+def test_closed_rank_writes_nothing_more(store, tells):
     """A thread reads the rank's state, and writes it only after the last rank has deleted all keys."""
     looks, goes_on = threading.Event(), threading.Event()
 
@@ -65,7 +65,7 @@ def test_rank_that_has_closed_writes_nothing_behind_that(store, tells):
     assert store.keys() == []
 
 
-def test_ranks_of_a_group_answer_behind_a_number_that_none_has_counted_to(host_engine, store):
+def test_ranks_answer_after_question_number_out_of_order(host_engine, store):
     def body(group):
         store.barrier("both are there", group.rank, 2, DEADLINE)
         found = []
@@ -92,7 +92,7 @@ class Failing(PrefixStore):
         raise StoreLost("none")
 
 
-def test_rank_of_a_group_that_tells_no_more_is_logged(host_engine, store, caplog):
+def test_rank_that_stops_reporting_is_logged(host_engine, store, caplog):
     failing = Failing("failing", store)
 
     def body(group):

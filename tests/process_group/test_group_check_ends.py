@@ -167,7 +167,7 @@ def refused(*offered):
     raise OSError("another machine")
 
 
-def test_message_without_a_thread_to_compare_it_ends_the_group_and_close_returns(monkeypatch):
+def test_message_without_comparing_thread_ends_the_group(monkeypatch):
     """The peer may have launched the other half, which the next message would match instead."""
     testing.refuse_threads("ncclpy-group-check", monkeypatch.setattr)
 

@@ -65,7 +65,7 @@ def test_communicator_that_cannot_be_made_ends_the_group_on_all_ranks(monkeypatc
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_group_that_only_reports_goes_on_without_the_communicator(monkeypatch, caplog, what):
+def test_group_with_on_error_report_continues_without_communicator(monkeypatch, caplog, what):
     fails, why = FAILURES[what]
     fails(monkeypatch)
     failed = threading.Event()
@@ -88,7 +88,7 @@ def test_group_that_only_reports_goes_on_without_the_communicator(monkeypatch, c
     testing.wait_for(lambda: words in caplog.text and why in caplog.text, "the log", DEADLINE)
 
 
-def test_communicator_that_is_made_after_the_close_ends_the_wait_for_it():
+def test_communicator_made_after_close_ends_wait_for_it():
     raised = []
 
     def connect():

@@ -44,7 +44,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ended", ["on all ranks", "for those that ask", None])
-def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engine, tmp_path, ended):
+def test_stopped_rank_asks_store_before_success(host_engine, tmp_path, ended):
     """While rank 1 is stopped, others may end the group and abort, and then rank 1's operation completes normally."""
     path = tmp_path / "store"
     child = subprocess.Popen(
@@ -91,7 +91,7 @@ LEFT_BEHIND = (
 )
 
 
-def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_engine):
+def test_rank_stopped_longer_than_its_lease_gets_no_success(host_engine):
     """The others have continued without the rank, which cannot ask; its error tells of its stop, not a lost store."""
     with TCPStore("127.0.0.1", 0, serve=True, linger=0, timeout=DEADLINE) as store:
         child = subprocess.Popen(
@@ -203,7 +203,7 @@ testing.wait_for(lambda: sorted(set(said)) == words, "the warnings", 10)
     )
 
 
-def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):
+def test_end_for_asking_ranks_ends_no_other_rank(host_engine):
     """Ranks of a coordinator hear of its end over the control plane; only a rank that stood still asks the store."""
     told = threading.Barrier(2)
 
@@ -254,7 +254,7 @@ def test_abort_waits_until_the_other_rank_has_heard(host_engine, monkeypatch):
     assert run_groups(2, body) == [False, False]
 
 
-def test_thread_that_waits_by_a_stream_is_told_before_the_abort(host_engine):
+def test_thread_waiting_by_stream_gets_error_before_abort(host_engine):
     """The thread waits in no call of ncclpy: the error is raised wherever the thread is."""
 
     def body(group):
@@ -276,7 +276,7 @@ def test_thread_that_waits_by_a_stream_is_told_before_the_abort(host_engine):
     assert run_groups(2, body) == ["NcclTimeout"] * 2
 
 
-def test_thread_that_waits_itself_is_told_once(host_engine):
+def test_waiting_thread_gets_error_once(host_engine):
     def body(group):
         group.all_reduce(array := np.ones(4)).wait(DEADLINE)
         if group.rank == 1:
@@ -294,7 +294,7 @@ def test_thread_that_waits_itself_is_told_once(host_engine):
     assert run_groups(2, body) == [True, True]
 
 
-def test_thread_that_has_left_its_wait_is_told_as_a_reader(host_engine):
+def test_thread_that_left_its_wait_gets_error_as_reader(host_engine):
     def body(group):
         group.all_reduce(array := np.ones(4)).wait(DEADLINE)
         if group.rank == 1:

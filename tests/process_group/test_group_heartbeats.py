@@ -84,7 +84,7 @@ def test_rank_of_another_machine_that_is_gone_is_known_long_before_the_deadline(
     assert re.search(r"\['waits', 'gone'\]", said), said
 
 
-def test_ranks_that_are_left_recover_without_waiting_for_one_that_is_silent(tmp_path):
+def test_survivors_recover_without_waiting_for_silent_rank(tmp_path):
     testing.need_processes(3)
     said = run(
         tmp_path,
@@ -104,7 +104,7 @@ def test_ranks_that_are_left_recover_without_waiting_for_one_that_is_silent(tmp_
     assert said.count("(0, 2) 2.0") == 2, said
 
 
-def test_ranks_of_one_machine_among_several_write_a_heartbeat_each_and_take_it_along(tmp_path):
+def test_each_rank_of_a_machine_writes_and_removes_its_heartbeat(tmp_path):
     testing.need_processes(4)
     said = run(
         tmp_path,
@@ -176,7 +176,7 @@ def pair(moments):
     return (*both, store)
 
 
-def test_heartbeats_begin_only_when_a_rank_of_another_machine_has_come(moments):
+def test_heartbeats_begin_with_first_rank_of_other_machine(moments):
     store = LocalStore()
     first, second = (Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2))
     first.tell()
@@ -200,7 +200,7 @@ def test_heartbeats_are_not_written_where_all_ranks_share_one_machine(moments):
     assert store.keys("") == ["processes/come"]
 
 
-def test_heartbeats_are_not_written_where_a_wait_of_the_program_holds_them_up(moments):
+def test_heartbeats_are_not_written_if_a_wait_of_the_program_delays_them(moments):
     class HeldUp(LocalStore):
         def _beat(self, key, before, period):
             raise StoreError("held up")
@@ -216,7 +216,7 @@ def test_heartbeats_are_not_written_where_a_wait_of_the_program_holds_them_up(mo
     assert store.keys("beat/") == []
 
 
-def test_rank_is_silent_once_it_has_not_beaten_for_as_long_as_it_says(pair, moments):
+def test_rank_is_silent_after_its_announced_time_without_heartbeat(pair, moments):
     first, _, store = pair
     assert listens(first, moments, 5.8) == []  # Python may be held up for that long
     [(rank, why)] = listens(first, moments, 0.6)
@@ -236,7 +236,7 @@ def test_rank_that_beats_is_never_silent(pair, moments):
         assert listens(first, moments, 1.0) == []
 
 
-def test_time_in_which_the_reader_or_the_store_stood_still_is_no_silence(pair, moments):
+def test_stall_of_reader_or_store_is_no_silence(pair, moments):
     first, _, store = pair
     store.set("beat/1", b"1.25 1")
     listens(first, moments, 0.2)
@@ -261,7 +261,7 @@ def test_invalid_heartbeat_takes_no_rank_for_gone(pair, moments, value):
     assert listens(first, moments, 100) == []
 
 
-def test_store_that_is_gone_is_no_silence(pair, moments):
+def test_lost_store_is_no_silence(pair, moments):
     first, _, store = pair
     listens(first, moments, 1)
     store.close()
@@ -291,7 +291,7 @@ def test_first_rank_of_a_process_beats_for_all(moments):
     assert [rank for rank, _ in listens(nodes[1], moments, 7)] == [0]
 
 
-def test_rank_asks_for_as_much_silence_as_the_environment_says(moments, monkeypatch):
+def test_allowed_silence_is_set_by_environment(moments, monkeypatch):
     monkeypatch.setenv("NCCLPY_HEARTBEAT_TIMEOUT", "30")
     store = LocalStore()
     both = [Heartbeats(store, (rank,), 2, Here(rank)) for rank in range(2)]

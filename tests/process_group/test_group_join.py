@@ -124,7 +124,7 @@ def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypatch, who):
-    """The others have moved on with the new rank and wait for the interrupted one; alone it would be a 2nd group."""
+    """The others have moved on with the new rank and wait for the interrupted one: it must not form a second group."""
     gathers, others_moved = Notices.gather, threading.Event()
 
     def gather_and_leave(self, name, *arguments):

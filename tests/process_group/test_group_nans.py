@@ -115,7 +115,7 @@ def test_types_that_have_nans(host_engine, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
-def test_types_that_have_none(host_engine, dtype):
+def test_types_without_nans(host_engine, dtype):
     with alone(check_nan=True) as group:
         group.all_reduce(np.ones(4, dtype)).wait(DEADLINE)
 

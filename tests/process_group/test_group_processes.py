@@ -78,7 +78,7 @@ def test_rank_that_is_not_started_is_named(tmp_path):
     assert "rank 2 of 3 did not come to make communicator 'all' of process group 'default' within 500 ms" in said, said
 
 
-def test_without_a_launcher():
+def test_init_process_group_without_launcher_is_an_error():
     said = testing.run_python(
         """
         import ncclpy

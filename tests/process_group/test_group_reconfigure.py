@@ -235,7 +235,7 @@ def after_abort(world):
         works(world, group)
 
 
-def test_after_an_abort(run):
+def test_reconfigure_after_abort(run):
     run(after_abort)
 
 
@@ -255,7 +255,7 @@ def after_timeout(world):
         works(world, group)
 
 
-def test_after_a_timeout(run):
+def test_reconfigure_after_timeout(run):
     run(after_timeout)
 
 

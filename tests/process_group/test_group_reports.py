@@ -73,7 +73,7 @@ def test_late_operation_keeps_its_arrays_until_it_completes(host_engine):
     run_groups(2, body, on_error="report")
 
 
-def test_after_a_call_that_failed_its_communicator_refuses_and_pairs_go_on(host_engine, told):
+def test_communicator_refuses_calls_after_failure_and_pairs_continue(host_engine, told):
     def body(group):
         array, other = np.ones(2), np.full(2, float(group.rank))
         group.all_reduce(array).wait(DEADLINE)

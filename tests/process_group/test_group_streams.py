@@ -67,7 +67,7 @@ def test_operation_waits_for_its_producers_on_device(coalesced):
             work = group.all_reduce(side.buffer, stream=side.stream)
             group.all_reduce(second.buffer, stream=second.stream)
         if group.rank == 0:
-            work.synchronize(done.stream)  # the CPU waits for the launch alone
+            work.synchronize(done.stream)  # the CPU waits only for the launch
             assert work.state == "launched" and not work.is_completed() and not done.stream.is_done()
             gates[0].open()
         work.wait(DEADLINE)

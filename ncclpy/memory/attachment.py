@@ -83,7 +83,7 @@ def _with_hooks(framework: str) -> Any:
 
 
 class Attachment:
-    """A framework's allocator over registered memory, until `close`; `memory.attach` makes it.
+    """Serve a framework's allocator from registered memory until `close`; `memory.attach` makes it.
 
     As a context manager it is closed at the end of the block. Arrays may outlive it: their memory is freed when the
     framework gives it back, like memory of `memory.alloc`.

@@ -125,7 +125,7 @@ def test_barrier_makes_the_group_on_the_named_device(extension, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     for how, expected in (("device", 3), ("device_ids", 2), ("bound", 1), ("both", 3)):
         backend, devices = as_on_gpus(Group())
-        group = extension(0, 1, backend)
+        group = extension(0, 1, lambda backend=backend: backend)
         options = dist.BarrierOptions()
         if how in ("device", "both"):
             options.device = torch.device("cuda", 3)
@@ -232,7 +232,7 @@ def test_profiler_waits_for_no_gpu(extension):
         def allreduce(self, tensors, op, timeout):
             return OnGpuWork()
 
-    group = extension(0, 1, Backend())
+    group = extension(0, 1, Backend)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work = group.allreduce([torch.ones(2)], dist.AllreduceOptions())
     assert [event.name for event in profile.events() if event.name.startswith("ncclpy:")] == ["ncclpy:all_reduce"]
@@ -242,7 +242,7 @@ def test_profiler_waits_for_no_gpu(extension):
 def test_group_unused_by_some_ranks_matches_when_it_is_made_again(monkeypatch):
     """On GPUs the first operation makes the group; how often it was made is counted when torch makes it."""
     monkeypatch.setattr(torch_registration.library, "library", lambda: types.SimpleNamespace(engine="cuda"))
-    monkeypatch.setattr(torch_registration, "wrapped", lambda rank, size, backend: backend)
+    monkeypatch.setattr(torch_registration, "wrapped", lambda rank, size, make: make())
     store = dist.HashStore()
     for number in (1, 2):
         for rank in range(2):

@@ -39,7 +39,9 @@ def driver(tmp_path_factory):
     book, program = folder / "ordered_mutex.o", folder / "locks"
     done = compiled(book, "-c", "-x", "c", "-std=gnu11", ROOT / "ncclpy/abi/ordered_mutex.c", "-DNCCLPY_DEBUG_LOCKS")
     assert done.returncode == 0, done.stderr
-    done = compiled(program, "-DNCCLPY_DEBUG_LOCKS", "-x", "c++", ROOT / "tests/host/locks.cpp", "-x", "none", book)
+    done = compiled(
+        program, "-DNCCLPY_DEBUG_LOCKS", "-x", "c++", ROOT / "tests/host/base/locks.cpp", "-x", "none", book
+    )
     assert done.returncode == 0, done.stderr
     return program
 

@@ -173,7 +173,7 @@ CASES = [
         ("foreign", {f"ncclpy/{package}/a.py": "import pickle\n"}, {}, [f"ncclpy/{package}/a.py:1: imports pickle"])
         for package in ("bootstrap", "interop", "cli")
     ),
-    ("includes", NATIVE, {"ncclpy/host/nccl/group.hpp": '#include "comm.hpp"\n#include <vector>\n'}, []),
+    ("includes", NATIVE, {"ncclpy/host/comm/group.hpp": '#include "comm.hpp"\n#include <vector>\n'}, []),
     ("includes", NATIVE, {"ncclpy/core/low.h": "#include <Python.h>\n"}, []),
     ("includes", NATIVE, {"ncclpy/host/a.h": "\n# include <Python.h>\n"}, ["ncclpy/host/a.h:2: includes Python.h"]),
     (
@@ -183,13 +183,13 @@ CASES = [
     (
         "includes", NATIVE,
         {
-            "ncclpy/host/nccl/comm.hpp": '#include "group.hpp"\n',
-            "ncclpy/host/nccl/group.cpp": '#include "nccl/comm.hpp"\n#include "group.hpp"\n',
-            "ncclpy/host/nccl/group.hpp": "",
+            "ncclpy/host/comm/comm.hpp": '#include "group.hpp"\n',
+            "ncclpy/host/comm/group.cpp": '#include "comm/comm.hpp"\n#include "group.hpp"\n',
+            "ncclpy/host/comm/group.hpp": "",
         },
         [
-            "ncclpy/host/nccl/group.cpp:1: includes in a circle: nccl/group -> nccl/comm -> nccl/group",
-            "ncclpy/host/nccl/comm.hpp:1: includes in a circle: nccl/comm -> nccl/group -> nccl/comm",
+            "ncclpy/host/comm/group.cpp:1: includes in a circle: comm/group -> comm/comm -> comm/group",
+            "ncclpy/host/comm/comm.hpp:1: includes in a circle: comm/comm -> comm/group -> comm/comm",
         ],
     ),
     (

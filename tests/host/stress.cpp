@@ -1,6 +1,6 @@
 // Drives the host engine from C++, to be built with a sanitizer: -fsanitize=thread, or address,undefined.
 //
-//   pytest tests/host/nccl/test_host_engine_stress.py
+//   pytest tests/host/test_host_engine_stress.py
 //
 // Threads as ranks, one thread for all ranks, processes, splits, messages, nonblocking calls, aborts at random
 // moments, and the copies of the reduction loops against each other; what else ranks do is in stress_more.cpp.
@@ -16,7 +16,7 @@
 #include <random>
 #include <string>
 
-#include "nccl/reduce.hpp"
+#include "reduction/reduce.hpp"
 
 namespace {
 

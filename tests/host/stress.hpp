@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "driver_abi.h"
-#include "nccl/abi.hpp"
+#include "base/abi.hpp"
 
 extern "C" {
 #define DECLARE(ret, name, params) ret name params;

@@ -1,7 +1,7 @@
 // Driver calls about capture and graphs.
+#include "base/handles.hpp"
 #include "exports.hpp"
 #include "graph.hpp"
-#include "handles.hpp"
 
 using namespace ncclpy::host;
 

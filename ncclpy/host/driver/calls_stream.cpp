@@ -5,10 +5,10 @@
 #include <chrono>
 #include <utility>
 
+#include "base/handles.hpp"
+#include "base/interruption.hpp"
+#include "base/mutex.hpp"
 #include "exports.hpp"
-#include "handles.hpp"
-#include "interruption.hpp"
-#include "mutex.hpp"
 
 using namespace ncclpy::host;
 

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <set>
 
-#include "mutex.hpp"
-#include "switches.hpp"
+#include "base/mutex.hpp"
+#include "base/switches.hpp"
 
 namespace ncclpy::host {
 

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "mutex.hpp"
+#include "base/mutex.hpp"
+#include "base/thread.hpp"
 #include "stream.hpp"
-#include "thread.hpp"
 
 namespace ncclpy::host {
 

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "driver_abi.h"
-#include "mutex.hpp"
 #include "stream.hpp"
 #include "task.hpp"
 

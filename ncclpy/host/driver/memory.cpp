@@ -17,7 +17,7 @@
 #include <string>
 #include <utility>
 
-#include "mutex.hpp"
+#include "base/mutex.hpp"
 
 namespace ncclpy::host {
 namespace {

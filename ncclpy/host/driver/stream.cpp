@@ -12,11 +12,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/handles.hpp"
+#include "base/interruption.hpp"
+#include "base/thread.hpp"
 #include "device.hpp"
 #include "graph.hpp"
-#include "handles.hpp"
-#include "interruption.hpp"
-#include "thread.hpp"
 
 namespace ncclpy::host {
 namespace {

@@ -22,9 +22,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "crew.hpp"
 #include "driver_abi.h"
-#include "mutex.hpp"
 #include "task.hpp"
 
 namespace ncclpy::host {

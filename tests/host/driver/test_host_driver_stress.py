@@ -8,7 +8,7 @@ from sanitizers import ROOT, SANITIZERS, build, flags_of
 
 from ncclpy.core.runtime.search import host_engine_path
 
-DRIVER = ROOT / "tests/host/driver_stress.cpp"
+DRIVER = ROOT / "tests/host/driver/driver_stress.cpp"
 
 
 def run(program):
@@ -26,6 +26,10 @@ def test_threads(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_threads_under_a_sanitizer(sanitizer, tmp_path):
-    sources = [DRIVER, *sorted((ROOT / "ncclpy/host/driver").glob("*.cpp"))]
+    sources = [
+        DRIVER,
+        *sorted((ROOT / "ncclpy/host/driver").glob("*.cpp")),
+        ROOT / "ncclpy/host/base/interruption.cpp",
+    ]
     build(tmp_path / "stress", flags_of(sanitizer, tmp_path), sources)
     run(tmp_path / "stress")

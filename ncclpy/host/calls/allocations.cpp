@@ -1,0 +1,103 @@
+// NCCL's allocations, and the registration of buffers: recorded and checked, since CPU memory needs no preparation.
+#include "driver/memory.hpp"
+
+#include "call.hpp"
+#include "driver/device.hpp"
+#include "faults/ends.hpp"
+#include "faults/fault.hpp"
+#include "launch/claimed.hpp"
+#include "launch/group.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+ncclResult_t allocate_memory(void** pointer, size_t bytes) {
+  // NCCL hands what it cannot do to the CUDA runtime, whose errors come back as "unhandled".
+  if (pointer == nullptr) return fail(ncclUnhandledCudaError, "ncclMemAlloc : ptr argument is NULL");
+  NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemAlloc"));
+  *pointer = nullptr;
+  if (bytes == 0) return ncclSuccess;
+  *pointer = allocate_shared(bytes, current_device());
+  if (*pointer == nullptr)
+    return fail(ncclUnhandledCudaError, "ncclMemAlloc : no %zu bytes on device %d", bytes, current_device());
+  return ncclSuccess;
+}
+
+ncclResult_t free_memory_at(void* pointer) {
+  NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemFree"));
+  if (checks && pointer != nullptr) {
+    const Allocation known = allocation_of(pointer);
+    const std::string needed = known.base == pointer ? Claim::on(known, false) : "";
+    if (!needed.empty()) return fail(ncclInvalidUsage, "ncclMemFree : %s", needed.c_str());
+  }
+  if (pointer != nullptr && !deallocate(pointer))
+    return fail(ncclUnhandledCudaError, "ncclMemFree : %p was not allocated by ncclMemAlloc", pointer);
+  return ncclSuccess;
+}
+
+// NCCL counts registrations of one buffer, or of a part of one, and keeps the memory until each was given back; of what
+// overlaps otherwise it makes another registration. Either is nearly always a defect: one was forgotten.
+ncclResult_t check_once(const Comm& comm, const char* function, const Range& wanted) {
+  for (const auto& [handle, known] : comm.registrations) {
+    if (!wanted.overlaps(known.memory, known.bytes)) continue;
+    return fail(ncclInvalidUsage, "%s : %s are registered twice with rank %d of %s, which has %s as %p; deregister those first",
+                function, wanted.text().c_str(), comm.rank, comm.title().c_str(),
+                Range{known.memory, known.bytes}.text().c_str(), handle);
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void** registration) {
+  const char* const function = "ncclCommRegister";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  NCCLPY_TRY(comm->health.ensure_ready());
+  NCCLPY_TRY(check_pointer(buffer, function, "buff"));
+  NCCLPY_TRY(check_pointer(registration, function, "handle"));
+  if (bytes == 0) return fail(ncclInvalidArgument, "%s : size is 0", function);
+  const Allocation known = allocation_of(buffer);
+  const uintptr_t end = uintptr_t(known.base) + known.bytes;
+  if (known.base != nullptr && bytes > end - uintptr_t(buffer)) {
+    return fail(ncclInvalidArgument, "%s : %zu bytes at %p reach beyond their allocation of %zu bytes at %p", function,
+                bytes, buffer, known.bytes, known.base);
+  }
+  static std::atomic<uintptr_t> next{1};
+  Registration made = {buffer, bytes, checks ? claim_registered(*comm, buffer, bytes, function) : nullptr};
+  std::lock_guard lock(comm->mutex);
+  if (checks) NCCLPY_TRY(check_once(*comm, function, {buffer, bytes}));
+  *registration = reinterpret_cast<void*>(next.fetch_add(1));
+  comm->registrations.emplace(*registration, std::move(made));
+  return ncclSuccess;
+}
+
+ncclResult_t deregister_buffer(ncclComm_t handle, void* registration) {
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, "ncclCommDeregister", &comm));
+  if (registration == nullptr) return ncclSuccess;
+  std::lock_guard lock(comm->mutex);
+  check_request(*comm);
+  if (comm->registrations.erase(registration) == 0)
+    return fail(ncclInvalidUsage, "Deregister: Could not find handle %p", registration);
+  return ncclSuccess;
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  return guarded("ncclMemAlloc", [&] { return allocate_memory(pointer, bytes); });
+}
+
+ncclResult_t ncclMemFree(void* pointer) {
+  return guarded("ncclMemFree", [&] { return free_memory_at(pointer); });
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, size_t bytes, void** registration) {
+  return guarded("ncclCommRegister", [&] { return register_buffer(comm, buffer, bytes, registration); });
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* registration) {
+  return guarded("ncclCommDeregister", [&] { return deregister_buffer(comm, registration); });
+}

@@ -1,0 +1,20 @@
+// ncclConfig_t: older and newer layouts, allowed values, defaults, and what the environment overrides.
+#pragma once
+
+#include <string>
+
+#include "base/errors.hpp"
+
+namespace ncclpy::host {
+
+ncclConfig_t default_config();
+
+// Checks a field that may be left undefined; `kind` is the struct's name in NCCL's messages.
+ncclResult_t check_range(const char* kind, const char* name, int value, int low, int high);
+
+// Checks the caller's configuration and fills in the defaults. A smaller struct is an older one, of a larger one the
+// part known here counts. The strings it points to are the caller's: the communicator's name is copied, and netName and
+// commName come out NULL.
+ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::string* name);
+
+}  // namespace ncclpy::host

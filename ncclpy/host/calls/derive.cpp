@@ -1,0 +1,327 @@
+// Communicators made out of others: split, shrink, grow.
+#include <algorithm>
+#include <cstring>
+
+#include "call.hpp"
+#include "comm/missing.hpp"
+#include "config.hpp"
+#include "driver/device.hpp"
+#include "faults/fault.hpp"
+#include "init.hpp"
+#include "launch/group.hpp"
+#include "transports/collective.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// A child with the configuration given, or its parent's.
+ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t* config, std::shared_ptr<Comm>* child) {
+  *child = new_child(parent);
+  if (config != nullptr) return parse_config(config, &(*child)->config, &(*child)->name);
+  (*child)->config = parent->config;
+  (*child)->name = parent->name;
+  return ncclSuccess;
+}
+
+// `child` may be null: the rank takes part and gets nothing. The handle appears when the new communicator is complete.
+template <class Meet>
+ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, ncclComm_t* newcomm,
+                          Meet meet_others) {
+  Job job;
+  job.comm = parent;
+  job.run = [parent, child, newcomm, meet_others] {
+    NCCLPY_TRY(meet_others());
+    if (child == nullptr) return ncclSuccess;
+    child->health.follow(nullptr);
+    child->parent.reset();
+    *newcomm = add_handle(child);
+    // Whoever aborts the parent either finds the handle afterwards, or is seen here: it does not stay behind.
+    if (!parent->health.aborted()) return ncclSuccess;
+    ncclCommAbort(*newcomm);
+    *newcomm = nullptr;
+    return parent->stop_reason("its own work");
+  };
+  return submit(std::move(job));
+}
+
+struct Membership {
+  int color;
+  int key;
+};
+
+// Rank and size in the new communicator: members are ordered by key, equal keys by their rank in the parent.
+void find_place(const std::vector<Membership>& all, int me, int* rank, int* nranks, int* leader) {
+  *rank = *nranks = 0;
+  *leader = -1;
+  auto before = [&](int a, int b) {
+    const int first = all[size_t(a)].key, second = all[size_t(b)].key;
+    return first != second ? first < second : a < b;
+  };
+  for (int r = 0; r < int(all.size()); r++) {
+    if (all[size_t(r)].color != all[size_t(me)].color) continue;
+    ++*nranks;
+    if (before(r, me)) ++*rank;
+    if (*leader < 0 || before(r, *leader)) *leader = r;
+  }
+}
+
+// The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
+ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key,
+                           uint64_t deed) {
+  std::lock_guard one_at_a_time(parent->control);
+  const Making making(*parent, deed);
+  const Membership mine = {color, key};
+  std::vector<Membership> all(size_t(parent->nranks));
+  NCCLPY_TRY(exchange(*parent, &mine, sizeof mine, all.data()));
+  int rank = 0, nranks = 0, leader = -1;
+  ncclUniqueId id = {};
+  ncclResult_t made = ncclSuccess;
+  if (child != nullptr) {
+    find_place(all, parent->rank, &rank, &nranks, &leader);
+    if (leader == parent->rank) made = create_unique_id(&id);
+  }
+  std::vector<ncclUniqueId> ids(size_t(parent->nranks));
+  ncclResult_t result = exchange(*parent, &id, sizeof id, ids.data());
+  if (result == ncclSuccess) result = made;
+  if (result == ncclSuccess && child != nullptr) result = meet(child, nranks, rank, ids[size_t(leader)]);
+  if (result == ncclSuccess) return result;
+  if (leader == parent->rank) withdraw_unique_id(id);
+  // What failed may be the consequence of a death: that is what to report, on the parent.
+  const int dead = parent->segment->take_pulses();
+  if (dead < 0) return result;
+  parent->lose(dead);
+  return parent->stop_reason("a split");
+}
+
+ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, const ncclConfig_t* config) {
+  std::shared_ptr<Comm> parent;
+  NCCLPY_TRY(find_comm(handle, "ncclCommSplit", &parent));
+  NCCLPY_TRY(check_pointer(newcomm, "ncclCommSplit", "newcomm"));
+  NCCLPY_TRY(parent->health.ensure_ready());
+  *newcomm = nullptr;
+  std::shared_ptr<Comm> child;
+  if (color != NCCL_SPLIT_NOCOLOR) {
+    NCCLPY_TRY(make_child(parent, config, &child));
+    if (parent->config.splitShare == 1) child->share_fate(parent);
+  }
+  const uint64_t deed = parent->note_call(Deed::split);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key, deed); });
+}
+
+// The survivors in the order of their ranks, as the new communicator numbers them.
+ncclResult_t survivors_of(const Comm& parent, const int* excluded, int count, std::vector<int>* survivors) {
+  std::vector<bool> out(size_t(parent.nranks), false);
+  for (int i = 0; i < count; i++) {
+    if (excluded[i] < 0 || excluded[i] >= parent.nranks)
+      return fail(ncclInvalidArgument, "ncclCommShrink : no rank %d to exclude among %d ranks", excluded[i], parent.nranks);
+    if (excluded[i] == parent.rank)
+      return fail(ncclInvalidArgument, "ncclCommShrink : rank %d is excluded and must not call", parent.rank);
+    if (out[size_t(excluded[i])])
+      return fail(ncclInvalidArgument, "ncclCommShrink : rank %d is excluded twice", excluded[i]);
+    out[size_t(excluded[i])] = true;
+  }
+  for (int r = 0; r < parent.nranks; r++) {
+    if (!out[size_t(r)]) survivors->push_back(r);
+  }
+  return ncclSuccess;
+}
+
+// What the survivors recognise each other by: who they are, and how often they have shrunk to just these before.
+uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
+  uint64_t key = 0xcbf29ce484222325;  // FNV-1a
+  auto add = [&key](uint64_t value) { key = (key ^ value) * 0x100000001b3; };
+  for (int r : survivors) add(uint64_t(r));
+  std::lock_guard lock(parent.mutex);
+  add(uint64_t(++parent.shrunk_to[survivors]));
+  return key | 1;  // never 0, which is "no notice"
+}
+
+// The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
+ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
+                            const std::vector<int>& survivors, uint64_t deed) {
+  std::lock_guard one_at_a_time(parent->control);
+  const Making making(*parent, deed);
+  const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
+  Segment& segment = *parent->segment;
+  Notice& board = segment.slot(survivors[0]).notice;
+  const bool leads = survivors[0] == parent->rank;
+  if (leads) {
+    const ncclResult_t made = create_unique_id(&board.id);
+    if (made != ncclSuccess) memset(&board.id, 0, sizeof board.id);  // an id that leads nowhere tells the others
+    board.key.store(key, std::memory_order_release);
+    segment.header().bell.ring();
+    NCCLPY_TRY(made);
+  }
+  int dead = -1;
+  auto someone_died = [&] {
+    for (int r : survivors) dead = segment.slot(r).dead.load(std::memory_order_acquire) ? r : dead;
+    return dead >= 0;
+  };
+  auto posted = [&] { return board.key.load(std::memory_order_acquire) == key; };
+  {
+    Awaited awaited(*parent, control_side);
+    if (!leads) awaited.tell({survivors[0]});
+    wait_until(segment.header().bell, [&] { return posted() || child->health.stopped() || someone_died(); });
+  }
+  if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
+  if (!posted()) return child->stop_reason("the other survivors of a shrink");
+  const ncclUniqueId id = board.id;
+  // The first survivor may have given up meanwhile, and write the id of its next attempt: then this is neither.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
+  const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
+  const ncclResult_t result = meet(child, int(survivors.size()), rank, id);
+  if (leads) {
+    // After a failure the board stays: whoever comes later finds an id that was given up, and need not wait.
+    if (result != ncclSuccess) withdraw_unique_id(id);
+    else board.key.store(0, std::memory_order_release);
+  }
+  return result;
+}
+
+ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_t* newcomm, const ncclConfig_t* config,
+                    int flags) {
+  const char* const function = "ncclCommShrink";
+  std::shared_ptr<Comm> parent;
+  NCCLPY_TRY(find_comm(handle, function, &parent));
+  NCCLPY_TRY(check_pointer(newcomm, function, "newcomm"));
+  NCCLPY_TRY(check_pointer(excluded, function, "excludeRanksList"));
+  if (count <= 0) return fail(ncclInvalidArgument, "%s : excludeRanksCount is %d", function, count);
+  if ((flags & ~NCCL_SHRINK_ABORT) != 0) return fail(ncclInvalidArgument, "%s : invalid flags %#x", function, flags);
+  std::vector<int> survivors;
+  NCCLPY_TRY(survivors_of(*parent, excluded, count, &survivors));
+  if ((flags & NCCL_SHRINK_ABORT) != 0) {
+    parent->revoke();
+    parent->health.forgive();
+  }
+  NCCLPY_TRY(parent->health.ensure_ready());
+  *newcomm = nullptr;
+  std::shared_ptr<Comm> child;
+  NCCLPY_TRY(make_child(parent, config, &child));
+  if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_fate(parent);
+  child->health.sheds_dead = true;
+  const uint64_t deed = parent->note_call(Deed::shrink);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, deed); });
+}
+
+// One rank of the parent makes the id; all of its ranks find it in the segment, the new ones are told by the program.
+ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
+  const char* const function = "ncclCommGetUniqueId";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  NCCLPY_TRY(comm->health.ensure_ready());
+  NCCLPY_TRY(check_pointer(id, function, "uniqueId"));
+  GrowBoard& board = comm->segment->header().grow;
+  // Free when every rank of the parent has taken every id there was.
+  uint64_t published = board.published.load(std::memory_order_acquire);
+  if (published % 2 != 0 || board.taken.load(std::memory_order_acquire) != published / 2 * uint64_t(comm->nranks) ||
+      !board.published.compare_exchange_strong(published, published + 1)) {
+    return fail(ncclInvalidUsage, "%s : the last id has not been used by all ranks' ncclCommGrow yet", function);
+  }
+  const ncclResult_t made = create_unique_id(&board.id);
+  board.published.store(made == ncclSuccess ? published + 2 : published, std::memory_order_release);
+  NCCLPY_TRY(made);
+  *id = board.id;
+  comm->segment->header().bell.ring();
+  return ncclSuccess;
+}
+
+ncclResult_t take_grow_id(Comm& parent, uint64_t deed, ncclUniqueId* id) {
+  std::lock_guard one_at_a_time(parent.control);
+  const Making making(parent, deed);
+  Segment& segment = *parent.segment;
+  GrowBoard& board = segment.header().grow;
+  const uint64_t mine = 2 * ++parent.grown;
+  auto published = [&] { return board.published.load(std::memory_order_acquire) >= mine; };
+  wait_until(segment.header().bell, [&] { return published() || parent.health.stopped(); });
+  if (!published()) {
+    parent.grown--;
+    return parent.stop_reason("the id of ncclCommGrow, which one rank makes with ncclCommGetUniqueId");
+  }
+  *id = board.id;
+  board.taken.fetch_add(1, std::memory_order_acq_rel);
+  return ncclSuccess;
+}
+
+ncclResult_t check_grow(const Comm* parent, int nranks, const ncclUniqueId* id, int rank) {
+  const char* const function = "ncclCommGrow";
+  if (nranks <= 0) return fail(ncclInvalidArgument, "%s: total ranks must be positive, got %d", function, nranks);
+  if (parent != nullptr) {
+    if (nranks <= parent->nranks) {
+      return fail(ncclInvalidArgument, "%s: total ranks %d is not more than current ranks %d", function, nranks,
+                  parent->nranks);
+    }
+    if (rank != -1) return fail(ncclInvalidArgument, "%s: existing ranks must pass rank=-1, got %d", function, rank);
+    return ncclSuccess;
+  }
+  if (rank < 0) return fail(ncclInvalidArgument, "%s: new ranks must pass valid rank >= 0, got %d", function, rank);
+  if (id == nullptr) return fail(ncclInvalidArgument, "%s: new ranks must pass non-NULL uniqueId", function);
+  if (rank >= nranks) return fail(ncclInvalidArgument, "%s: new rank %d exceeds total ranks %d", function, rank, nranks);
+  return ncclSuccess;
+}
+
+ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int rank, ncclComm_t* newcomm,
+                  const ncclConfig_t* config) {
+  std::shared_ptr<Comm> parent;
+  if (handle != nullptr) NCCLPY_TRY(find_comm(handle, "ncclCommGrow", &parent));
+  NCCLPY_TRY(check_pointer(newcomm, "ncclCommGrow", "newcomm"));
+  if (parent != nullptr) NCCLPY_TRY(parent->health.ensure_ready());
+  NCCLPY_TRY(check_grow(parent.get(), nranks, id, rank));
+  *newcomm = nullptr;
+  std::shared_ptr<Comm> grown;
+  if (parent != nullptr) {
+    NCCLPY_TRY(make_child(parent, config, &grown));
+  } else {
+    grown = std::make_shared<Comm>();
+    grown->device = current_device();
+    if (config == nullptr) grown->config = default_config();
+    else NCCLPY_TRY(parse_config(config, &grown->config, &grown->name));
+  }
+  grown->rank = parent != nullptr ? parent->rank : rank;
+  *newcomm = add_handle(grown);
+  const ncclResult_t fault = parent != nullptr ? ncclSuccess : fault_at_call(grown.get(), rank, "ncclCommGrow");
+  if (fault != ncclSuccess) {
+    give_up(grown, newcomm);
+    return fault;
+  }
+  const uint64_t deed = parent != nullptr ? parent->note_call(Deed::grow) : 0;
+  Job job;
+  job.comm = grown;
+  job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {
+    ncclUniqueId meeting = given;
+    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, deed, &meeting);
+    if (result == ncclSuccess) result = meet(grown, nranks, grown->rank, meeting);
+    if (result == ncclSuccess) {
+      grown->health.follow(nullptr);
+      grown->parent.reset();
+    }
+    else if (grown->blocking()) give_up(grown, newcomm);
+    return result;
+  };
+  job.drop = [grown, newcomm] { give_up(grown, newcomm); };
+  return submit(std::move(job));
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
+  return guarded("ncclCommSplit", [&] { return note_group_error(split(comm, color, key, newcomm, config)); });
+}
+
+ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int count, ncclComm_t* newcomm, ncclConfig_t* config,
+                            int flags) {
+  return guarded("ncclCommShrink",
+                 [&] { return note_group_error(shrink(comm, excluded, count, newcomm, config, flags)); });
+}
+
+ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id) {
+  return guarded("ncclCommGetUniqueId", [&] { return publish_grow_id(comm, id); });
+}
+
+ncclResult_t ncclCommGrow(ncclComm_t comm, int nranks, const ncclUniqueId* id, int rank, ncclComm_t* newcomm,
+                          ncclConfig_t* config) {
+  return guarded("ncclCommGrow", [&] { return note_group_error(grow(comm, nranks, id, rank, newcomm, config)); });
+}

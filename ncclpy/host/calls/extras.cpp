@@ -1,0 +1,81 @@
+// What the host engine exports beside NCCL's functions and the driver's: faults, and who is missing.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "comm/missing.hpp"
+#include "driver/memory.hpp"
+#include "faults/fault.hpp"
+#include "launch/group.hpp"
+#include "window.hpp"
+
+using namespace ncclpy::host;
+
+namespace {
+
+// Who looks at a rank's part of a window: as long as this is there, it may look.
+struct Look {
+  std::shared_ptr<Window> window;  // with the mappings of other processes' memory
+  std::shared_ptr<void> memory;    // of ncclMemAlloc, of this process
+};
+
+}  // namespace
+
+extern "C" {
+
+// Replaces the plan and forgets what has happened; NULL or "" ends all faults. An error leaves the plan as it was.
+__attribute__((visibility("default"))) ncclResult_t ncclpyHostSetFaults(const char* text) {
+  return guarded("ncclpyHostSetFaults", [&] { return set_faults(text); });
+}
+
+// What has happened, and which rules have done nothing. The text is the calling thread's until it asks again.
+__attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
+  thread_local std::string text;
+  text = faults_fired();
+  return text.c_str();
+}
+
+__attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void) {
+  thread_local std::string text;
+  text = faults_unfired();
+  return text.c_str();
+}
+
+// Keeps what ncclGetPeerDevicePointer says of a rank where it is, until ncclpyHostLetWindowGo: also once the window is
+// deregistered, and, of a rank of this process, once ncclMemFree was called. NULL if there is no such window or rank.
+__attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t handle, int rank) {
+  Look* look = nullptr;
+  guarded("ncclpyHostHoldWindow", [&] {
+    const std::shared_ptr<Window> window = window_behind(handle);
+    if (window == nullptr || rank < 0 || size_t(rank) >= window->parts.size()) return ncclSuccess;
+    const Window::Part& part = window->parts[size_t(rank)];
+    look = new Look{window, part.mapping != nullptr ? nullptr : hold_allocation(part.base)};
+    return ncclSuccess;
+  });
+  return look;
+}
+
+__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* look) { delete static_cast<Look*>(look); }
+
+// Writes who has come to what `comm` waits for, and who has not, as far as `size` bytes hold it with a zero at the end;
+// returns the length of the whole text, 0 if nothing is waited for. Never waits, also while other threads are stuck in
+// the communicator.
+__attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t handle, char* buffer, size_t size) {
+  const std::string before = last_error();
+  std::string text;
+  guarded("ncclpyHostWhoIsMissing", [&] {
+    std::shared_ptr<Comm> comm;
+    NCCLPY_TRY(look_up(handle, "ncclpyHostWhoIsMissing", &comm));
+    text = who_is_missing(*comm);
+    return ncclSuccess;
+  });
+  set_last_error(before);
+  if (size > 0) {
+    const size_t n = std::min(size - 1, text.size());
+    std::memcpy(buffer, text.data(), n);
+    buffer[n] = '\0';
+  }
+  return text.size();
+}
+}

@@ -1,0 +1,41 @@
+// One operation as the caller asked for it, checked and ready to run on a stream.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "put_gate.hpp"
+#include "segment/segment.hpp"
+
+namespace ncclpy::host {
+
+struct Operation {
+  enum Kind : uint32_t { collective, send, recv, put, signal, wait_signal };
+  Kind kind;
+  bool message() const { return kind == send || kind == recv; }
+  // Whether this rank reads `sendbuff`, and whether it writes `recvbuff`.
+  bool sends(int rank) const {
+    if (kind != collective) return kind != recv;
+    return (collective_kind != Collective::broadcast && collective_kind != Collective::scatter) || rank == root;
+  }
+  bool receives(int rank) const {
+    if (kind != collective) return kind == recv;
+    return (collective_kind != Collective::reduce && collective_kind != Collective::gather) || rank == root;
+  }
+  Collective collective_kind;
+  ncclDataType_t dtype;
+  Operator op;
+  int root;  // or the peer
+  size_t count;    // elements; of wait_signal: signals
+  const void* sendbuff;
+  void* recvbuff;
+  uint64_t scalar;            // of PreMulSum
+  const void* scalar_memory;  // where to read it when the operation runs, if not NULL
+  int counter;                // of one-sided calls: which signal
+  uint64_t deed;              // which call it was, see deed.hpp
+  std::shared_ptr<PutGate> gate;  // of put: before the peer's part; it keeps the window
+  cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
+  cudaStream_t stream;        // of the caller's; a default one is that of the communicator's device
+};
+
+}  // namespace ncclpy::host

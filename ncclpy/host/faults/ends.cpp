@@ -1,0 +1,37 @@
+// What NCCL does not survive.
+#include "ends.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "base/switches.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+[[noreturn]] void die(const Comm& comm, const char* what) {
+  std::fprintf(stderr, "NCCLPY_HOST_STRICT_ENDS: rank %d of %s %s\n", comm.rank, comm.title().c_str(), what);
+  std::abort();
+}
+
+}  // namespace
+
+const bool strict_ends = is_on("NCCLPY_HOST_STRICT_ENDS");
+
+void check_end(Comm& comm) {
+  if (!strict_ends || comm.nranks == 1) return;
+  std::lock_guard lock(comm.mutex);
+  if (!comm.registrations.empty()) {
+    die(comm, "ends with buffers registered: NCCL frees its proxies, and then asks them to deregister those");
+  }
+}
+
+void check_request(const Comm& comm) {
+  if (strict_ends && comm.nranks > 1 && comm.health.aborted() && !comm.disconnected) {
+    die(comm, "deregisters with its abort flag up: NCCL sends the first word of the request, and then no more");
+  }
+}
+
+}  // namespace ncclpy::host
+
+extern "C" __attribute__((visibility("default"))) int ncclpyHostAbortPreempts() { return ncclpy::host::strict_ends ? 0 : 1; }

@@ -1,0 +1,242 @@
+// Operations put on streams, and run there.
+#include "launch.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "base/wait.hpp"
+#include "claimed.hpp"
+#include "driver/exports.hpp"
+#include "driver/graph.hpp"
+#include "driver/stream.hpp"
+#include "faults/broken_off.hpp"
+#include "faults/fault.hpp"
+#include "transports/collective.hpp"
+#include "transports/one_sided.hpp"
+#include "transports/p2p.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// How far a launch has come, which a thread may leave and another one go on with.
+struct Progress {
+  explicit Progress(Comm& comm) : messages(comm) {}
+
+  bool begun = false;
+  Messages messages;
+  size_t collective = 0;  // the operation that is the first not run, of the collectives
+  Course course;          // of that
+};
+
+// What happens once. False if nothing of the launch is to run.
+bool begin_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+  const bool faults = faults_planned.load(std::memory_order_relaxed);
+  for (size_t i = 0; faults && i < count; i++) {
+    // An operation that does not run takes those of its launch with it, as a kernel would.
+    if (!fault_in_run(comm, name_of(operations[i]))) return false;
+  }
+  progress.begun = true;
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].message()) progress.messages.add(operations[i]);
+  }
+  progress.messages.advance();
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
+    const bool put = run_put(comm, operations[i]);
+    if (claims != nullptr) claims->targets[i].reset();  // from here on it is the peer's alone
+    if (put) give_signal(comm, operations[i]);
+  }
+  return true;
+}
+
+// False if it was left.
+template <class Tell>
+bool run_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress, Tell tell) {
+  const bool faults = faults_planned.load(std::memory_order_relaxed);
+  if (progress.begun) {
+    progress.messages.advance();
+  } else {
+    if (comm.rendezvous.has_disagreed()) return true;  // others do not come to it
+    if (faults && Interruption::has_time()) return false;  // they may hold it up, and are to be heard of once
+    if (!begin_operations(comm, operations, count, claims, progress)) return true;
+  }
+  for (size_t& i = progress.collective; i < count; i++) {
+    if (operations[i].kind != Operation::collective) continue;
+    if (comm.health.stopped()) {  // perhaps in the middle of the one before: others may still wait for its gates
+      if (!stand_still(comm)) return false;
+      break_off(comm, &operations[i], 1);
+      continue;
+    }
+    tell(operations[i].deed);
+    if (!run_collective(comm, operations[i], progress.course)) {
+      progress.messages.retract();
+      return false;
+    }
+    progress.course = {};
+  }
+  for (size_t i = count; i-- > 0;) {
+    if (operations[i].message()) tell(operations[i].deed);
+  }
+  if (!progress.messages.finish()) return false;
+  wait_for_signals(comm, operations, count, tell);
+  for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
+  return true;
+}
+
+bool execute(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+  // Everybody can see what this rank is at.
+  RankSlot& slot = comm.segment->slot(comm.rank);
+  const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
+  tell(operations[0].deed);
+  const bool done = run_operations(comm, operations, count, claims, progress, tell);
+  if (done) slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
+  tell(0);  // also where it was left, to which perhaps nobody comes back
+  return done;
+}
+
+// Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+  const Turn turn = comm.queue.enter(ticket);
+  if (turn == Turn::left) return false;
+  if (turn == Turn::come && !execute(comm, operations, count, claims, progress)) {
+    comm.queue.end_run();
+    return false;
+  }
+  if (turn == Turn::stopped) {
+    if (!stand_still(comm)) {
+      comm.queue.end_run();
+      return false;
+    }
+    break_off(comm, operations, count);
+  }
+  comm.queue.leave(ticket);
+  return true;
+}
+
+// Whether who waits for them may run them, and leave them.
+bool are_brief(const Comm& comm, const Operation* operations, size_t count) {
+  if (faults_planned.load(std::memory_order_relaxed)) return false;
+  size_t left = brief_bytes;  // of all together
+  return std::all_of(operations, operations + count, [&](const Operation& one) { return takes_little(comm, one, &left); });
+}
+
+template <class Function>
+Task task_of(bool is_brief, Function&& function) {
+  return is_brief ? Task::brief(std::forward<Function>(function)) : Task(std::forward<Function>(function));
+}
+
+// The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
+ncclResult_t record_launch(const Operation& operation, int device) {
+  if (operation.launch_event == nullptr) return ncclSuccess;
+  const CUcontext before = current_context();
+  set_current_context(context_of(device));
+  const CUresult recorded = cuEventRecord(operation.launch_event, operation.stream);
+  set_current_context(before);
+  if (recorded == CUDA_SUCCESS) return ncclSuccess;
+  return fail(ncclUnhandledCudaError, "launchCompletionEvent %p cannot be recorded on stream %p",
+              static_cast<void*>(operation.launch_event), static_cast<void*>(operation.stream));
+}
+
+// Into a graph instead of the streams: each launch of the graph is a launch of these operations, with its own place in
+// the communicator's order. The graph keeps the communicator, as NCCL's graphs keep its resources.
+ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
+                            const std::vector<std::shared_ptr<Stream>>& streams) {
+  const CUresult captured = capture(streams, comm->device, [comm, operations] {
+    auto claims = claim(comm, operations.data(), operations.size());
+    return Task([comm, operations, claims = std::move(claims), ticket = comm->queue.take_ticket()] {
+      Progress progress(*comm);  // it is not brief, so nobody leaves it
+      (void)run(*comm, ticket, operations.data(), operations.size(), claims.get(), progress);
+    });
+  });
+  if (captured == CUDA_SUCCESS) return ncclSuccess;
+  if (captured != CUDA_ERROR_STREAM_CAPTURE_MERGE)
+    return fail(ncclUnhandledCudaError, "the capture of a stream given to NCCL was invalidated (CUDA error %d)", captured);
+  return fail(ncclInvalidUsage,
+              "Streams given to a communicator within a NCCL group must either be all uncaptured or all captured by the "
+              "same graph.");
+}
+
+ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>* stream) {
+  *stream = stream_of(given, device);
+  if (*stream != nullptr) return ncclSuccess;
+  return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(given));
+}
+
+// Operations that run together, and the streams that wait for each other around them.
+struct Launch {
+  explicit Launch(const std::shared_ptr<Comm>& one) : comm(one), progress(*one) {}
+
+  std::shared_ptr<Comm> comm;
+  std::vector<Operation> operations;
+  std::shared_ptr<Claims> claims;  // of the first stream's task
+  Progress progress;               // likewise
+  std::atomic<size_t> streams_missing{0};
+  std::atomic<bool> done{false};
+};
+
+}  // namespace
+
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation) {
+  std::shared_ptr<Stream> stream;
+  NCCLPY_TRY(find_stream(operation.stream, comm->device, &stream));
+  NCCLPY_TRY(record_launch(operation, comm->device));
+  if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
+  auto claims = claim(comm, &operation, 1);
+  comm->queue.issue([&](uint64_t ticket) {
+    stream->enqueue(task_of(are_brief(*comm, &operation, 1),
+                            [comm, operation, claims = std::move(claims), ticket, progress = Progress(*comm)]() mutable {
+                              return run(*comm, ticket, &operation, 1, claims.get(), progress);
+                            }));
+  });
+  return ncclSuccess;
+}
+
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations) {
+  std::vector<std::shared_ptr<Stream>> streams;
+  for (size_t i = 0; i < operations.size(); i++) {
+    if (i > 0 && operations[i].stream == operations[i - 1].stream) continue;
+    std::shared_ptr<Stream> stream;
+    NCCLPY_TRY(find_stream(operations[i].stream, comm->device, &stream));
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(std::move(stream));
+  }
+  for (const Operation& operation : operations) NCCLPY_TRY(record_launch(operation, comm->device));
+  for (const auto& stream : streams) {
+    if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, std::move(operations), streams);
+  }
+  auto launch = std::make_shared<Launch>(comm);
+  launch->operations = std::move(operations);
+  launch->claims = claim(comm, launch->operations.data(), launch->operations.size());
+  launch->streams_missing = streams.size() - 1;
+  const bool is_brief = streams.size() == 1 && are_brief(*comm, launch->operations.data(), launch->operations.size());
+  // NCCL launches on the first stream, which waits for the others, which wait for the end.
+  comm->queue.issue([&](uint64_t ticket) {
+    try {
+      for (size_t i = 1; i < streams.size(); i++) {
+        streams[i]->enqueue([launch] {
+          Comm& one = *launch->comm;
+          launch->streams_missing.fetch_sub(1);
+          one.queue.bell.ring();
+          wait_until(one.queue.bell, [&] { return launch->done.load() || (one.health.stopped() && !one.health.stands_still()); });
+        });
+      }
+      streams[0]->enqueue(task_of(is_brief, [launch, ticket] {
+        Comm& one = *launch->comm;
+        wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
+        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->claims.get(), launch->progress))
+          return false;
+        launch->claims.reset();
+        launch->done.store(true);
+        one.queue.bell.ring();
+        return true;
+      }));
+    } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
+      launch->done.store(true);
+      comm->queue.bell.ring();
+      throw;
+    }
+  });
+  return ncclSuccess;
+}
+
+}  // namespace ncclpy::host

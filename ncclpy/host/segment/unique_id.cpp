@@ -1,0 +1,419 @@
+// The table of a process's ids, and what is said where an id leads nowhere.
+#include "unique_id.hpp"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "base/errors.hpp"
+#include "base/mutex.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+constexpr uint64_t magic = 0x3264697970636c6e;  // "nlcpyid2"
+constexpr char table_name[] = "ncclpy-ids";
+constexpr char memory_name[] = "ncclpy-communicator";
+
+constexpr uint32_t table_places = 16384;
+constexpr size_t table_bytes = table_places * sizeof(Place);
+
+// Against SIGBUS: the size is what it is.
+constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// The beginning of the 128 bytes of a unique id; the rest is zero.
+struct Address {
+  uint64_t magic;
+  int32_t pid;
+  int32_t descriptor;
+  unsigned char nonce[16];
+  uint32_t place;
+};
+static_assert(sizeof(Address) <= sizeof(ncclUniqueId));
+
+Address address_of(const ncclUniqueId& id) {
+  Address address;
+  memcpy(&address, &id, sizeof address);
+  return address;
+}
+
+Phase phase_of(uint64_t word) { return Phase(word & 0xff); }
+uint64_t with(uint64_t word, Phase phase) { return (word & ~uint64_t(0xff)) | uint64_t(phase); }
+
+// errno says why `what` could not be made.
+ncclResult_t no_memory(const char* what, size_t bytes) {
+  const int error = errno;
+  if (error == EMFILE || error == ENFILE) {
+    return fail(ncclSystemError, "no file descriptor is free for %s: close some, or raise the limit (ulimit -n): %s",
+                what, strerror(error));
+  }
+  return fail(ncclSystemError, "no memory for %s, %zu bytes%s: %s", what, bytes,
+              error == EFBIG ? " (the limit is ulimit -f)" : "", strerror(error));
+}
+
+// A file without a name, for this user alone, of a size that nobody can change.
+ncclResult_t make_memory(const char* name, const char* what, size_t bytes, Descriptor* made) {
+  Descriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory.get() < 0 || fchmod(memory.get(), 0600) != 0 || ftruncate(memory.get(), off_t(bytes)) != 0 ||
+      fcntl(memory.get(), F_ADD_SEALS, seals) != 0)
+    return no_memory(what, bytes);
+  *made = std::move(memory);
+  return ncclSuccess;
+}
+
+// Why another process's descriptor could not be opened, and what helps. `role` says who that process is.
+ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
+  if (error == EMFILE || error == ENFILE) {
+    return fail(ncclSystemError,
+                "this process could not open the memory of process %d, which %s: no file descriptor is free; close "
+                "some, or raise the limit (ulimit -n): %s",
+                pid, role, strerror(error));
+  }
+  const bool exists = pid > 0 && (kill(pid, 0) == 0 || errno != ESRCH);
+  if (!exists) {
+    return fail(ncclInvalidUsage,
+                "this unique id leads nowhere: process %d, which %s, has ended, or it runs in another container or on "
+                "another machine; the host engine's ranks share one machine, and the process must live until all "
+                "have come",
+                pid, role);
+  }
+  if (access("/proc/self/fd", F_OK) != 0)
+    return fail(ncclSystemError, "/proc is not mounted here; ranks of several processes open their memory through it");
+  if (error == EACCES || error == EPERM || error == ENOENT) {
+    return fail(ncclSystemError,
+                "this process may not open the memory of process %d, which %s: it belongs to another user, or has "
+                "changed its user (setuid) or its program (exec) since it started, which closes it to others. All "
+                "ranks must run as one user from their start; after setuid, prctl(PR_SET_DUMPABLE, 1) opens a process "
+                "again: %s",
+                pid, role, strerror(error));
+  }
+  return fail(ncclSystemError, "opening the memory of process %d, which %s: %s", pid, role, strerror(error));
+}
+
+// Opens what process `pid` has under `descriptor`, if it is a memory of ours with this name and size. `found` is false
+// if it is another thing: descriptors are used again.
+ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size_t bytes, const char* role,
+                         Descriptor* memory, bool* found) {
+  char path[64], target[128], link[64];
+  *found = false;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
+  const int length = snprintf(link, sizeof link, "/memfd:%s", name);
+  const ssize_t read = readlink(path, target, sizeof target - 1);
+  if (read < 0) return cannot_open(errno, pid, role);
+  target[read] = '\0';
+  if (strncmp(target, link, size_t(length)) != 0) return ncclSuccess;
+  Descriptor opened(open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK));
+  if (opened.get() < 0) return cannot_open(errno, pid, role);
+  struct stat info;
+  if (fstat(opened.get(), &info) != 0 || size_t(info.st_size) != bytes) return ncclSuccess;
+  // What another user owns he may fill with anything, also while it is read.
+  if (info.st_uid != geteuid()) {
+    return fail(ncclInvalidUsage, "the memory of process %d, which %s, belongs to user %u and this process runs as %u; "
+                "all ranks must run as one user", pid, role, unsigned(info.st_uid), unsigned(geteuid()));
+  }
+  const int sealed = fcntl(opened.get(), F_GET_SEALS);
+  if (sealed < 0 || (sealed & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) {
+    return fail(ncclInvalidUsage, "the memory of process %d, which %s, is not sealed: it could be taken away from "
+                "under this process, so it is not used", pid, role);
+  }
+  *memory = std::move(opened);
+  *found = true;
+  return ncclSuccess;
+}
+
+constexpr char made_it[] = "made this unique id";
+constexpr char came_first[] = "came first with this unique id";
+
+void* map_table(int descriptor) {
+  return mmap(nullptr, table_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+}
+
+// One table of this process. Its descriptor stays open: that is where the ids lead.
+struct Table {
+  Table(int32_t process, int opened, Place* mapped) : pid(process), descriptor(opened), places(mapped) {}
+
+  int32_t pid;
+  int descriptor;
+  Place* places;
+  uint32_t next = 0;           // the first that was never used
+  std::vector<uint32_t> free;  // used before
+  std::vector<bool> taken = std::vector<bool>(table_places);
+
+  // A place that can be used, or table_places.
+  uint32_t take() {
+    if (free.empty() && next == table_places) collect();
+    uint32_t index = table_places;
+    if (!free.empty()) {
+      index = free.back();
+      free.pop_back();
+    } else if (next < table_places) {
+      index = next++;
+    }
+    if (index < table_places) taken[index] = true;
+    return index;
+  }
+  void give_back(uint32_t index) {
+    if (index >= table_places || !taken[index]) return;
+    taken[index] = false;
+    free.push_back(index);
+  }
+  // The ids that have served other processes.
+  void collect() {
+    for (uint32_t i = 0; i < next; i++) {
+      if (phase_of(places[i].word.load(std::memory_order_acquire)) >= Phase::served) give_back(i);
+    }
+  }
+};
+
+// The tables of this process; never destroyed, because threads may be at work while the process exits.
+struct Tables {
+  Mutex<NCCLPY_LOCK_IDS> mutex;
+  std::vector<Table> all;
+};
+
+Tables& tables() {
+  static auto* const the = new Tables;
+  return *the;
+}
+
+// The table that an id of this process is in, or null; the mutex is held. After a fork the parent's are not ours.
+Table* own_table(Tables& the, int32_t pid, int32_t descriptor) {
+  if (pid != getpid()) return nullptr;
+  for (Table& table : the.all) {
+    if (table.pid == pid && table.descriptor == descriptor) return &table;
+  }
+  return nullptr;
+}
+
+ncclResult_t add_table(Tables& the) {
+  Descriptor memory;
+  NCCLPY_TRY(make_memory(table_name, "unique ids", table_bytes, &memory));
+  void* const mapped = map_table(memory.get());
+  if (mapped == MAP_FAILED) return no_memory("unique ids", table_bytes);
+  the.all.emplace_back(getpid(), memory.get(), static_cast<Place*>(mapped));
+  memory.release();
+  return ncclSuccess;
+}
+
+void write_nonce(Place& place, const unsigned char* nonce) {
+  uint64_t halves[2];
+  memcpy(halves, nonce, sizeof halves);
+  for (int i = 0; i < 2; i++) place.nonce[i].store(halves[i], std::memory_order_relaxed);
+}
+
+bool has_nonce(const Place& place, const unsigned char* nonce) {
+  uint64_t halves[2];
+  memcpy(halves, nonce, sizeof halves);
+  return place.nonce[0].load(std::memory_order_relaxed) == halves[0] &&
+         place.nonce[1].load(std::memory_order_relaxed) == halves[1];
+}
+
+ncclResult_t used_up() {
+  return fail(ncclInvalidUsage,
+              "this unique id leads nowhere: it was already used for a communicator; an id serves one communicator, "
+              "make a new one with ncclGetUniqueId");
+}
+
+}  // namespace
+
+void Descriptor::reset() {
+  if (value_ >= 0) close(value_);
+  value_ = -1;
+}
+
+std::string key_of(const ncclUniqueId& id) {
+  const Address address = address_of(id);
+  if (address.magic != magic) return {};
+  return std::string(reinterpret_cast<const char*>(address.nonce), sizeof address.nonce);
+}
+
+ncclResult_t create_unique_id(ncclUniqueId* id) {
+  Address address = {};
+  address.magic = magic;
+  address.pid = getpid();
+  if (getrandom(address.nonce, sizeof address.nonce, 0) != ssize_t(sizeof address.nonce))
+    return fail(ncclSystemError, "getrandom: %s", strerror(errno));
+  Tables& the = tables();
+  std::lock_guard lock(the.mutex);
+  Table* table = nullptr;
+  address.place = table_places;
+  for (size_t i = the.all.size(); i-- > 0 && address.place == table_places;) {
+    table = &the.all[i];
+    if (table->pid == address.pid) address.place = table->take();
+  }
+  if (address.place == table_places) {
+    NCCLPY_TRY(add_table(the));
+    table = &the.all.back();
+    address.place = table->take();
+  }
+  address.descriptor = table->descriptor;
+  Place& place = table->places[address.place];
+  const uint64_t before = place.word.load(std::memory_order_relaxed);
+  place.word.store(with(before + 0x100, Phase::unused), std::memory_order_seq_cst);
+  write_nonce(place, address.nonce);
+  place.word.store(with(before + 0x100, Phase::offered), std::memory_order_release);
+  memset(id, 0, sizeof *id);
+  memcpy(id, &address, sizeof address);
+  return ncclSuccess;
+}
+
+void withdraw_unique_id(const ncclUniqueId& id) {
+  Meeting meeting;
+  const std::string text = last_error();
+  if (meeting.find(id) == ncclSuccess) meeting.end(Phase::given_up);
+  set_last_error(text);
+}
+
+Meeting::~Meeting() {
+  if (mapping_ != nullptr) munmap(mapping_, table_bytes);
+}
+
+ncclResult_t Meeting::over(Phase phase) const {
+  if (phase != Phase::given_up) return used_up();
+  return fail(ncclInvalidUsage,
+              "this unique id leads nowhere: a rank that had joined with it gave up, or was aborted, before all had "
+              "come, or nobody wants it any more; make a new one with ncclGetUniqueId");
+}
+
+ncclResult_t Meeting::find(const ncclUniqueId& id) {
+  const Address address = address_of(id);
+  if (address.magic != magic)
+    return fail(ncclInvalidArgument, "this unique id was not made by ncclGetUniqueId of the host engine");
+  if (address.place >= table_places)
+    return fail(ncclInvalidArgument, "this unique id is damaged: it was not passed on byte for byte");
+  maker_ = address.pid;
+  memcpy(nonce_, address.nonce, sizeof nonce_);
+  {
+    Tables& the = tables();
+    std::lock_guard lock(the.mutex);
+    if (const Table* own = own_table(the, address.pid, address.descriptor)) place_ = &own->places[address.place];
+  }
+  if (place_ == nullptr) {
+    Descriptor table;
+    bool found = false;
+    NCCLPY_TRY(
+        open_memory(address.pid, address.descriptor, table_name, table_bytes, made_it, &table, &found));
+    if (!found) {
+      return fail(ncclInvalidUsage,
+                  "this unique id leads nowhere: process %d is not the one that made it any more, or runs in another "
+                  "container; make a new one with ncclGetUniqueId",
+                  address.pid);
+    }
+    void* const mapped = map_table(table.get());
+    if (mapped == MAP_FAILED) return no_memory("a unique id", table_bytes);
+    mapping_ = mapped;
+    place_ = static_cast<Place*>(mapped) + address.place;
+  }
+  word_ = place_->word.load(std::memory_order_acquire);
+  const Phase phase = phase_of(word_);
+  const bool ours = has_nonce(*place_, nonce_);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  // A place is used again: what has another nonce, or gets it at this moment, has served.
+  const bool same = (place_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
+  if (!ours || !same || phase == Phase::unused) return used_up();
+  word_ = with(word_, Phase::offered);
+  if (phase >= Phase::served) return over(phase);
+  return ncclSuccess;
+}
+
+ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
+  *first = false;
+  // Whoever lays it out needs microseconds; if it was killed at that, nobody can ever use this id.
+  for (int patience = 2000;;) {
+    uint64_t now = place_->word.load(std::memory_order_acquire);
+    if (with(now, Phase::offered) != word_) return used_up();
+    switch (phase_of(now)) {
+      case Phase::offered:
+        if (!place_->word.compare_exchange_strong(now, with(now, Phase::being_laid_out))) continue;
+        *first = true;
+        if (const ncclResult_t result = lead(nranks, bytes); result != ncclSuccess) {
+          publish(false);
+          return result;
+        }
+        *memory = memory_.get();
+        return ncclSuccess;
+      case Phase::being_laid_out: {
+        if (patience-- == 0) return fail(ncclSystemError, "the rank that set the communicator's memory up has died");
+        const timespec millisecond = {0, 1000000};
+        nanosleep(&millisecond, nullptr);
+        continue;
+      }
+      case Phase::laid_out:
+        NCCLPY_TRY(follow(now, nranks, bytes));
+        if (memory_.get() < 0) continue;  // it has served meanwhile
+        *memory = memory_.get();
+        return ncclSuccess;
+      case Phase::unused:
+      case Phase::served:
+      case Phase::given_up: return over(phase_of(now));
+    }
+    return used_up();
+  }
+}
+
+ncclResult_t Meeting::lead(int nranks, size_t bytes) {
+  NCCLPY_TRY(make_memory(memory_name, "a communicator", bytes, &memory_));
+  place_->memory.store(uint64_t(uint32_t(getpid())) << 32 | uint32_t(memory_.get()), std::memory_order_relaxed);
+  place_->nranks.store(uint32_t(nranks), std::memory_order_relaxed);
+  return ncclSuccess;
+}
+
+ncclResult_t Meeting::follow(uint64_t word, int nranks, size_t bytes) {
+  const uint32_t said = place_->nranks.load(std::memory_order_relaxed);
+  const uint64_t where = place_->memory.load(std::memory_order_relaxed);
+  const int32_t pid = int32_t(where >> 32);
+  ncclResult_t result = ncclSuccess;
+  bool found = false;
+  if (said != uint32_t(nranks)) {
+    result =
+        fail(ncclInvalidArgument, "this rank says that there are %d ranks, another one said %u", nranks, said);
+  } else {
+    result = open_memory(pid, int32_t(where & 0xffffffff), memory_name, bytes, came_first, &memory_, &found);
+  }
+  if (place_->word.load(std::memory_order_acquire) != word) {  // all that was of no account any more
+    memory_.reset();
+    return ncclSuccess;
+  }
+  if (result == ncclSuccess && !found) result = fail(ncclSystemError, "the communicator's memory is damaged");
+  return result;
+}
+
+void Meeting::publish(bool ready) {
+  if (!ready) memory_.reset();
+  uint64_t mine = with(word_, Phase::being_laid_out);  // unless the id was withdrawn meanwhile
+  place_->word.compare_exchange_strong(mine, with(word_, ready ? Phase::laid_out : Phase::offered),
+                                       std::memory_order_acq_rel);
+}
+
+void Meeting::end(Phase how) {
+  memory_.reset();
+  if (place_ == nullptr) return;
+  uint64_t now = place_->word.load(std::memory_order_acquire);
+  while (with(now, Phase::offered) == word_ && phase_of(now) < Phase::served) {
+    if (place_->word.compare_exchange_weak(now, with(now, how), std::memory_order_acq_rel)) break;
+  }
+  if (mapping_ != nullptr) {
+    munmap(mapping_, table_bytes);
+    mapping_ = nullptr;
+  } else {
+    Tables& the = tables();
+    std::lock_guard lock(the.mutex);
+    // Under the lock: the place may have been given back already, and be another id's.
+    const bool still_ours = with(place_->word.load(std::memory_order_acquire), Phase::offered) == word_;
+    for (Table& table : the.all) {
+      if (still_ours && place_ >= table.places && place_ < table.places + table_places && table.pid == getpid())
+        table.give_back(uint32_t(place_ - table.places));
+    }
+  }
+  place_ = nullptr;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,163 @@
+// The thread that watches processes, by pidfd where the kernel has them (Linux 5.3), else by looking ten times a second.
+#include "watch.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "base/background.hpp"
+#include "base/mutex.hpp"
+#include "process.hpp"
+#include "segment.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+constexpr int look_every_ms = 100;
+
+struct Process {
+  int32_t pid;
+  uint64_t start;
+  int descriptor;  // a pidfd, or -1
+  bool dead;
+  bool wanted;
+};
+
+class Watcher {
+ public:
+  void add(const std::shared_ptr<Segment>& segment, Death on_death) {
+    std::lock_guard lock(mutex_);
+    if (news_ < 0) news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
+    if (!started_) {
+      on_death_ = on_death;  // before the thread is there that reads it
+      run_in_background("ncclpy-watch", [this] { live(); });
+    }
+    started_ = true;
+    segments_.push_back(segment);
+    ring();
+  }
+
+  // A segment is gone.
+  void forget() {
+    std::lock_guard lock(mutex_);
+    ring();
+  }
+
+ private:
+  void ring() {
+    const uint64_t one = 1;
+    // A full counter is news as well.
+    if (news_ >= 0 && write(news_, &one, sizeof one) < 0) return;
+  }
+
+  std::vector<std::shared_ptr<Segment>> segments() {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Segment>> found;
+    for (size_t i = segments_.size(); i-- > 0;) {
+      if (auto segment = segments_[i].lock()) found.push_back(std::move(segment));
+      else segments_.erase(segments_.begin() + long(i));
+    }
+    return found;
+  }
+
+  int news() {
+    std::lock_guard lock(mutex_);
+    return news_;
+  }
+
+  void live() {
+    for (;;) {
+      const int news = this->news();
+      const bool again = look() || news < 0;
+      std::vector<pollfd> polled{{news, POLLIN, 0}};  // poll passes over a descriptor below 0
+      for (const Process& process : processes_) {
+        if (process.descriptor >= 0) polled.push_back({process.descriptor, POLLIN, 0});
+      }
+      poll(polled.data(), polled.size(), again ? look_every_ms : -1);
+      uint64_t count;
+      while (news >= 0 && read(news, &count, sizeof count) > 0) {
+      }
+    }
+  }
+
+  // Brings the list of processes up to date and reports the dead. Whether to look again soon, because ranks are still
+  // to come or because a process can only be watched by looking.
+  bool look() {
+    bool again = false;
+    const auto all = segments();
+    for (Process& process : processes_) process.wanted = false;
+    for (const auto& segment : all) {
+      again = !segment->complete() || again;
+      for (int rank = 0; rank < segment->nranks(); rank++) {
+        const RankSlot& slot = segment->slot(rank);
+        if (!slot.present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
+        if (slot.left.load(std::memory_order_acquire) || slot.dead.load(std::memory_order_acquire)) continue;
+        if (look_at(slot)) segment->bury(rank);
+      }
+      if (const int rank = segment->first_dead(); rank >= 0) on_death_(*segment, rank);
+    }
+    for (size_t i = processes_.size(); i-- > 0;) {
+      if (processes_[i].wanted) {
+        again = again || (processes_[i].descriptor < 0 && !processes_[i].dead);
+        continue;
+      }
+      if (processes_[i].descriptor >= 0) close(processes_[i].descriptor);
+      processes_.erase(processes_.begin() + long(i));
+    }
+    return again;
+  }
+
+  // Whether the process of the slot has ended.
+  bool look_at(const RankSlot& slot) {
+    Process* process = nullptr;
+    for (Process& known : processes_) {
+      if (known.pid == slot.pid && known.start == slot.start) process = &known;
+    }
+    if (process == nullptr) {
+      process = &processes_.emplace_back(Process{slot.pid, slot.start, -1, false, true});
+    }
+    process->wanted = true;
+    if (process->descriptor < 0) {  // also if there was none to be had before
+      process->descriptor = int(syscall(SYS_pidfd_open, slot.pid, 0));
+      // Between the rank's arrival and this moment its pid may have become another process's.
+      process->dead = has_ended(slot.pid, slot.start);
+    }
+    if (!process->dead) process->dead = ended(*process);
+    return process->dead;
+  }
+
+  static bool ended(const Process& process) {
+    if (process.descriptor < 0) return has_ended(process.pid, process.start);
+    pollfd one = {process.descriptor, POLLIN, 0};
+    return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
+  }
+
+  Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards what follows; processes_ belongs to the thread
+  int news_ = -1;
+  Death on_death_ = nullptr;
+  bool started_ = false;
+  std::vector<std::weak_ptr<Segment>> segments_;
+  std::vector<Process> processes_;
+};
+
+Watcher& watcher() {
+  static auto* const the = new Watcher;
+  return *the;
+}
+
+}  // namespace
+
+void watch_others(const std::shared_ptr<Segment>& segment, Death on_death) {
+  if (segment->is_watched()) return;
+  for (int rank = 0; rank < segment->nranks(); rank++) {
+    if (!segment->slot(rank).present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
+    if (!segment->be_watched([] { watcher().forget(); })) return;
+    watcher().add(segment, on_death);
+    return;
+  }
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,239 @@
+// Running one collective: all ranks describe theirs, and when all have arrived the data move.
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "faults/broken_off.hpp"
+#include "collective.hpp"
+#include "peer_memory.hpp"
+#include "segment/corruption.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+const char* name_of(Collective kind) {
+  switch (kind) {
+    case Collective::all_reduce: return "AllReduce";
+    case Collective::reduce: return "Reduce";
+    case Collective::broadcast: return "Broadcast";
+    case Collective::all_gather: return "AllGather";
+    case Collective::reduce_scatter: return "ReduceScatter";
+    case Collective::all_to_all: return "AlltoAll";
+    case Collective::gather: return "Gather";
+    case Collective::scatter: return "Scatter";
+  }
+  return "?";
+}
+
+}  // namespace
+
+const char* name_of(const Operation& operation) {
+  switch (operation.kind) {
+    case Operation::send: return "Send";
+    case Operation::recv: return "Recv";
+    case Operation::put: return "PutSignal";
+    case Operation::signal: return "Signal";
+    case Operation::wait_signal: return "WaitSignal";
+    case Operation::collective: break;
+  }
+  return name_of(operation.collective_kind);
+}
+
+const char* type_name(ncclDataType_t dtype) {
+  static const char* const types[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
+                                      "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+  return size_t(dtype) < sizeof types / sizeof *types ? types[dtype] : "?";
+}
+
+namespace {
+
+Record record_of(const Operation& operation) {
+  Record record;
+  record.kind = operation.collective_kind;
+  record.dtype = operation.dtype;
+  record.op = operation.op;
+  record.root = operation.root;
+  record.count = operation.count;
+  record.send = operation.sendbuff;
+  record.recv = operation.recvbuff;
+  record.scalar = operation.scalar;
+  record.reads_peers = record.pulls = false;
+  if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
+  return record;
+}
+
+bool same(const Record& a, const Record& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.count == b.count;
+}
+
+bool has_root(Collective kind) {
+  return kind == Collective::reduce || kind == Collective::broadcast || kind == Collective::gather ||
+         kind == Collective::scatter;
+}
+
+// The other kinds have a block for each rank in one of their buffers or both.
+bool has_equal_buffers(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::broadcast;
+}
+
+// In words, and no more than the call was given: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root 1)".
+std::string described(const Record& record) {
+  static const char* const operators[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
+  std::string text = std::string(name_of(record.kind)) + " of " + std::to_string(record.count) + " " + type_name(record.dtype);
+  if (!reduces(record.kind) && !has_root(record.kind)) return text;
+  text += " (";
+  if (reduces(record.kind)) text += operators[uint32_t(record.op)];
+  if (reduces(record.kind) && has_root(record.kind)) text += ", ";
+  if (has_root(record.kind)) text += "root " + std::to_string(record.root);
+  return text + ")";
+}
+
+bool is_same_as(Comm& comm, uint64_t number, int rank) {
+  const int place = place_of(number);
+  return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
+}
+
+// All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
+// compared by who has written over it.
+bool check_agreement(Comm& comm, uint64_t number) {
+  Record first, other;
+  const int place = place_of(number);
+  if (!comm.segment->slot(0).placed[place].read(number, &first)) return true;
+  for (int r = 1; r < comm.nranks; r++) {
+    if (!comm.segment->slot(r).placed[place].read(number, &other)) return true;
+    if (same(first, other)) continue;
+    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
+         described(other).c_str(), comm.title().c_str());
+    comm.health.set_async(ncclInvalidUsage, last_error());
+    return false;
+  }
+  return true;
+}
+
+// A communicator of one rank: its input, through the operator.
+void run_alone(const Record& record) {
+  if (reduces(record.kind) && record.op == Operator::premulsum) {
+    reduce({record.dtype, record.op, 1, &record.send, 1, &record.recv, record.count, &record.scalar});
+  } else if (record.send != record.recv) {
+    std::memcpy(record.recv, record.send, record.count * size_of(record.dtype));
+  }
+}
+
+}  // namespace
+
+bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
+  if (operation.kind != Operation::collective && !operation.message()) return false;
+  const bool has_blocks = operation.kind == Operation::collective && !has_equal_buffers(operation.collective_kind);
+  const size_t unit = size_of(operation.dtype) * size_t(has_blocks ? comm.nranks : 1);
+  if (operation.count > *bytes / unit) return false;
+  *bytes -= operation.count * unit;
+  return true;
+}
+
+namespace {
+
+// Whether all that there is to receive is the root's.
+bool one_gives(const Operation& operation) {
+  return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
+}
+
+// Whether it cannot go on before others have come. One that can, of few bytes, has no news of a disagreement before its next
+// collective.
+bool needs_others(const Operation& operation, int rank) {
+  return one_gives(operation) ? rank != operation.root : operation.receives(rank);
+}
+
+// Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
+Passage meet(Comm& comm, const Operation& operation, bool small, Course& course) {
+  const size_t bytes = small ? contributed_small(comm, operation) : 0;
+  if (!comm.rendezvous.is_waiting()) {
+    const Passage passage = comm.rendezvous.await_room(bytes, comm, check_agreement);
+    if (passage != Passage::open) return passage;
+    Record mine = record_of(operation);
+    if (!small) {
+      mine.reads_peers = reads_peers(comm);
+      mine.pulls = mine.reads_peers && wants_pulled(comm, mine);
+    }
+    course.place = comm.rendezvous.next_place();
+    comm.segment->slot(comm.rank).placed[course.place].write(mine);
+    if (small) contribute_small(comm, mine, course.place, bytes);
+    if (small && !needs_others(operation, comm.rank)) {
+      comm.rendezvous.go_on();
+      expect_small(comm, comm.rendezvous.next_place(), bytes);
+      course.met = true;
+      return Passage::open;
+    }
+  }
+  Rendezvous& rendezvous = comm.rendezvous;
+  const Passage passage = !small                 ? rendezvous.meet_at_gate(comm, check_agreement)
+                          : one_gives(operation) ? rendezvous.meet_root(operation.root, comm, is_same_as, check_agreement)
+                                                 : rendezvous.meet(comm, check_agreement);
+  course.met = passage == Passage::open;
+  expect_small(comm, comm.rendezvous.next_place(), bytes);
+  return passage;
+}
+
+// The data of one for which all that is needed is there.
+Passage move_data(Comm& comm, bool small, Course& course) {
+  if (small) {
+    run_small(comm, course.place);
+    return Passage::open;
+  }
+  if (comm.segment->one_process()) {
+    run_direct(comm, course.place);
+    return Passage::open;
+  }
+  using Clock = std::chrono::steady_clock;
+  const bool pulled = is_pulled(comm, course.place);
+  const auto began = Clock::now();
+  const Passage passage = pulled ? run_pulled(comm, course) : run_staged(comm, course);
+  if (passage == Passage::left) course.left = true;
+  if (passage == Passage::open && !course.left) {
+    note_way(comm, course.place, pulled, std::chrono::duration<double>(Clock::now() - began).count());
+  }
+  return passage;
+}
+
+// It is over without the others' data, and so it is for the next rank.
+void complete_corrupted(Comm& comm, const Operation& operation) {
+  if (operation.receives(comm.rank)) {
+    const size_t blocks = blocks_received(operation.collective_kind, comm.nranks);
+    overwrite(operation.recvbuff, operation.count * size_of(operation.dtype) * blocks);
+  }
+  count_broken_off(*comm.segment, comm.rank, 1);
+  comm.segment->ring_all();
+}
+
+}  // namespace
+
+ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all) {
+  return comm.rendezvous.exchange(mine, bytes, all, comm, check_agreement) ? ncclSuccess : comm.stop_reason("the other ranks");
+}
+
+bool finds_disagreement(Comm& comm) { return comm.rendezvous.finds_disagreement(comm, check_agreement); }
+
+Passage await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }
+
+bool run_collective(Comm& comm, const Operation& operation, Course& course) {
+  if (comm.nranks == 1) {
+    run_alone(record_of(operation));
+    return true;
+  }
+  const bool small = is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
+  Passage passage = course.met ? Passage::open : meet(comm, operation, small, course);
+  if (passage == Passage::open) passage = move_data(comm, small, course);
+  // The gate may open though a read of the dead rank's memory has failed.
+  if (passage == Passage::open && comm.health.stands_still()) passage = Passage::ended;
+  switch (passage) {
+    case Passage::open: comm.rendezvous.pass(); break;
+    case Passage::ended:
+      if (!stand_still(comm)) return false;
+      break_off(comm, &operation, 1);
+      break;
+    case Passage::corrupted: complete_corrupted(comm, operation); break;
+    case Passage::left: return false;
+  }
+  return true;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,89 @@
+// Puts and signals as they run. A signal is a count in the channel between two ranks that only grows; a wait takes what it has
+// waited for, so that every signal is waited for once.
+#include "one_sided.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/wait.hpp"
+#include "collective.hpp"
+#include "comm/missing.hpp"
+#include "faults/broken_off.hpp"
+
+namespace ncclpy::host {
+
+bool run_put(Comm& comm, const Operation& operation) {
+  if (operation.kind != Operation::put) return true;
+  const size_t bytes = operation.count * size_of(operation.dtype);
+  if (!operation.gate->enter()) {  // the memory may be somebody else's by now
+    if (comm.segment->slot(operation.root).aborted.load() == 0) {
+      comm.health.set_async(ncclInvalidUsage, "ncclPutSignal : rank " + std::to_string(operation.root) +
+                                                  " has deregistered its part of the window meanwhile");
+    }
+    return false;
+  }
+  if (bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
+  operation.gate->leave();
+  return true;
+}
+
+void give_signal(Comm& comm, const Operation& operation) {
+  Segment& segment = *comm.segment;
+  segment.channel(comm.rank, operation.root).signals[operation.counter].fetch_add(1, std::memory_order_acq_rel);
+  segment.slot(operation.root).bell.ring();
+}
+
+namespace {
+
+const std::atomic<uint64_t>& signals_of(Comm& comm, const Operation& wait) {
+  return comm.segment->channel(wait.root, comm.rank).signals[wait.counter];
+}
+
+// The ranks whose signals some of the waits lack, by what has come until now.
+std::vector<int> absent(Comm& comm, const Operation* operations, size_t count) {
+  std::map<std::pair<int, int>, uint64_t> targets = comm.signals_taken;
+  std::vector<int> ranks;
+  for (size_t i = 0; i < count; i++) {
+    const Operation& one = operations[i];
+    if (one.kind != Operation::wait_signal) continue;
+    const uint64_t target = targets[{one.root, one.counter}] += one.count;
+    const bool there = signals_of(comm, one).load(std::memory_order_acquire) >= target;
+    if (!there && std::find(ranks.begin(), ranks.end(), one.root) == ranks.end()) ranks.push_back(one.root);
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+}  // namespace
+
+void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
+  Segment& segment = *comm.segment;
+  const Operation& first = operations[0];
+  const std::atomic<uint64_t>& given = signals_of(comm, first);
+  uint64_t& taken = comm.signals_taken[{first.root, first.counter}];
+  const uint64_t target = taken + first.count;
+  const auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
+  Awaited awaited(comm, data_side);
+  const Rendezvous::Lookout lookout(comm.rendezvous);
+  std::vector<int> told;
+  const auto over = [&] {
+    if (there() || comm.health.stopped() || finds_disagreement(comm)) return true;
+    std::vector<int> missing = absent(comm, operations, count);
+    if (missing != told) {
+      told = missing;
+      awaited.tell(std::move(missing));
+    }
+    return false;
+  };
+  if (!segment.spin().until(there)) wait_until(segment.slot(comm.rank).bell, over);
+  if (there())
+    taken = target;
+  else
+    (void)stand_still(comm);
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,197 @@
+// Collectives of large blocks among processes that may read each other's memory: the kernel copies once, from where the
+// sender has it to where the receiver wants it (process_vm_readv), instead of twice through the segment; or to where the
+// receiver reduces it, in pieces that stay in the cache.
+//
+// All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
+// arrive at the last gate, or takes that back, so nobody takes what was read from it for a result; or it comes last, when all
+// have read. Only one that dies there has arrived while others still read: its memory is gone, and they say so themselves.
+#include <string.h>
+
+#include <algorithm>
+
+#include "base/wait.hpp"
+#include "collective.hpp"
+#include "peer_memory.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// For less it is never worth while: the kernel has to pin pages.
+constexpr size_t least_block = 64 << 10;
+// From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
+constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
+// And of what is reduced, which passes through the cache either way: of two ranks; of a reduce-scatter, where ranks read all that
+// they need at once; of others with more ranks than cores, where what counts is that ranks wait for each other less often.
+constexpr size_t likely_reduced = 1 << 20;
+// Of two ranks, what each reduces at a time while both do. Who does it alone takes as much as is read at once.
+constexpr size_t piece_of_both = 512 << 10;
+
+// Who measures and decides: one who receives. Who only gives may be through long before the others are.
+int decider_of(const Comm& comm, const Record& record) {
+  switch (record.kind) {
+    case Collective::reduce:
+    case Collective::gather: return record.root;
+    case Collective::broadcast:
+    case Collective::scatter: return (record.root + 1) % comm.nranks;
+    default: return 0;
+  }
+}
+
+// The bytes that a rank has to do with at once, by which a way is chosen.
+size_t block_of(const Comm& comm, const Record& record) {
+  const size_t bytes = record.count * size_of(record.dtype);
+  return record.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
+}
+
+bool is_sure(Collective kind, size_t block) { return !reduces(kind) && block >= sure_block; }
+
+bool can_be_pulled(const Comm& comm, const Record& record) { return block_of(comm, record) >= least_block; }
+
+// What is next, as Course::step has it.
+enum : size_t { data, middle_gate, last_gate, away };
+
+class Pulled {
+ public:
+  Pulled(Comm& comm, int place)
+      : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
+        bytes_(mine_.count * size_of(mine_.dtype)) {}
+
+  // Everything up to a gate, which it returns; or `away`, if others wait in vain for what this rank was to do.
+  size_t run() {
+    const size_t me = size_t(rank_);
+    switch (mine_.kind) {
+      case Collective::broadcast: pull(mine_.root, 0, 0); break;
+      case Collective::scatter: pull(mine_.root, me, 0); break;
+      case Collective::all_to_all: from_all([&](int r) { return pull(r, me, size_t(r)); }); break;
+      case Collective::all_gather: from_all([&](int r) { return pull(r, 0, size_t(r)); }); break;
+      case Collective::gather:
+        if (rank_ == mine_.root) from_all([&](int r) { return pull(r, 0, size_t(r)); });
+        break;
+      case Collective::reduce_scatter: reduce(me * bytes_, bytes_, static_cast<char*>(mine_.recv)); break;
+      case Collective::all_reduce: {
+        const auto [first, last] = part_of(bytes_, rank_, nranks_);
+        return reduce(first, last - first, static_cast<char*>(mine_.recv) + first) ? middle_gate : away;
+      }
+      case Collective::reduce:
+        if (rank_ == mine_.root) reduce(0, bytes_, static_cast<char*>(mine_.recv));
+        break;
+    }
+    return last_gate;
+  }
+
+  // Of an all-reduce: each rank has reduced its range, and has the others' from them now. It wrote to its own range while they
+  // read its theirs, and does it the other way round here; so buffers may be in place.
+  void collect() {
+    char* const recv = static_cast<char*>(mine_.recv);
+    for (int i = 1; i < nranks_; i++) {
+      const int peer = (rank_ + i) % nranks_;
+      const auto [begin, end] = part_of(bytes_, peer, nranks_);
+      if (!copy_from(peer, static_cast<const char*>(record(peer).recv) + begin, recv + begin, end - begin)) break;
+    }
+  }
+
+ private:
+  const Record& record(int rank) { return comm_.segment->slot(rank).record(place_); }
+
+  // Each rank begins with another peer, so that they do not all read the same one.
+  template <class Pull>
+  void from_all(Pull pull) {
+    for (int i = 0; i < nranks_; i++) {
+      if (!pull((rank_ + i) % nranks_)) return;
+    }
+  }
+
+  // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
+  bool reduce(size_t at, size_t bytes, char* to) {
+    char* const pieces = comm_.segment->step_input(rank_, 0);
+    // What the only peer sends is read to where the result is to be, and reduced there: nothing else is thrown out of the caches,
+    // and the calls of the kernel may be large.
+    const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
+    const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
+    const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
+    // What has just been read there, or others want next, stays in the caches.
+    const size_t whole = in_result || mine_.kind == Collective::all_reduce ? 0 : bytes;
+    for (size_t done = 0; done < bytes; done += most) {
+      const size_t n = std::min(most, bytes - done);
+      const auto source = [&](int r) { return static_cast<const char*>(record(r).send) + at + done; };
+      const auto here = [&](int r) { return in_result ? to + done : pieces + size_t(r - (r > rank_ ? 1 : 0)) * most; };
+      for (int i = 1; i < nranks_; i++) {
+        const int peer = (rank_ + i) % nranks_;
+        if (!copy_from(peer, source(peer), here(peer), n)) return false;
+      }
+      reduce_pieces(comm_, place_, [&](int r) -> const char* { return r == rank_ ? source(r) : here(r); },
+                    n / size_of(mine_.dtype), {to + done}, whole);
+    }
+    return true;
+  }
+
+  // Copies a block of what `peer` sends to a block of what this rank receives. False as for `copy_from`.
+  bool pull(int peer, size_t from, size_t to) {
+    const char* source = static_cast<const char*>(record(peer).send) + from * bytes_;
+    char* target = static_cast<char*>(mine_.recv) + to * bytes_;
+    if (peer != rank_) return copy_from(peer, source, target, bytes_);
+    if (target == source) return true;
+    const bool past_caches = goes_past_caches(mine_, nranks_);
+    copy_out(target, source, bytes_, past_caches);
+    if (past_caches) finish_past_caches();
+    return true;
+  }
+
+  // False when there is no use in going on.
+  bool copy_from(int peer, const char* source, char* target, size_t bytes) {
+    return copy_from_peer(comm_, peer, source, target, bytes, [] { return true; }, [&](const void* at, int error) {
+      if (has_gone(comm_, peer, error)) return;
+      fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer, at, strerror(error));
+      comm_.health.set_async(ncclSystemError, last_error());
+    });
+  }
+
+  Comm& comm_;
+  const int place_, nranks_, rank_;
+  const Record& mine_;
+  const size_t bytes_;
+};
+
+}  // namespace
+
+bool wants_pulled(Comm& comm, const Record& record) {
+  if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
+  const size_t block = block_of(comm, record);
+  if (is_sure(record.kind, block)) return true;
+  const bool suits = comm.nranks == 2 || record.kind == Collective::reduce_scatter || comm.segment->spin().is_crowded();
+  const bool likely = reduces(record.kind) ? suits && block >= likely_reduced : block >= likely_block;
+  return comm.ways.pulls(record.kind, block, likely);
+}
+
+bool is_pulled(Comm& comm, int place) {
+  const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));  // all have the same root by now
+  if (!comm.segment->slot(decider).record(place).pulls) return false;
+  for (int r = 0; r < comm.nranks; r++) {
+    if (!comm.segment->slot(r).record(place).reads_peers) return false;
+  }
+  return true;
+}
+
+void note_way(Comm& comm, int place, bool pulled, double seconds) {
+  const Record& mine = comm.segment->slot(comm.rank).record(place);
+  if (comm.rank != decider_of(comm, mine) || !can_be_pulled(comm, mine) || is_sure(mine.kind, block_of(comm, mine))) return;
+  comm.ways.took(mine.kind, block_of(comm, mine), pulled, seconds);
+}
+
+// It is left at gates alone, and where it stays away from them.
+Passage run_pulled(Comm& comm, Course& course) {
+  Pulled pulled(comm, course.place);
+  if (course.step == data) course.step = pulled.run();
+  if (course.step == middle_gate) {
+    const Passage passage = comm.rendezvous.pass_data();
+    if (passage != Passage::open) return passage;
+    pulled.collect();
+    course.step = last_gate;
+  }
+  if (course.step == last_gate) return comm.rendezvous.pass_data();
+  // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
+  // for a peer that has gone: until a death, an abort or a revoke ends it.
+  return comm.rendezvous.stay_away();
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,88 @@
+"""Large collectives among processes go the faster of two ways, with the same results."""
+
+import subprocess
+
+import host_bodies as bodies
+import pytest
+from host_ranks import Processes
+from sanitizers import ROOT, build
+
+FLOAT16, INT8 = 6, 0
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory):
+    program = tmp_path_factory.mktemp("ways") / "ways"
+    build(program, ["-O0", "-g0"], [ROOT / "tests/host/comm/choices.cpp", ROOT / "ncclpy/host/comm/ways.cpp"])
+
+    def run(prefers, *rows):
+        """Return how many collectives of each row (number, seconds of each way) went the second."""
+        command = [program, str(int(prefers)), *(str(each) for row in rows for each in row)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return [int(line) for line in done.stdout.split()]
+
+    return run
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_the_faster_way_is_taken_and_the_other_costs_little(ways, prefers):
+    (second,) = ways(prefers, (3000, 100, 50))
+    assert 2900 < second < 3000
+    (second,) = ways(prefers, (3000, 10, 100))
+    assert 0 < second <= 8 * prefers + 6 * 3, "tries are rare where they cost much"
+
+
+def test_ways_that_take_the_same_are_both_taken(ways):
+    (second,) = ways(False, (3000, 50, 50))
+    assert 0 < second < 3000
+
+
+def test_it_changes_with_the_machine(ways):
+    assert ways(True, (1000, 100, 90), (1000, 20, 90), (1000, 400, 90))[1:] == pytest.approx([60, 950], abs=60)
+    first, second = ways(False, (2000, 50, 200), (1000, 400, 200))
+    assert first < 40 and second > 950, "at once, where what was better has become worse than the other was"
+
+
+def test_what_cannot_be_measured_does_not_go_to_and_fro(ways):
+    """Nor is it taken where the other can be."""
+    assert ways(False, (3000, 0, 0))[0] < 150
+    assert ways(True, (3000, 0, 0))[0] > 2850
+    assert ways(True, (3000, 50, 0))[0] < 150
+
+
+def test_it_begins_with_what_is_likely(ways):
+    assert ways(True, (8, 1, 1)) == [8]
+    assert ways(False, (8, 1, 1)) == [0]
+    assert ways(False, (11, 1, 1)) == [3], "and then tries the other"
+
+
+@pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_both_ways_lead_to_the_same_results(nccl, nranks):
+    """Each operation so often that both have been tried, and one chosen."""
+    processes = Processes()
+    try:
+        for count in (40_000, 140_001):
+            processes.run(nccl, nranks, bodies.every_reduction, [count], (FLOAT16,))
+            processes.run(nccl, nranks, bodies.every_copy, [count] * 5, (FLOAT16,))
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize(
+    ("reads", "placement"),
+    [
+        pytest.param(1, [0, 1], id="1-processes"),
+        pytest.param(0, [0, 1], id="0-processes", marks=pytest.mark.slow),
+        pytest.param(0, [0, 0], id="0-threads", marks=pytest.mark.slow),
+        pytest.param(1, [0, 0], id="1-threads", marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_past_the_caches_arrives(nccl, monkeypatch, placement, reads):
+    monkeypatch.setenv("NCCLPY_HOST_READ_PEERS", str(reads))
+    processes = Processes()
+    try:
+        for count in (4_200_001, 8_400_000):  # a part of the result, and all of it, are 8 MiB and more
+            processes.run(nccl, 2, bodies.every_copy, [count], (INT8,), placement=placement)
+            processes.run(nccl, 2, bodies.large_sums, count, placement=placement)
+    finally:
+        processes.close()

@@ -194,7 +194,10 @@ CASES = [
     ),
     (
         "includes", NATIVE,
-        {"ncclpy/host/crew.hpp": '#include "stream.hpp"\n', "ncclpy/host/stream.hpp": '#include "crew.hpp"\n'},
+        {
+            "ncclpy/host/worker_pool.hpp": '#include "stream.hpp"\n',
+            "ncclpy/host/stream.hpp": '#include "worker_pool.hpp"\n',
+        },
         [],
     ),
     ("gil", {"ncclpy/a.pyx": f"def f():\n    with nogil:\n        g()\n        {QUERY}"}, {}, []),

@@ -288,10 +288,10 @@ void kernels() {
     const size_t element = size_of(ncclDataType_t(dtype)), count = words * 8 / element - 3;
     for (auto copy : copies) {
       for (const size_t ahead : {0, 5}) {  // elements, so that lines of the cache are met from both sides
-        const bool past_caches = ahead != 0;
+        const bool nontemporal = ahead != 0;
         std::vector<char> memory(words * 8 + 128, 'x');
         void* output = memory.data() + ahead * element;
-        copy({ncclDataType_t(dtype), op, 3, inputs, 1, &output, count, scalars, past_caches});
+        copy({ncclDataType_t(dtype), op, 3, inputs, 1, &output, count, scalars, nontemporal});
         CHECK(std::count(memory.begin(), memory.begin() + long(ahead * element), 'x') == long(ahead * element));
         CHECK(std::count(memory.end() - 64, memory.end(), 'x') == 64);
         std::vector<uint64_t> result(words);

@@ -12,7 +12,7 @@ from .source import Problem, sources
 #: Folders of C++ that are built and tested without Python.
 NATIVE = ("host", "bootstrap/native")
 #: A stream's tasks, the threads that run them and the graphs that record them are one unit in three files.
-ONE_UNIT = {"crew": "stream", "graph": "stream"}
+ONE_UNIT = {"worker_pool": "stream", "graph": "stream"}
 
 
 def check(root: Path) -> Iterator[Problem]:

@@ -17,14 +17,14 @@ class Worker {
  public:
   void add(std::function<void()> work) {
     std::lock_guard lock(mutex_);
-    if (!started_) start_thread("ncclpy-soon", [this] { live(); }).detach();
+    if (!started_) start_thread("ncclpy-soon", [this] { run(); }).detach();
     started_ = true;
     queue_.push_back(std::move(work));
     wake_.notify_one();
   }
 
  private:
-  void live() {
+  void run() {
     std::unique_lock lock(mutex_);
     for (;;) {
       wake_.wait(lock, [this] { return !queue_.empty(); });
@@ -57,11 +57,11 @@ void run_together(std::vector<std::function<void()>> works) {
   // Each may wait for the others: they begin when all have a thread, or not at all.
   enum { waiting, go, stop };
   std::atomic<int> begin{waiting};
-  Bell bell;
+  FutexEvent changed;
   std::vector<std::thread> threads;
   const auto release = [&](int how) {
     begin.store(how);
-    bell.ring();
+    changed.notify();
   };
   const auto join = [&] {
     for (std::thread& thread : threads) thread.join();
@@ -70,7 +70,7 @@ void run_together(std::vector<std::function<void()>> works) {
     threads.reserve(works.size());
     for (size_t i = 0; i + 1 < works.size(); i++) {
       threads.push_back(start_thread("ncclpy-job", [&, i] {
-        wait_until(bell, [&] { return begin.load() != waiting; });
+        wait_until(changed, [&] { return begin.load() != waiting; });
         if (begin.load() == go) works[i]();
       }));
     }

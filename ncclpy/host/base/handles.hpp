@@ -75,7 +75,7 @@ class HandleTable {
   static constexpr std::uint64_t generations = (std::uint64_t{1} << (56 - index_bits)) - 1;
 
   struct Slot {
-    BriefMutex<NCCLPY_LOCK_HANDLES> mutex;
+    SpinMutex<NCCLPY_LOCK_HANDLES> mutex;
     std::uint64_t generation = 0;
     std::shared_ptr<Object> object;
   };

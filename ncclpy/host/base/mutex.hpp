@@ -15,11 +15,11 @@
 namespace ncclpy::host {
 
 // For what is done in an instant, without a call that may wait: half of what the standard library's costs.
-class Brief {
+class SpinLock {
  public:
   void lock() {
-    for (int looks = 1; taken_.exchange(true, std::memory_order_acquire); ++looks) {
-      if (looks % 64 == 0) {
+    for (int polls = 1; taken_.exchange(true, std::memory_order_acquire); ++polls) {
+      if (polls % 64 == 0) {
         sched_yield();  // to who has it, perhaps
       } else {
         relax();
@@ -60,7 +60,7 @@ class Ordered : Base {
 template <ncclpy_lock place>
 using Mutex = Ordered<place, std::mutex>;
 template <ncclpy_lock place>
-using BriefMutex = Ordered<place, Brief>;
+using SpinMutex = Ordered<place, SpinLock>;
 template <ncclpy_lock place>
 using SharedMutex = Ordered<place, std::shared_mutex>;
 using Condition = std::condition_variable_any;
@@ -70,7 +70,7 @@ using Condition = std::condition_variable_any;
 template <ncclpy_lock>
 using Mutex = std::mutex;
 template <ncclpy_lock>
-using BriefMutex = Brief;
+using SpinMutex = SpinLock;
 template <ncclpy_lock>
 using SharedMutex = std::shared_mutex;
 using Condition = std::condition_variable;

@@ -56,7 +56,7 @@ inline void relax() {
 }
 
 // Has a cache line come that is soon written, so that whoever writes does not wait for it.
-inline void expect_writing([[maybe_unused]] const void* memory) {
+inline void prefetch_for_write([[maybe_unused]] const void* memory) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(memory)));
 #else

@@ -1,4 +1,4 @@
-// The futex behind Bell, and the cores of the ranks.
+// The futex behind FutexEvent, and the cores of the ranks.
 #include "wait.hpp"
 
 #include <chrono>
@@ -13,18 +13,18 @@
 namespace ncclpy::host {
 
 // Not FUTEX_PRIVATE: the same bell may be mapped at different addresses of several processes.
-void Bell::wake() { syscall(SYS_futex, &rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void FutexEvent::wake() { syscall(SYS_futex, &generation, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-void Bell::sleep(uint32_t seen) {
-  const double seconds = Interruption::patience();
+void FutexEvent::sleep(uint32_t seen) {
+  const double seconds = WaitControl::max_sleep();
   if (seconds < 0) {
-    syscall(SYS_futex, &rung, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+    syscall(SYS_futex, &generation, FUTEX_WAIT, seen, nullptr, nullptr, 0);
     return;
   }
-  timespec patience;  // relative, which futexes measure on the monotonic clock
-  patience.tv_sec = time_t(seconds);
-  patience.tv_nsec = long((seconds - double(patience.tv_sec)) * 1e9);
-  syscall(SYS_futex, &rung, FUTEX_WAIT, seen, &patience, nullptr, 0);
+  timespec timeout;  // relative, which futexes measure on the monotonic clock
+  timeout.tv_sec = time_t(seconds);
+  timeout.tv_nsec = long((seconds - double(timeout.tv_sec)) * 1e9);
+  syscall(SYS_futex, &generation, FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
 
 // A core that comes back later than this has been another rank's for an operation, or another program's.
@@ -54,7 +54,7 @@ cpu_set_t own_cores() {
 
 using CoresOf = std::function<const cpu_set_t&(int)>;
 
-// Whether more ranks than a set has cores have no other core. Asked of each rank's set and of all together: what launchers give
+// Whether more ranks than a set has cores have no other core. CompletionCallback of each rank's set and of all together: what launchers give
 // are sets that are apart, the same, or within each other.
 static bool are_too_many(const cpu_set_t& set, int ranks, const CoresOf& cores_of) {
   int within = 0;
@@ -79,13 +79,13 @@ static bool are_crowded(int ranks, const CoresOf& cores_of) {
 
 Spin::Spin(int ranks) {
   const cpu_set_t cores = own_cores();
-  looks_ = ranks <= CPU_COUNT(&cores) ? most : 0;
+  polls_ = ranks <= CPU_COUNT(&cores) ? most : 0;
 }
 
-void Spin::know(int ranks, const CoresOf& cores_of) {
+void Spin::set_cores(int ranks, const CoresOf& cores_of) {
   // The ranks of one process find the same, and the first may spin when the last one comes here.
   const bool crowded = are_crowded(ranks, cores_of);
-  if (crowded != is_crowded()) looks_.store(crowded ? 0 : most, std::memory_order_relaxed);
+  if (crowded != is_crowded()) polls_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }
 
 void Spin::yield() {

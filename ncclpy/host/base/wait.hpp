@@ -1,6 +1,6 @@
 // Waiting for another rank: a short spin while the answer is likely to be near, then sleep on a futex.
 //
-// A Bell lies beside the data that it announces, in shared or private memory. Who changes the data rings; who waits
+// A FutexEvent lies beside the data that it announces, in shared or private memory. Who changes the data rings; who waits
 // looks at the data again after every ring. Sleepers are counted so that a ring nobody hears costs no system call.
 #pragma once
 
@@ -12,29 +12,29 @@
 #include <cstdint>
 #include <functional>
 
-#include "interruption.hpp"
 #include "thread.hpp"
+#include "wait_control.hpp"
 
 namespace ncclpy::host {
 
-struct Bell {
-  std::atomic<uint32_t> rung{0};
-  std::atomic<uint32_t> sleepers{0};
+struct FutexEvent {
+  std::atomic<uint32_t> generation{0};
+  std::atomic<uint32_t> waiters{0};
 
-  void ring() {
+  void notify() {
     // Both sides have a fence: either the ringer sees the sleeper, or the sleeper sees the new data. While nobody sleeps,
     // a bell is only read, so that its cache line need not travel.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    ring_behind_fence();
+    notify_after_fence();
   }
   // The same for who has had one behind the change.
-  void ring_behind_fence() {
-    if (sleepers.load(std::memory_order_relaxed) == 0) return;
-    rung.fetch_add(1, std::memory_order_seq_cst);
+  void notify_after_fence() {
+    if (waiters.load(std::memory_order_relaxed) == 0) return;
+    generation.fetch_add(1, std::memory_order_seq_cst);
     wake();
   }
   void wake();
-  // Until the next ring, or until the thread's own Interruption is due.
+  // Until the next ring, or until the thread's own WaitControl is due.
   void sleep(uint32_t seen);
 };
 
@@ -53,25 +53,25 @@ class Spin {
   // have this thread's cores.
   explicit Spin(int ranks);
   // The cores that each of the ranks may use: launchers may give each a core of its own.
-  void know(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
+  void set_cores(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
 
   // Whether `done()` has become true.
   template <class Done>
   bool until(Done done) {
-    const int looks = looks_.load(std::memory_order_relaxed);
-    for (int i = 0; i < looks; i++) {
+    const int polls = polls_.load(std::memory_order_relaxed);
+    for (int i = 0; i < polls; i++) {
       if (done()) {
-        if (i > 0) note_hit(looks);
+        if (i > 0) note_hit(polls);
         return true;
       }
       for (int k = 0; k < 4; k++) relax();
     }
-    if (looks > fewest) looks_.store(looks / 2, std::memory_order_relaxed);
+    if (polls > fewest) polls_.store(polls / 2, std::memory_order_relaxed);
     return false;
   }
 
   // Whether there are more ranks than cores.
-  bool is_crowded() const { return looks_.load(std::memory_order_relaxed) == 0; }
+  bool is_crowded() const { return polls_.load(std::memory_order_relaxed) == 0; }
   // Give the core away, or go to another one.
   void yield();
 
@@ -79,14 +79,14 @@ class Spin {
   static constexpr int fewest = 16, most = 1024;
   static constexpr int few_late = 2, many_late = 256;
 
-  void note_hit(int looks) {
-    looks_.store(std::min(2 * looks, most), std::memory_order_relaxed);
+  void note_hit(int polls) {
+    polls_.store(std::min(2 * polls, most), std::memory_order_relaxed);
     if (late_.load(std::memory_order_relaxed) == 0) return;
     late_.store(0, std::memory_order_relaxed);
     late_needed_.store(few_late, std::memory_order_relaxed);
   }
 
-  std::atomic<int> looks_;
+  std::atomic<int> polls_;
   std::atomic<int> late_{0};                // how often the core came back late since a look was last in time
   std::atomic<int> late_needed_{few_late};  // to go
 };
@@ -100,45 +100,45 @@ constexpr std::chrono::microseconds yield_for{300};
 
 // Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
 template <class Done>
-void sleep_until(Bell& bell, Done done) {
+void sleep_until(FutexEvent& changed, Done done) {
   // `done` may do work and report that: a true answer counts, and is not asked for again.
   bool answer = done();
   while (!answer) {
-    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = bell.rung.load(std::memory_order_seq_cst);
+    changed.waiters.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = changed.generation.load(std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     answer = done();
-    if (!answer) bell.sleep(seen);
-    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (!answer) changed.sleep(seen);
+    changed.waiters.fetch_sub(1, std::memory_order_seq_cst);
     if (!answer) answer = done();
-    if (!answer) Interruption::attend();
+    if (!answer) WaitControl::poll();
   }
 }
 
 // The same, after giving the core away: that lets a rank run that shares it, and a sleep costs two system calls and a
 // wake-up.
 template <class Done>
-void wait_until(Bell& bell, Done done) {
+void wait_until(FutexEvent& changed, Done done) {
   for (int i = 0; i < yields; i++) {
     if (done()) return;
     sched_yield();
   }
-  sleep_until(bell, done);
+  sleep_until(changed, done);
 }
 
 // The same, after spinning.
 template <class Done>
-void wait_until(Bell& bell, Spin& spin, Done done) {
+void wait_until(FutexEvent& changed, Spin& spin, Done done) {
   if (spin.until(done)) return;
   const auto until = std::chrono::steady_clock::now() + (spin.is_crowded() ? std::chrono::microseconds(0) : yield_for);
   for (int i = 1;; i++) {
     if (done()) return;
     spin.yield();
     if (i % 16 != 0) continue;
-    Interruption::attend();  // others may keep the core for long
+    WaitControl::poll();  // others may keep the core for long
     if (i >= yields && std::chrono::steady_clock::now() >= until) break;
   }
-  sleep_until(bell, done);
+  sleep_until(changed, done);
 }
 
 }  // namespace ncclpy::host

@@ -3,10 +3,10 @@
 
 #include "call.hpp"
 #include "driver/device.hpp"
-#include "faults/ends.hpp"
 #include "faults/fault.hpp"
-#include "launch/claimed.hpp"
+#include "faults/strict_ends.hpp"
 #include "launch/group.hpp"
+#include "launch/launch_memory_use.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -27,7 +27,7 @@ ncclResult_t free_memory_at(void* pointer) {
   NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemFree"));
   if (checks && pointer != nullptr) {
     const Allocation known = allocation_of(pointer);
-    const std::string needed = known.base == pointer ? Claim::on(known, false) : "";
+    const std::string needed = known.base == pointer ? MemoryUse::conflict(known, false) : "";
     if (!needed.empty()) return fail(ncclInvalidUsage, "ncclMemFree : %s", needed.c_str());
   }
   if (pointer != nullptr && !deallocate(pointer))
@@ -62,7 +62,7 @@ ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void
                 bytes, buffer, known.bytes, known.base);
   }
   static std::atomic<uintptr_t> next{1};
-  Registration made = {buffer, bytes, checks ? claim_registered(*comm, buffer, bytes, function) : nullptr};
+  Registration made = {buffer, bytes, checks ? registered_memory_use(*comm, buffer, bytes, function) : nullptr};
   std::lock_guard lock(comm->mutex);
   if (checks) NCCLPY_TRY(check_once(*comm, function, {buffer, bytes}));
   *registration = reinterpret_cast<void*>(next.fetch_add(1));
@@ -75,7 +75,7 @@ ncclResult_t deregister_buffer(ncclComm_t handle, void* registration) {
   NCCLPY_TRY(find_comm(handle, "ncclCommDeregister", &comm));
   if (registration == nullptr) return ncclSuccess;
   std::lock_guard lock(comm->mutex);
-  check_request(*comm);
+  check_deregister(*comm);
   if (comm->registrations.erase(registration) == 0)
     return fail(ncclInvalidUsage, "Deregister: Could not find handle %p", registration);
   return ncclSuccess;

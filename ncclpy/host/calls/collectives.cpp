@@ -3,7 +3,7 @@
 
 #include "call.hpp"
 #include "coll_config.hpp"
-#include "driver/claims.hpp"
+#include "driver/memory_use.hpp"
 #include "launch/group.hpp"
 
 namespace ncclpy::host {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "call.hpp"
-#include "comm/missing.hpp"
+#include "comm/stragglers.hpp"
 #include "config.hpp"
 #include "driver/device.hpp"
 #include "faults/fault.hpp"
@@ -67,9 +67,9 @@ void find_place(const std::vector<Membership>& all, int me, int* rank, int* nran
 
 // The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
 ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key,
-                           uint64_t deed) {
+                           uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
-  const Making making(*parent, deed);
+  const ControlCallScope scope(*parent, call);
   const Membership mine = {color, key};
   std::vector<Membership> all(size_t(parent->nranks));
   NCCLPY_TRY(exchange(*parent, &mine, sizeof mine, all.data()));
@@ -83,13 +83,13 @@ ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::share
   std::vector<ncclUniqueId> ids(size_t(parent->nranks));
   ncclResult_t result = exchange(*parent, &id, sizeof id, ids.data());
   if (result == ncclSuccess) result = made;
-  if (result == ncclSuccess && child != nullptr) result = meet(child, nranks, rank, ids[size_t(leader)]);
+  if (result == ncclSuccess && child != nullptr) result = join_communicator(child, nranks, rank, ids[size_t(leader)]);
   if (result == ncclSuccess) return result;
   if (leader == parent->rank) withdraw_unique_id(id);
   // What failed may be the consequence of a death: that is what to report, on the parent.
-  const int dead = parent->segment->take_pulses();
+  const int dead = parent->segment->find_dead_ranks();
   if (dead < 0) return result;
-  parent->lose(dead);
+  parent->mark_lost(dead);
   return parent->stop_reason("a split");
 }
 
@@ -102,10 +102,10 @@ ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, c
   std::shared_ptr<Comm> child;
   if (color != NCCL_SPLIT_NOCOLOR) {
     NCCLPY_TRY(make_child(parent, config, &child));
-    if (parent->config.splitShare == 1) child->share_fate(parent);
+    if (parent->config.splitShare == 1) child->share_abort(parent);
   }
-  const uint64_t deed = parent->note_call(Deed::split);
-  return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key, deed); });
+  const uint64_t call = parent->note_call(CallKind::split);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key, call); });
 }
 
 // The survivors in the order of their ranks, as the new communicator numbers them.
@@ -138,18 +138,18 @@ uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
 
 // The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
 ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
-                            const std::vector<int>& survivors, uint64_t deed) {
+                            const std::vector<int>& survivors, uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
-  const Making making(*parent, deed);
+  const ControlCallScope scope(*parent, call);
   const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
   Segment& segment = *parent->segment;
-  Notice& board = segment.slot(survivors[0]).notice;
+  ShrinkBoard& board = segment.slot(survivors[0]).shrink;
   const bool leads = survivors[0] == parent->rank;
   if (leads) {
     const ncclResult_t made = create_unique_id(&board.id);
     if (made != ncclSuccess) memset(&board.id, 0, sizeof board.id);  // an id that leads nowhere tells the others
     board.key.store(key, std::memory_order_release);
-    segment.header().bell.ring();
+    segment.header().changed.notify();
     NCCLPY_TRY(made);
   }
   int dead = -1;
@@ -159,9 +159,9 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   };
   auto posted = [&] { return board.key.load(std::memory_order_acquire) == key; };
   {
-    Awaited awaited(*parent, control_side);
-    if (!leads) awaited.tell({survivors[0]});
-    wait_until(segment.header().bell, [&] { return posted() || child->health.stopped() || someone_died(); });
+    AwaitedRanks awaited(*parent, control_side);
+    if (!leads) awaited.set({survivors[0]});
+    wait_until(segment.header().changed, [&] { return posted() || child->health.stopped() || someone_died(); });
   }
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
@@ -170,7 +170,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
-  const ncclResult_t result = meet(child, int(survivors.size()), rank, id);
+  const ncclResult_t result = join_communicator(child, int(survivors.size()), rank, id);
   if (leads) {
     // After a failure the board stays: whoever comes later finds an id that was given up, and need not wait.
     if (result != ncclSuccess) withdraw_unique_id(id);
@@ -192,16 +192,16 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   NCCLPY_TRY(survivors_of(*parent, excluded, count, &survivors));
   if ((flags & NCCL_SHRINK_ABORT) != 0) {
     parent->revoke();
-    parent->health.forgive();
+    parent->health.clear_remote_error();
   }
   NCCLPY_TRY(parent->health.ensure_ready());
   *newcomm = nullptr;
   std::shared_ptr<Comm> child;
   NCCLPY_TRY(make_child(parent, config, &child));
-  if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_fate(parent);
-  child->health.sheds_dead = true;
-  const uint64_t deed = parent->note_call(Deed::shrink);
-  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, deed); });
+  if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_abort(parent);
+  child->health.ignores_dead_ranks = true;
+  const uint64_t call = parent->note_call(CallKind::shrink);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, call); });
 }
 
 // One rank of the parent makes the id; all of its ranks find it in the segment, the new ones are told by the program.
@@ -222,18 +222,18 @@ ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   board.published.store(made == ncclSuccess ? published + 2 : published, std::memory_order_release);
   NCCLPY_TRY(made);
   *id = board.id;
-  comm->segment->header().bell.ring();
+  comm->segment->header().changed.notify();
   return ncclSuccess;
 }
 
-ncclResult_t take_grow_id(Comm& parent, uint64_t deed, ncclUniqueId* id) {
+ncclResult_t take_grow_id(Comm& parent, uint64_t call, ncclUniqueId* id) {
   std::lock_guard one_at_a_time(parent.control);
-  const Making making(parent, deed);
+  const ControlCallScope scope(parent, call);
   Segment& segment = *parent.segment;
   GrowBoard& board = segment.header().grow;
   const uint64_t mine = 2 * ++parent.grown;
   auto published = [&] { return board.published.load(std::memory_order_acquire) >= mine; };
-  wait_until(segment.header().bell, [&] { return published() || parent.health.stopped(); });
+  wait_until(segment.header().changed, [&] { return published() || parent.health.stopped(); });
   if (!published()) {
     parent.grown--;
     return parent.stop_reason("the id of ncclCommGrow, which one rank makes with ncclCommGetUniqueId");
@@ -281,24 +281,24 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
   *newcomm = add_handle(grown);
   const ncclResult_t fault = parent != nullptr ? ncclSuccess : fault_at_call(grown.get(), rank, "ncclCommGrow");
   if (fault != ncclSuccess) {
-    give_up(grown, newcomm);
+    drop_handle(grown, newcomm);
     return fault;
   }
-  const uint64_t deed = parent != nullptr ? parent->note_call(Deed::grow) : 0;
+  const uint64_t call = parent != nullptr ? parent->note_call(CallKind::grow) : 0;
   Job job;
   job.comm = grown;
   job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {
     ncclUniqueId meeting = given;
-    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, deed, &meeting);
-    if (result == ncclSuccess) result = meet(grown, nranks, grown->rank, meeting);
+    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, call, &meeting);
+    if (result == ncclSuccess) result = join_communicator(grown, nranks, grown->rank, meeting);
     if (result == ncclSuccess) {
       grown->health.follow(nullptr);
       grown->parent.reset();
     }
-    else if (grown->blocking()) give_up(grown, newcomm);
+    else if (grown->blocking()) drop_handle(grown, newcomm);
     return result;
   };
-  job.drop = [grown, newcomm] { give_up(grown, newcomm); };
+  job.drop = [grown, newcomm] { drop_handle(grown, newcomm); };
   return submit(std::move(job));
 }
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/missing.hpp"
+#include "comm/stragglers.hpp"
 #include "driver/memory.hpp"
 #include "faults/fault.hpp"
 #include "launch/group.hpp"
@@ -15,7 +15,7 @@ using namespace ncclpy::host;
 namespace {
 
 // Who looks at a rank's part of a window: as long as this is there, it may look.
-struct Look {
+struct WindowHold {
   std::shared_ptr<Window> window;  // with the mappings of other processes' memory
   std::shared_ptr<void> memory;    // of ncclMemAlloc, of this process
 };
@@ -45,18 +45,18 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void)
 // Keeps what ncclGetPeerDevicePointer says of a rank where it is, until ncclpyHostLetWindowGo: also once the window is
 // deregistered, and, of a rank of this process, once ncclMemFree was called. NULL if there is no such window or rank.
 __attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t handle, int rank) {
-  Look* look = nullptr;
+  WindowHold* hold = nullptr;
   guarded("ncclpyHostHoldWindow", [&] {
     const std::shared_ptr<Window> window = window_behind(handle);
     if (window == nullptr || rank < 0 || size_t(rank) >= window->parts.size()) return ncclSuccess;
     const Window::Part& part = window->parts[size_t(rank)];
-    look = new Look{window, part.mapping != nullptr ? nullptr : hold_allocation(part.base)};
+    hold = new WindowHold{window, part.mapping != nullptr ? nullptr : hold_allocation(part.base)};
     return ncclSuccess;
   });
-  return look;
+  return hold;
 }
 
-__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* look) { delete static_cast<Look*>(look); }
+__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* hold) { delete static_cast<WindowHold*>(hold); }
 
 // Writes who has come to what `comm` waits for, and who has not, as far as `size` bytes hold it with a zero at the end;
 // returns the length of the whole text, 0 if nothing is waited for. Never waits, also while other threads are stuck in
@@ -67,7 +67,7 @@ __attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t 
   guarded("ncclpyHostWhoIsMissing", [&] {
     std::shared_ptr<Comm> comm;
     NCCLPY_TRY(look_up(handle, "ncclpyHostWhoIsMissing", &comm));
-    text = who_is_missing(*comm);
+    text = straggler_report(*comm);
     return ncclSuccess;
   });
   set_last_error(before);

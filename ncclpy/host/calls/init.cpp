@@ -5,8 +5,8 @@
 
 #include "config.hpp"
 #include "driver/device.hpp"
-#include "faults/ends.hpp"
 #include "faults/fault.hpp"
+#include "faults/strict_ends.hpp"
 #include "launch/group.hpp"
 #include "segment/watch.hpp"
 
@@ -43,16 +43,16 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
     std::lock_guard lock(segment->mutex);
     // One that was never complete, or that is destroyed twice in a group, must not count for another.
     if (!std::exchange(comm->counted, false)) return;
-    if (++segment->local_gone < segment->local.size()) return;
+    if (++segment->local_departed < segment->local.size()) return;
     all.swap(segment->local);
-    segment->local_gone = 0;
+    segment->local_departed = 0;
   }
-  if (all.size() == 1) check_end(*comm);
+  if (all.size() == 1) check_destroy(*comm);
   if (!wait) return;
   for (const auto& one : all) one->queue.drain();
 }
 
-ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
+ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
   comm->nranks = nranks;
   // A communicator that already has a handle knows its rank, which other threads may be reading.
   if (comm->rank != rank) comm->rank = rank;
@@ -60,12 +60,12 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
   comm->set_segment(segment);
   try {
-    wait_until(segment->header().bell, [&] {
-      watch_others(segment, break_comms);
+    wait_until(segment->header().changed, [&] {
+      watch_others(segment, mark_comms_lost);
       return segment->complete() || comm->health.stopped() || segment->first_dead() >= 0;
     });
   } catch (...) {  // no thread to watch with: the others must not count on this rank
-    segment->bury(rank);
+    segment->mark_dead(rank);
     segment->end_meeting();
     throw;
   }
@@ -76,20 +76,20 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
         "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had come";
     return comm->stop_reason(others.c_str());
   }
-  segment->know_cores();
+  segment->find_cores();
   const ncclResult_t different = check_duplicates(*segment);
   if (different != ncclSuccess) {
-    segment->slot(rank).left.store(1);
+    segment->slot(rank).closed.store(1);
     return different;
   }
   enter_segment(comm);
   if (comm->health.aborted()) depart(comm, false);  // perhaps before it was there to depart from
-  if (segment->first_dead() >= 0) comm->lose(segment->first_dead());
+  if (segment->first_dead() >= 0) comm->mark_lost(segment->first_dead());
   comm->health.set_initialised();
   return ncclSuccess;
 }
 
-void give_up(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm) {
+void drop_handle(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm) {
   remove_handle(comm->handle);
   *newcomm = nullptr;
 }
@@ -113,7 +113,7 @@ ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, in
   *newcomm = add_handle(comm);
   const ncclResult_t fault = fault_at_call(comm.get(), rank, function);
   if (fault != ncclSuccess) {
-    give_up(comm, newcomm);
+    drop_handle(comm, newcomm);
     return fault;
   }
   Job job;
@@ -121,12 +121,12 @@ ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, in
   // One id is enough for all ranks of a machine; NCCL spreads them over as many as it is given. The ranks agree on the
   // order of the ids, so they meet at the first, and the others have served as well.
   job.run = [comm, newcomm, nranks, rank, given = std::vector<ncclUniqueId>(ids, ids + nids)] {
-    const ncclResult_t result = meet(comm, nranks, rank, given[0]);
+    const ncclResult_t result = join_communicator(comm, nranks, rank, given[0]);
     for (size_t i = 1; result == ncclSuccess && i < given.size(); i++) withdraw_unique_id(given[i]);
-    if (result != ncclSuccess && comm->blocking()) give_up(comm, newcomm);
+    if (result != ncclSuccess && comm->blocking()) drop_handle(comm, newcomm);
     return result;
   };
-  job.drop = [comm, newcomm] { give_up(comm, newcomm); };
+  job.drop = [comm, newcomm] { drop_handle(comm, newcomm); };
   return submit(std::move(job));
 }
 

@@ -1,7 +1,7 @@
 // The end of communicators, and what can be asked of them.
 #include "call.hpp"
-#include "driver/claims.hpp"
-#include "faults/ends.hpp"
+#include "driver/memory_use.hpp"
+#include "faults/strict_ends.hpp"
 #include "init.hpp"
 #include "launch/group.hpp"
 #include "window.hpp"
@@ -10,11 +10,11 @@ namespace ncclpy::host {
 namespace {
 
 // It is gone: what it had registered may be given back.
-void let_memory_go(Comm& comm) {
+void release_memory_use(Comm& comm) {
   if (!checks) return;
   std::lock_guard lock(comm.mutex);
-  for (auto& [handle, registration] : comm.registrations) registration.claim.reset();
-  for (auto& [handle, window] : comm.windows) window->claim.reset();
+  for (auto& [handle, registration] : comm.registrations) registration.memory_use.reset();
+  for (auto& [handle, window] : comm.windows) window->memory_use.reset();
 }
 
 void disconnect(Comm& comm) {
@@ -42,7 +42,7 @@ ncclResult_t finalize(ncclComm_t handle) {
       set_last_error(comm->health.async_text());
       return met;
     }
-    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
+    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).closed.store(1);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -59,8 +59,8 @@ ncclResult_t destroy(ncclComm_t handle) {
   job.run = [comm] {
     remove_handle(comm->handle);
     depart(comm, true);
-    let_memory_go(*comm);
-    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
+    release_memory_use(*comm);
+    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).closed.store(1);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -97,10 +97,10 @@ ncclResult_t abort(ncclComm_t handle) {
   comm->abort();
   close_parts(*comm);
   depart(comm, false);
-  let_memory_go(*comm);
+  release_memory_use(*comm);
   // If it ends because of another rank's death, the end of its process is no news.
   const auto segment = comm->shared_segment();
-  if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).left.store(1);
+  if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).closed.store(1);
   return ncclSuccess;
 }
 

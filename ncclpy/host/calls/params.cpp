@@ -9,11 +9,11 @@
 #include <string_view>
 #include <vector>
 
-#include "driver/claims.hpp"
 #include "driver/device.hpp"
-#include "faults/ends.hpp"
+#include "driver/memory_use.hpp"
+#include "faults/strict_ends.hpp"
 #include "launch/group.hpp"
-#include "segment/corruption.hpp"
+#include "segment/abort_corruption.hpp"
 #include "transports/collective.hpp"
 #include "transports/peer_memory.hpp"
 

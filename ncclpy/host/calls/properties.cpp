@@ -49,9 +49,9 @@ ncclTeam_t team_of(ncclComm_t handle, const char* function, Team team) {
   return made;
 }
 
-ncclTeam_t everyone(const Comm& comm) { return {comm.nranks, comm.rank, 1}; }
+ncclTeam_t world_team(const Comm& comm) { return {comm.nranks, comm.rank, 1}; }
 
-ncclTeam_t alone(const Comm&) { return {1, 0, 1}; }
+ncclTeam_t single_team(const Comm&) { return {1, 0, 1}; }
 
 // A team holds every stride-th rank around its own member `team.rank`, which is the caller.
 int rank_in_world(ncclComm_t handle, const char* function, ncclTeam_t team, int rank) {
@@ -74,17 +74,17 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* out)
   return guarded("ncclCommQueryProperties", [&] { return properties(comm, out); });
 }
 
-ncclTeam_t ncclTeamWorld(ncclComm_t comm) { return team_of(comm, "ncclTeamWorld", everyone); }
+ncclTeam_t ncclTeamWorld(ncclComm_t comm) { return team_of(comm, "ncclTeamWorld", world_team); }
 
-ncclTeam_t ncclTeamLsa(ncclComm_t comm) { return team_of(comm, "ncclTeamLsa", everyone); }
+ncclTeam_t ncclTeamLsa(ncclComm_t comm) { return team_of(comm, "ncclTeamLsa", world_team); }
 
 ncclTeam_t ncclTeamRail(ncclComm_t comm) {
   return team_of(comm, "ncclTeamRail", [](const Comm& c) { return ncclTeam_t{1, 0, c.nranks}; });
 }
 
-ncclTeam_t ncclTeamCft(ncclComm_t comm, ncclCftTeamMode_t) { return team_of(comm, "ncclTeamCft", alone); }
+ncclTeam_t ncclTeamCft(ncclComm_t comm, ncclCftTeamMode_t) { return team_of(comm, "ncclTeamCft", single_team); }
 
-ncclTeam_t ncclTeamCftMultimem(ncclComm_t comm) { return team_of(comm, "ncclTeamCftMultimem", alone); }
+ncclTeam_t ncclTeamCftMultimem(ncclComm_t comm) { return team_of(comm, "ncclTeamCftMultimem", single_team); }
 
 int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int rank) {
   return rank_in_world(comm, "ncclTeamRankToWorld", team, rank);

@@ -1,6 +1,6 @@
 // Suspending a communicator: the memory through which its data pass goes back to the system until it is resumed.
 #include "call.hpp"
-#include "comm/missing.hpp"
+#include "comm/stragglers.hpp"
 #include "launch/group.hpp"
 #include "transports/collective.hpp"
 
@@ -8,13 +8,13 @@ namespace ncclpy::host {
 namespace {
 
 // All ranks wait for each other here: nobody reads what one of them gives back.
-ncclResult_t meet_all(Comm& comm, uint64_t deed) {
+ncclResult_t meet_all(Comm& comm, uint64_t call) {
   std::lock_guard one_at_a_time(comm.control);
-  const Making making(comm, deed);
+  const ControlCallScope scope(comm, call);
   // What was revoked is read by nobody any more.
   if (!comm.health.revoked()) {
     // What has stopped may still be about to leave the rendezvous.
-    if (comm.health.stopped() || await_all_passed(comm) != Passage::open) return comm.stop_reason("the other ranks");
+    if (comm.health.stopped() || await_all_passed(comm) != WaitResult::ok) return comm.stop_reason("the other ranks");
   }
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));
@@ -28,12 +28,12 @@ ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int 
   if ((flags & NCCL_SUSPEND_MEM) == 0) return ncclSuccess;
   Job job;
   job.comm = comm;
-  job.run = [comm, function, suspends, deed = comm->note_call(suspends ? Deed::suspend : Deed::resume)] {
+  job.run = [comm, function, suspends, call = comm->note_call(suspends ? CallKind::suspend : CallKind::resume)] {
     if (comm->health.suspended() == suspends) {
       return fail(ncclInvalidUsage, "%s : communicator is %s suspended", function, suspends ? "already" : "not");
     }
     comm->queue.drain();
-    NCCLPY_TRY(meet_all(*comm, deed));
+    NCCLPY_TRY(meet_all(*comm, call));
     if (suspends) comm->segment->release_buffers(comm->rank);
     comm->health.set_suspended(suspends);
     return ncclSuccess;

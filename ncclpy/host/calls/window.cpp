@@ -17,10 +17,10 @@
 #include <utility>
 
 #include "call.hpp"
-#include "comm/missing.hpp"
+#include "comm/stragglers.hpp"
 #include "driver/memory.hpp"
-#include "launch/claimed.hpp"
 #include "launch/group.hpp"
+#include "launch/launch_memory_use.hpp"
 #include "transports/collective.hpp"
 
 namespace ncclpy::host {
@@ -171,9 +171,9 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 }
 
 // Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
-ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
+ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t call, ncclWindow_t* out) {
   std::lock_guard one_at_a_time(comm.control);
-  const Making making(comm, deed);
+  const ControlCallScope scope(comm, call);
   const auto gate = std::make_shared<PutGate>();
   const Offer mine = offer_of(memory, bytes, flags, add_gate(gate));
   std::vector<Offer> offers(size_t(comm.nranks));
@@ -190,7 +190,7 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
   for (int r = 0; r < comm.nranks; r++) {
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
   }
-  if (checks) window->claim = claim_registered(comm, memory, bytes, "ncclCommWindowRegister");
+  if (checks) window->memory_use = registered_memory_use(comm, memory, bytes, "ncclCommWindowRegister");
   const ncclWindow_t handle = add_window(window);
   std::lock_guard lock(comm.mutex);
   comm.windows[handle] = window;
@@ -216,8 +216,8 @@ ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, nccl
   NCCLPY_TRY(comm->health.ensure_ready());
   Job job;
   job.comm = comm;
-  const uint64_t deed = comm->note_call(Deed::register_window);
-  job.run = [=] { return make(*comm, static_cast<char*>(memory), bytes, flags, deed, window); };
+  const uint64_t call = comm->note_call(CallKind::register_window);
+  job.run = [=] { return make(*comm, static_cast<char*>(memory), bytes, flags, call, window); };
   return submit(std::move(job));
 }
 
@@ -239,7 +239,7 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
     const auto entry = comm->windows.find(window);
     if (entry == comm->windows.end()) return ncclSuccess;
     entry->second->parts[size_t(comm->rank)].gate->close();
-    entry->second->claim.reset();  // who looks at a part keeps the window, not the registration
+    entry->second->memory_use.reset();  // who looks at a part keeps the window, not the registration
     gone = std::move(entry->second);
     comm->windows.erase(entry);
     return ncclSuccess;

@@ -23,7 +23,7 @@ struct Window {
 
   void* user = nullptr;
   int flags = 0;
-  std::shared_ptr<const Claim> claim;  // with checks, on this rank's memory
+  std::shared_ptr<const MemoryUse> memory_use;  // with checks, on this rank's memory
   std::vector<Part> parts;
 };
 

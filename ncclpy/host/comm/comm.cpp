@@ -60,7 +60,7 @@ void Comm::set_segment(std::shared_ptr<Segment> joined) {
   std::lock_guard lock(mutex);
   segment = std::move(joined);
   rendezvous.join(*segment, rank);
-  health.listen(&segment->header().disagreement);
+  health.observe(&segment->header().disagreement);
 }
 
 std::shared_ptr<Segment> Comm::shared_segment() {
@@ -68,40 +68,40 @@ std::shared_ptr<Segment> Comm::shared_segment() {
   return segment;
 }
 
-void Comm::ring() {
-  queue.bell.ring();
+void Comm::notify_waiters() {
+  queue.changed.notify();
   std::vector<std::shared_ptr<Comm>> children;
   {
     std::lock_guard lock(mutex);
     if (segment != nullptr) {
-      segment->header().bell.ring();
-      segment->slot(rank).bell.ring();
+      segment->header().changed.notify();
+      segment->slot(rank).changed.notify();
     }
     for (const auto& child : children_) {
       if (auto alive = child.lock()) children.push_back(std::move(alive));
     }
   }
-  for (const auto& child : children) child->ring();
+  for (const auto& child : children) child->notify_waiters();
 }
 
-void Comm::share_fate(const std::shared_ptr<Comm>& other) {
-  health.share_fate(other->health);
-  Fate& fate = health.fate();
-  std::lock_guard lock(fate.mutex);
-  auto& members = fate.members;
+void Comm::share_abort(const std::shared_ptr<Comm>& other) {
+  health.share_abort(other->health);
+  SharedAbort& shared_abort = health.shared_abort();
+  std::lock_guard lock(shared_abort.mutex);
+  auto& members = shared_abort.members;
   members.erase(std::remove_if(members.begin(), members.end(), [](const auto& one) { return one.expired(); }),
                 members.end());
   members.push_back(weak_from_this());
   members.push_back(other);
 }
 
-uint64_t Comm::note_call(Deed deed) {
-  const uint64_t word = packed(deed, calls_[size_t(deed)].fetch_add(1, std::memory_order_relaxed) + 1);
-  segment->slot(rank).called.store(word, std::memory_order_relaxed);
+uint64_t Comm::note_call(CallKind kind) {
+  const uint64_t word = call_word(kind, calls_[size_t(kind)].fetch_add(1, std::memory_order_relaxed) + 1);
+  segment->slot(rank).last_call.store(word, std::memory_order_relaxed);
   return word;
 }
 
-void Comm::await(Side side, std::vector<int> ranks) {
+void Comm::set_awaited(Side side, std::vector<int> ranks) {
   std::lock_guard lock(awaited_mutex_);
   awaited_[side] = std::move(ranks);
 }
@@ -111,7 +111,7 @@ std::vector<int> Comm::awaited(Side side) {
   return awaited_[side];
 }
 
-std::vector<std::shared_ptr<Comm>> Comm::unborn() {
+std::vector<std::shared_ptr<Comm>> Comm::initialising_children() {
   std::vector<std::shared_ptr<Comm>> found;
   std::lock_guard lock(mutex);
   for (const auto& known : children_) {
@@ -125,24 +125,24 @@ void Comm::abort() {
   health.set_aborted();
   std::vector<std::weak_ptr<Comm>> members;
   {
-    std::lock_guard lock(health.fate().mutex);
-    members = health.fate().members;
+    std::lock_guard lock(health.shared_abort().mutex);
+    members = health.shared_abort().members;
   }
   for (const auto& member : members) {
-    if (const auto alive = member.lock(); alive != nullptr && alive.get() != this) alive->ring();
+    if (const auto alive = member.lock(); alive != nullptr && alive.get() != this) alive->notify_waiters();
   }
   if (const auto met = shared_segment()) met->slot(rank).aborted.store(1, std::memory_order_release);
-  ring();
+  notify_waiters();
   queue.await_all();
-  rendezvous.take_back();
+  rendezvous.withdraw_record();
 }
 
 void Comm::revoke() {
   if (const auto met = shared_segment()) met->slot(rank).revoked.store(1, std::memory_order_release);
   health.set_revoked();
-  ring();
+  notify_waiters();
   queue.await_launches();
-  rendezvous.take_back();
+  rendezvous.withdraw_record();
 }
 
 std::string death_notice(Segment& segment, int rank) {
@@ -152,8 +152,8 @@ std::string death_notice(Segment& segment, int rank) {
          ", has ended without destroying its communicator";
 }
 
-void Comm::lose(int dead_rank) {
-  if (health.set_lost(death_notice(*shared_segment(), dead_rank))) ring();
+void Comm::mark_lost(int dead_rank) {
+  if (health.set_lost(death_notice(*shared_segment(), dead_rank))) notify_waiters();
 }
 
 ncclResult_t Comm::stop_reason(const char* waited_for) {
@@ -168,13 +168,13 @@ ncclResult_t Comm::stop_reason(const char* waited_for) {
   return fail(ncclRemoteError, "%s", death_notice(*met, met->first_dead()).c_str());
 }
 
-void break_comms(Segment& segment, int dead_rank) {
+void mark_comms_lost(Segment& segment, int dead_rank) {
   std::vector<std::shared_ptr<Comm>> all;
   {
     std::lock_guard lock(segment.mutex);
     all = segment.local;
   }
-  for (const auto& comm : all) comm->lose(dead_rank);
+  for (const auto& comm : all) comm->mark_lost(dead_rank);
 }
 
 }  // namespace ncclpy::host

@@ -17,20 +17,20 @@
 #include "health.hpp"
 #include "queue.hpp"
 #include "rendezvous.hpp"
-#include "segment/deed.hpp"
+#include "segment/call_kind.hpp"
 #include "segment/segment.hpp"
-#include "ways.hpp"
+#include "transfer_tuner.hpp"
 
 namespace ncclpy::host {
 
-class Claim;
+class MemoryUse;
 struct Window;
 
 // A buffer that is registered.
 struct Registration {
   const void* memory;
   size_t bytes;
-  std::shared_ptr<const Claim> claim;  // with checks
+  std::shared_ptr<const MemoryUse> memory_use;  // with checks
 };
 
 // A PreMulSum operator: the scalar, or where it lies.
@@ -62,23 +62,23 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Ends every wait of this rank. Waits until none of its operations touches memory any more.
   void abort();
   // A rank is dead: ends every wait as well, and is what the communicator reports from now on.
-  void lose(int dead_rank);
+  void mark_lost(int dead_rank);
   // Ends the operations, for good; what waits for other ranks otherwise goes on. As abort(), waits until none of them
   // touches memory any more.
   void revoke();
   // From now on, and before anything was issued, an abort of `other` ends this one as well, and the other way round.
-  void share_fate(const std::shared_ptr<Comm>& other);
+  void share_abort(const std::shared_ptr<Comm>& other);
   // Why a wait has ended early, as an error of the calling thread.
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
 
   // A call is made: the word for it, which everybody can see from now on.
-  uint64_t note_call(Deed deed);
-  // For missing.hpp: the ranks that are waited for, and the children whose initialisation is under way.
-  void await(Side side, std::vector<int> ranks);
+  uint64_t note_call(CallKind kind);
+  // For stragglers.hpp: the ranks that are waited for, and the children whose initialisation is under way.
+  void set_awaited(Side side, std::vector<int> ranks);
   std::vector<int> awaited(Side side);
-  std::vector<std::shared_ptr<Comm>> unborn();
+  std::vector<std::shared_ptr<Comm>> initialising_children();
 
   Mutex<NCCLPY_LOCK_STATE> mutex;
   Mutex<NCCLPY_LOCK_CONTROL> control;  // one exchange, split or the like at a time
@@ -94,13 +94,13 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // The stream tasks' own state, handed from one task to the next in issue order.
   std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
   std::optional<bool> reads_peers;  // see peer_memory.hpp, once it was asked
-  Ways ways;
+  TransferTuner tuner;
 
  private:
-  void ring();
+  void notify_waiters();
 
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
-  std::atomic<uint32_t> calls_[size_t(Deed::deeds)] = {};
+  std::atomic<uint32_t> calls_[size_t(CallKind::kinds)] = {};
   Mutex<NCCLPY_LOCK_AWAITED> awaited_mutex_;
   std::vector<int> awaited_[sides];
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
@@ -110,7 +110,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 std::string death_notice(Segment& segment, int rank);
 
 // A rank of the segment is dead: tells this process's communicators on it.
-void break_comms(Segment& segment, int dead_rank);
+void mark_comms_lost(Segment& segment, int dead_rank);
 
 // Makes a handle for `comm`; NULL handles, handles of destroyed communicators and other nonsense give an error.
 ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);

@@ -23,7 +23,7 @@ void Health::end_progress(ncclResult_t result, const std::string& text) {
 
 void Health::set_async_locked(ncclResult_t result, const std::string& text) {
   // A rank that has died does not come back, whatever else is reported later.
-  if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
+  if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !remote_error_cleared_) return;
   // What was in progress is over; an error that came meanwhile, or before, stays.
   const ncclResult_t now = async_.load(std::memory_order_relaxed);
   if (result == ncclSuccess && now != ncclInProgress) return;
@@ -56,7 +56,7 @@ std::string Health::async_text() {
   return async_text_;
 }
 
-void Health::hear() {
+void Health::adopt_disagreement() {
   const ncclResult_t now = async_.load(std::memory_order_acquire);
   if (now != ncclSuccess && now != ncclInProgress) return;
   set_async(ncclInvalidUsage, disagreement_.load(std::memory_order_acquire)->text());
@@ -85,9 +85,9 @@ bool Health::set_lost(const std::string& notice) {
   return true;
 }
 
-void Health::forgive() {
+void Health::clear_remote_error() {
   std::lock_guard lock(mutex_);
-  forgiven_ = true;
+  remote_error_cleared_ = true;
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError) async_.store(ncclSuccess, std::memory_order_release);
 }
 

@@ -32,7 +32,7 @@ struct Operation {
   uint64_t scalar;            // of PreMulSum
   const void* scalar_memory;  // where to read it when the operation runs, if not NULL
   int counter;                // of one-sided calls: which signal
-  uint64_t deed;              // which call it was, see deed.hpp
+  uint64_t call;              // which call it was, see call_kind.hpp
   std::shared_ptr<PutGate> gate;  // of put: before the peer's part; it keeps the window
   cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
   cudaStream_t stream;        // of the caller's; a default one is that of the communicator's device

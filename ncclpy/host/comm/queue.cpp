@@ -5,17 +5,17 @@ namespace ncclpy::host {
 
 Turn Queue::enter(uint64_t ticket) {
   running_.fetch_add(1, std::memory_order_seq_cst);
-  const auto come = [&] { return executed_.load(std::memory_order_acquire) == ticket; };
-  if (!come()) wait_until(bell, [&] { return come() || health_.stopped() || Interruption::wants_out(); });
+  const auto ready = [&] { return executed_.load(std::memory_order_acquire) == ticket; };
+  if (!ready()) wait_until(changed, [&] { return ready() || health_.stopped() || WaitControl::must_leave(); });
   if (health_.stopped()) return Turn::stopped;
-  if (come()) return Turn::come;
+  if (ready()) return Turn::ready;
   end_run();
-  return Turn::left;
+  return Turn::suspended;
 }
 
 void Queue::end_run() {
   running_.fetch_sub(1, std::memory_order_seq_cst);
-  bell.ring();
+  changed.notify();
 }
 
 void Queue::leave(uint64_t ticket) {
@@ -26,7 +26,7 @@ void Queue::leave(uint64_t ticket) {
 
 void Queue::drain() {
   const uint64_t target = issued_.load(std::memory_order_acquire);
-  wait_until(bell, [&] { return executed_.load(std::memory_order_acquire) >= target || health_.stopped(); });
+  wait_until(changed, [&] { return executed_.load(std::memory_order_acquire) >= target || health_.stopped(); });
 }
 
 }  // namespace ncclpy::host

@@ -11,9 +11,9 @@
 namespace ncclpy::host {
 
 enum class Turn {
-  come,
+  ready,
   stopped,  // before that
-  left,     // by this thread, which goes its way
+  suspended,     // by this thread, which goes its way
 };
 
 class Queue {
@@ -47,19 +47,19 @@ class Queue {
   void begin_job() { jobs_.fetch_add(1, std::memory_order_seq_cst); }
   void end_job() {
     jobs_.fetch_sub(1, std::memory_order_seq_cst);
-    bell.ring();
+    changed.notify();
   }
   // Wait until no launch touches memory any more; and until no job works on it.
   void await_launches() {
-    wait_until(bell, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+    wait_until(changed, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
   }
   void await_all() {
-    wait_until(bell, [this] {
+    wait_until(changed, [this] {
       return running_.load(std::memory_order_seq_cst) == 0 && jobs_.load(std::memory_order_seq_cst) == 0;
     });
   }
 
-  Bell bell;  // news within this process: a launch has run, an abort
+  FutexEvent changed;  // news within this process: a launch has run, an abort
 
  private:
   const Health& health_;

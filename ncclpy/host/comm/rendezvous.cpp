@@ -6,11 +6,11 @@
 #include <utility>
 
 #include "base/wait.hpp"
-#include "segment/corruption.hpp"
+#include "segment/abort_corruption.hpp"
 
 namespace ncclpy::host {
 namespace {
-constexpr int few_looks = 64;  // so often who waits for room asks for more than it needs
+constexpr int few_polls = 64;  // so often who waits for room asks for more than it needs
 }
 
 // Not taken back by an abort: the rank has come, and nothing follows. Nor where a thread leaves: another one comes.
@@ -28,81 +28,81 @@ void Rendezvous::describe() {
   record.number.store(described_, std::memory_order_release);
   // Of two who come last at least one sees the other, and rings; and whoever falls asleep is seen, or sees this.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (header.short_of_room.load(std::memory_order_relaxed) != 0) segment_->ring_all();
+  if (header.record_waiters.load(std::memory_order_relaxed) != 0) segment_->notify_all();
   PlacedRecord& next = slot.placed[next_place()];
-  expect_writing(&next);
-  expect_writing(next.little);
+  prefetch_for_write(&next);
+  prefetch_for_write(next.inline_data);
 }
 
 // First described and then passed: who sees that it has passed can see what it has described.
-void Rendezvous::go_on() {
+void Rendezvous::post_record() {
   describe();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
-  segment_->header().bell.ring();
+  segment_->header().changed.notify();
 }
 
 template <class Done>
-Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done) {
+WaitResult Rendezvous::pass_barrier(Barrier& barrier, uint64_t& generation, Side side, Done done) {
   const uint64_t target = ++generation * uint64_t(segment_->nranks());
-  Bell& bell = segment_->header().bell;
+  FutexEvent& changed = segment_->header().changed;
   arrive(side);
-  if (gate.arrive(target)) {
-    bell.ring();
-    return Passage::open;
+  if (barrier.arrive(target)) {
+    changed.notify();
+    return WaitResult::ok;
   }
   // A revoked communicator can still be split: only its data stop.
-  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.is_told() || health_.ended(); };
+  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.has_disagreement() || health_.ended(); };
   const auto corrupted = [&] { return side == data_side && is_corrupted(*segment_, rank_, described_); };
-  wait_until(bell, segment_->spin(),
-             [&] { return gate.open(target) || ended() || corrupted() || Interruption::wants_out() || done(); });
-  if (gate.open(target) || !gate.withdraw(target)) return Passage::open;
+  wait_until(changed, segment_->spin(),
+             [&] { return barrier.open(target) || ended() || corrupted() || WaitControl::must_leave() || done(); });
+  if (barrier.open(target) || !barrier.withdraw(target)) return WaitResult::ok;
   generation--;
   leave(side);
-  if (ended()) return Passage::ended;
-  return corrupted() ? Passage::corrupted : Passage::left;
+  if (ended()) return WaitResult::ended;
+  return corrupted() ? WaitResult::corrupted : WaitResult::suspended;
 }
 
-Passage Rendezvous::meet(Comm& comm, Agree agree) {
+WaitResult Rendezvous::meet(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
-  const Passage passage = await_described(comm, agree, [] { return false; });
-  if (passage != Passage::open) return passage;
+  const WaitResult result = await_described(comm, agree, [] { return false; });
+  if (result != WaitResult::ok) return result;
   waiting_ = false;
-  return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+  return agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
 // Who does not agree with the root waits for all, and hears then.
-Passage Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
+WaitResult Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
   bool root_agrees = false;
-  const Passage passage = await_described(comm, agree, [&] {
+  const WaitResult result = await_described(comm, agree, [&] {
     if (number_of(root, described_) == described_) root_agrees = same(comm, described_, root);
     return root_agrees;
   });
-  if (passage != Passage::open) return passage;
+  if (result != WaitResult::ok) return result;
   waiting_ = false;
-  return root_agrees || agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+  return root_agrees || agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
-Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
+WaitResult Rendezvous::meet_at_barrier(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) {
     describe();
-    segment_->header().bell.ring_behind_fence();
+    segment_->header().changed.notify_after_fence();
   }
   // Who does not agree may not come to the gate: he has called for less, or has ended what came before.
   bool agreed = true;
-  int looks = 0;
-  const Passage passage = pass(segment_->header().data, data_generation_, data_side, [&] {
-    if (++looks <= few_looks || !do_not_agree(comm, agree)) return false;
-    disagree();
+  int polls = 0;
+  const WaitResult result = pass_barrier(segment_->header().data, data_generation_, data_side, [&] {
+    if (++polls <= few_polls || !have_mismatch(comm, agree)) return false;
+    mark_disagreed();
     agreed = false;
     return true;
   });
-  if (passage != Passage::open) {
-    if (!agreed || passage == Passage::corrupted) waiting_ = false;
-    return agreed ? passage : Passage::ended;
+  if (result != WaitResult::ok) {
+    if (!agreed || result == WaitResult::corrupted) waiting_ = false;
+    return agreed ? result : WaitResult::ended;
   }
   waiting_ = false;
-  return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+  return agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
 // While a rank writes over what it has passed, its place has no number.
@@ -116,17 +116,17 @@ bool Rendezvous::all_have(uint64_t number) const {
 
 bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
   if (agree(comm, number)) return true;
-  disagree();
+  mark_disagreed();
   return false;
 }
 
 // Others may wait for what this rank does not come to, and find the reason when they look.
-void Rendezvous::disagree() {
+void Rendezvous::mark_disagreed() {
   disagreed_.store(true, std::memory_order_relaxed);
-  segment_->ring_all();
+  segment_->notify_all();
 }
 
-bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
+bool Rendezvous::have_mismatch(Comm& comm, Agree agree) const {
   for (uint64_t number = agreed_ + 1; number <= described_ && all_have(number); number++) {
     if (!agree(comm, number)) return true;
   }
@@ -135,7 +135,7 @@ bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
 
 // While it waits it looks at what it went on from: who did not agree then does not come.
 template <class Enough>
-Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
+WaitResult Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   Header& header = segment_->header();
   int rank = 0;
   const auto all_are_here = [&] {
@@ -149,24 +149,24 @@ Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
     return true;
   };
   if (all_are_here()) {  // who comes last tells those who sleep
-    header.bell.ring_behind_fence();
-    return Passage::open;
+    header.changed.notify_after_fence();
+    return WaitResult::ok;
   }
-  bool come = enough(), agreed = true;
-  if (come) return Passage::open;
-  int looks = 0;
+  bool ready = enough(), agreed = true;
+  if (ready) return WaitResult::ok;
+  int polls = 0;
   const auto corrupted = [&] { return is_corrupted(*segment_, rank_, described_); };
-  wait_until(header.bell, segment_->spin(), [&] {
-    come = all_are_here() || enough();
-    if (!come && ++looks > few_looks) agreed = catch_up(comm, agree);
-    return come || !agreed || health_.stopped() || corrupted() || Interruption::wants_out();
+  wait_until(header.changed, segment_->spin(), [&] {
+    ready = all_are_here() || enough();
+    if (!ready && ++polls > few_polls) agreed = catch_up(comm, agree);
+    return ready || !agreed || health_.stopped() || corrupted() || WaitControl::must_leave();
   });
-  if (come) return Passage::open;
+  if (ready) return WaitResult::ok;
   if (!agreed) waiting_ = false;
-  if (!agreed || health_.stopped()) return Passage::ended;
-  if (!corrupted()) return Passage::left;
+  if (!agreed || health_.stopped()) return WaitResult::ended;
+  if (!corrupted()) return WaitResult::suspended;
   waiting_ = false;
-  return Passage::corrupted;
+  return WaitResult::corrupted;
 }
 
 // When all have described theirs. What they do not agree on is not passed, and ends all that follows.
@@ -184,15 +184,15 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
 
 // Who comes later waits in vain, as for a rank that has not come. Who has come has all that it needs. Of a child that ends with
 // this one the record stays: what it gives is there all the same.
-void Rendezvous::take_back() {
+void Rendezvous::withdraw_record() {
   if (waiting_) segment_->slot(rank_).placed[place_of(described_)].number.store(0, std::memory_order_relaxed);
 }
 
-void Rendezvous::pass() {
+void Rendezvous::mark_passed() {
   Header& header = segment_->header();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // who sleeps until it is seen, or sees this
-  if (header.short_of_room.load(std::memory_order_relaxed) != 0) header.bell.ring_behind_fence();
+  if (header.record_waiters.load(std::memory_order_relaxed) != 0) header.changed.notify_after_fence();
 }
 
 bool Rendezvous::catch_up(Comm& comm, Agree agree) {
@@ -203,22 +203,22 @@ bool Rendezvous::catch_up(Comm& comm, Agree agree) {
   return true;
 }
 
-Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
-  if (has_disagreed()) return Passage::ended;
-  const uint64_t next = described_ + 1, depth = bytes <= little_bytes ? places : small_buffers;
-  if (next <= all_passed_ + depth) return Passage::open;
+WaitResult Rendezvous::await_record_space(size_t bytes, Comm& comm, Agree agree) {
+  if (has_disagreed()) return WaitResult::ended;
+  const uint64_t next = described_ + 1, depth = bytes <= record_inline_bytes ? record_places : inline_buffers;
+  if (next <= all_passed_ + depth) return WaitResult::ok;
   // Room for some more at once: to look at what others write costs both.
   const uint64_t needed = next - depth;
-  const Passage passage = await_passed(needed + depth / 2 - 1, needed, next, comm, agree);
-  if (passage == Passage::corrupted) described_++;  // for this rank alone: it has completed, and the next one has its number
-  return passage;
+  const WaitResult result = await_passed(needed + depth / 2 - 1, needed, next, comm, agree);
+  if (result == WaitResult::corrupted) described_++;  // for this rank alone: it has completed, and the next one has its number
+  return result;
 }
 
-Passage Rendezvous::await_all_passed(Comm& comm, Agree agree) {
-  return has_disagreed() ? Passage::ended : await_passed(described_, described_, 0, comm, agree);
+WaitResult Rendezvous::await_all_passed(Comm& comm, Agree agree) {
+  return has_disagreed() ? WaitResult::ended : await_passed(described_, described_, 0, comm, agree);
 }
 
-Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree) {
+WaitResult Rendezvous::await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree) {
   Header& header = segment_->header();
   bool agreed = true;
   // What others have passed is read before what they have described is compared: it may be gone afterwards.
@@ -233,53 +233,53 @@ Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, uint64_t next
   };
   const auto corrupted = [&] { return is_corrupted(*segment_, rank_, next); };
   if (!have_passed(needed)) {
-    header.short_of_room.fetch_add(1, std::memory_order_seq_cst);
-    int looks = 0;
-    wait_until(header.bell, segment_->spin(), [&] {
-      return have_passed(++looks < few_looks ? wanted : needed) || health_.stopped() || corrupted() ||
-             Interruption::wants_out();
+    header.record_waiters.fetch_add(1, std::memory_order_seq_cst);
+    int polls = 0;
+    wait_until(header.changed, segment_->spin(), [&] {
+      return have_passed(++polls < few_polls ? wanted : needed) || health_.stopped() || corrupted() ||
+             WaitControl::must_leave();
     });
-    header.short_of_room.fetch_sub(1, std::memory_order_relaxed);
+    header.record_waiters.fetch_sub(1, std::memory_order_relaxed);
   }
-  if (!agreed) return Passage::ended;
-  if (all_passed_ >= needed) return Passage::open;
-  if (health_.stopped()) return Passage::ended;
-  return corrupted() ? Passage::corrupted : Passage::left;
+  if (!agreed) return WaitResult::ended;
+  if (all_passed_ >= needed) return WaitResult::ok;
+  if (health_.stopped()) return WaitResult::ended;
+  return corrupted() ? WaitResult::corrupted : WaitResult::suspended;
 }
 
-Passage Rendezvous::pass_data() {
-  return pass(segment_->header().data, data_generation_, data_side, [] { return false; });
+WaitResult Rendezvous::data_barrier() {
+  return pass_barrier(segment_->header().data, data_generation_, data_side, [] { return false; });
 }
 
-Passage Rendezvous::stay_away() {
+WaitResult Rendezvous::await_end() {
   const auto corrupted = [&] { return is_corrupted(*segment_, rank_, described_); };
-  wait_until(segment_->header().bell, [&] { return health_.stopped() || corrupted() || Interruption::wants_out(); });
-  if (health_.stopped()) return Passage::ended;
-  return corrupted() ? Passage::corrupted : Passage::left;
+  wait_until(segment_->header().changed, [&] { return health_.stopped() || corrupted() || WaitControl::must_leave(); });
+  if (health_.stopped()) return WaitResult::ended;
+  return corrupted() ? WaitResult::corrupted : WaitResult::suspended;
 }
 
-void Rendezvous::pass_data_surely() {
-  Gate& gate = segment_->header().data;
+void Rendezvous::data_barrier_uninterruptible() {
+  Barrier& barrier = segment_->header().data;
   const uint64_t target = ++data_generation_ * uint64_t(segment_->nranks());
-  Bell& bell = segment_->header().bell;
+  FutexEvent& changed = segment_->header().changed;
   arrive(data_side);
-  if (gate.arrive(target)) return bell.ring();
-  wait_until(bell, segment_->spin(), [&] { return gate.open(target); });
+  if (barrier.arrive(target)) return changed.notify();
+  wait_until(changed, segment_->spin(), [&] { return barrier.open(target); });
 }
 
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree) {
   const auto finds_disagreement = [&] {
-    if (health_.revoked() || !do_not_agree(comm, agree)) return false;
-    segment_->ring_all();
+    if (health_.revoked() || !have_mismatch(comm, agree)) return false;
+    segment_->notify_all();
     return true;
   };
   // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.
   if (finds_disagreement()) return false;
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  int looks = 0;
-  const auto gives_up = [&] { return ++looks > few_looks && finds_disagreement(); };
-  if (pass(segment_->header().control, control_generation_, control_side, gives_up) != Passage::open) return false;
+  int polls = 0;
+  const auto gives_up = [&] { return ++polls > few_polls && finds_disagreement(); };
+  if (pass_barrier(segment_->header().control, control_generation_, control_side, gives_up) != WaitResult::ok) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

@@ -15,11 +15,11 @@
 
 namespace ncclpy::host {
 
-enum class Passage {
-  open,
+enum class WaitResult {
+  ok,
   ended,  // before the gate opened
-  left,   // by this thread, which goes its way: the rank has not come
-  corrupted,  // without the others, as another rank's abort ends a collective on GPUs: see corruption.hpp
+  suspended,   // by this thread, which goes its way: the rank has not come
+  corrupted,  // without the others, as another rank's abort ends a collective on GPUs: see abort_corruption.hpp
 };
 
 // Whether the ranks agree on a collective that all have described; if not, they are told.
@@ -40,31 +40,31 @@ class Rendezvous {
   int next_place() const { return place_of(described_ + 1); }
   // Waits until that may be written, and a small buffer of so many bytes with it. Ended also if the ranks have not agreed on a
   // collective that this one did not wait in.
-  Passage await_room(size_t bytes, Comm& comm, Agree agree);
+  WaitResult await_record_space(size_t bytes, Comm& comm, Agree agree);
   // It is written: tells the others, and goes on.
-  void go_on();
+  void post_record();
   // It is written: tells the others, and waits for theirs. Ended also if they do not agree. Who has left goes on with waiting:
   // the others may have read what is there.
-  Passage meet(Comm& comm, Agree agree);
+  WaitResult meet(Comm& comm, Agree agree);
   // The same, but it is enough that the root has described the same.
-  Passage meet_root(int root, Comm& comm, SameAs same, Agree agree);
+  WaitResult meet_root(int root, Comm& comm, SameAs same, Agree agree);
   // As meet(), where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
   // whatever ends one of them, or none does.
-  Passage meet_at_gate(Comm& comm, Agree agree);
+  WaitResult meet_at_barrier(Comm& comm, Agree agree);
   bool is_waiting() const { return waiting_; }
   // This rank has stopped, and nothing of it runs any more: its record is none if it waits for the others'.
-  void take_back();
+  void withdraw_record();
   // This rank needs nothing more of what it has described last.
-  void pass();
+  void mark_passed();
   // Waits until all others are through with what this rank has described; all ranks do so.
-  Passage await_all_passed(Comm& comm, Agree agree);
+  WaitResult await_all_passed(Comm& comm, Agree agree);
 
   // Passes the gate of the data together with all other ranks.
-  Passage pass_data();
+  WaitResult data_barrier();
   // Waits for the end where this rank cannot do its part of the collective, so it does not come to the gate.
-  Passage stay_away();
-  // As pass_data(), where all others are known to come without waiting for anything else.
-  void pass_data_surely();
+  WaitResult await_end();
+  // As data_barrier(), where all others are known to come without waiting for anything else.
+  void data_barrier_uninterruptible();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks. False if it
   // ended before, also because the ranks have not agreed on a collective: who has found that does not come.
   bool exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree);
@@ -74,16 +74,16 @@ class Rendezvous {
   bool finds_disagreement(Comm& comm, Agree agree) { return has_disagreed() || !catch_up(comm, agree); }
 
   // While this rank waits for something else than a meeting: whoever describes what it went on from wakes it up to look at that.
-  class Lookout {
+  class WaiterRegistration {
    public:
-    explicit Lookout(Rendezvous& rendezvous) : header_(rendezvous.is_ahead() ? &rendezvous.segment_->header() : nullptr) {
-      if (header_ != nullptr) header_->short_of_room.fetch_add(1, std::memory_order_seq_cst);
+    explicit WaiterRegistration(Rendezvous& rendezvous) : header_(rendezvous.is_ahead() ? &rendezvous.segment_->header() : nullptr) {
+      if (header_ != nullptr) header_->record_waiters.fetch_add(1, std::memory_order_seq_cst);
     }
-    ~Lookout() {
-      if (header_ != nullptr) header_->short_of_room.fetch_sub(1, std::memory_order_relaxed);
+    ~WaiterRegistration() {
+      if (header_ != nullptr) header_->record_waiters.fetch_sub(1, std::memory_order_relaxed);
     }
-    Lookout(const Lookout&) = delete;
-    Lookout& operator=(const Lookout&) = delete;
+    WaiterRegistration(const WaiterRegistration&) = delete;
+    WaiterRegistration& operator=(const WaiterRegistration&) = delete;
 
    private:
     Header* const header_;
@@ -97,13 +97,13 @@ class Rendezvous {
   bool all_have(uint64_t number) const;
   // Whether all agree on what they have all described. If not, that is for good.
   bool agrees(uint64_t number, Comm& comm, Agree agree);
-  void disagree();
+  void mark_disagreed();
   // Whether those who have all described something are known not to agree on it. Any thread may ask.
-  bool do_not_agree(Comm& comm, Agree agree) const;
+  bool have_mismatch(Comm& comm, Agree agree) const;
   void describe();
   // Waits until all have described what this rank has described last, or `enough()`.
   template <class Enough>
-  Passage await_described(Comm& comm, Agree agree, Enough enough);
+  WaitResult await_described(Comm& comm, Agree agree, Enough enough);
   bool agree_on_all(Comm& comm, Agree agree);
   // Whether it went on from a collective without having seen that all agree; not the one in which it waits.
   bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }
@@ -111,7 +111,7 @@ class Rendezvous {
   bool catch_up(Comm& comm, Agree agree);
   // Waits until all have passed one collective, or, with less patience, another one before it. `next` is the collective that is
   // to be described then, or 0.
-  Passage await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree);
+  WaitResult await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree);
 
   // Written by one thread at a time, and read by others.
   struct Count {
@@ -122,7 +122,7 @@ class Rendezvous {
 
   // Ended also when `done()` is true, which is asked again and again.
   template <class Done>
-  Passage pass(Gate& gate, uint64_t& generation, Side side, Done done);
+  WaitResult pass_barrier(Barrier& barrier, uint64_t& generation, Side side, Done done);
   void arrive(Side side);
   void leave(Side side) { arrivals_[side]--; }
 

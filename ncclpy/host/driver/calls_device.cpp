@@ -6,9 +6,9 @@
 #include <string>
 #include <thread>
 
-#include "claims.hpp"
 #include "exports.hpp"
 #include "memory.hpp"
+#include "memory_use.hpp"
 
 using namespace ncclpy::host;
 
@@ -120,7 +120,7 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
   if (text == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const ErrorText* known = find_error(error);
   *text = known == nullptr ? nullptr : known->text;
-  if (error == CUDA_ERROR_ILLEGAL_STATE && !refused_free.empty()) *text = refused_free.c_str();
+  if (error == CUDA_ERROR_ILLEGAL_STATE && !last_free_refusal.empty()) *text = last_free_refusal.c_str();
   if (error == CUDA_ERROR_NO_DEVICE && environment_error() != nullptr) *text = environment_error();
   return known == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "claims.hpp"
 #include "copy_many.h"
 #include "exports.hpp"
+#include "memory_use.hpp"
 
 using namespace ncclpy::host;
 
@@ -25,8 +25,8 @@ Task copies_of(const ncclpy_copies& copies) {
       if (copies.from[i] != 0) ranges.push_back({reinterpret_cast<void*>(copies.from[i]), copies.bytes[i]});
     }
   }
-  auto claimed = checks ? std::make_shared<const Claim>(Claim::copies, std::move(ranges), "cuLaunchKernel uses") : nullptr;
-  return [table = std::make_unique<const ncclpy_copies>(copies), claimed = std::move(claimed)] {
+  auto use = checks ? std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), "cuLaunchKernel uses") : nullptr;
+  return [table = std::make_unique<const ncclpy_copies>(copies), use = std::move(use)] {
     for (uint32_t i = 0; i < table->count; ++i) {
       void* const to = reinterpret_cast<void*>(table->to[i]);
       if (table->bytes[i] == 0) continue;

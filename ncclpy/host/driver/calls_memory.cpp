@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "claims.hpp"
 #include "exports.hpp"
 #include "memory.hpp"
+#include "memory_use.hpp"
 
 using namespace ncclpy::host;
 
@@ -27,12 +27,12 @@ bool fits(const Allocation& allocation, const void* address, size_t bytes) {
   return bytes <= allocation.bytes - offset;
 }
 
-std::shared_ptr<const Claim> claim(const char* function, std::vector<Range> ranges) {
-  return checks ? std::make_shared<const Claim>(Claim::copies, std::move(ranges), std::string(function) + " uses") : nullptr;
+std::shared_ptr<const MemoryUse> copy_use(const char* function, std::vector<Range> ranges) {
+  return checks ? std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), std::string(function) + " uses") : nullptr;
 }
 
 Task copy_of(void* to, const void* from, size_t bytes) {
-  return [to, from, bytes, claimed = claim("cuMemcpyAsync", {{to, bytes}, {from, bytes}})] { std::memmove(to, from, bytes); };
+  return [to, from, bytes, use = copy_use("cuMemcpyAsync", {{to, bytes}, {from, bytes}})] { std::memmove(to, from, bytes); };
 }
 
 CUresult free_tagged(void* base, bool pinned) {
@@ -44,8 +44,8 @@ CUresult free_tagged(void* base, bool pinned) {
     const CUresult unsafe = unsafe_while_capturing();
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (checks) {
-      refused_free = Claim::on(found, true);
-      if (!refused_free.empty()) return CUDA_ERROR_ILLEGAL_STATE;
+      last_free_refusal = MemoryUse::conflict(found, true);
+      if (!last_free_refusal.empty()) return CUDA_ERROR_ILLEGAL_STATE;
     }
     synchronize_device(found.device);  // as CUDA: queued work may still use it
     return deallocate(base, pinned) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -94,7 +94,7 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
     if (from_pageable && !to_pageable && bytes <= staged_bytes) {
       std::unique_ptr<char[]> staged(new char[bytes]);
       std::memcpy(staged.get(), from, bytes);
-      found.enqueue([to, bytes, staged = std::move(staged), claimed = claim("cuMemcpyAsync", {{to, bytes}})] {
+      found.enqueue([to, bytes, staged = std::move(staged), use = copy_use("cuMemcpyAsync", {{to, bytes}})] {
         std::memcpy(to, staged.get(), bytes);
       });
       return CUDA_SUCCESS;
@@ -114,7 +114,7 @@ CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUs
     const Allocation target = allocation_of(to);
     if (target.base == nullptr || !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
     const auto step = [to, value, bytes]() -> Task {
-      return [to, value, bytes, claimed = claim("cuMemsetD8Async", {{to, bytes}})] { std::memset(to, value, bytes); };
+      return [to, value, bytes, use = copy_use("cuMemsetD8Async", {{to, bytes}})] { std::memset(to, value, bytes); };
     };
     if (found.capturing.load(std::memory_order_acquire)) return capture({found.shared_from_this()}, found.device(), step);
     found.enqueue(step());

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/handles.hpp"
-#include "base/interruption.hpp"
 #include "base/mutex.hpp"
+#include "base/wait_control.hpp"
 #include "exports.hpp"
 
 using namespace ncclpy::host;
@@ -52,7 +52,7 @@ CUresult event_call(CUevent handle, Body body) {
 // Whether an event may be asked for now: not one that stands for a place in a graph, and not while others capture.
 CUresult unsafe_to_ask(const std::shared_ptr<Record>& record) {
   if (record == nullptr || record->capture == nullptr) return unsafe_while_capturing();
-  spoil(record->capture);
+  invalidate_capture(record->capture);
   return CUDA_ERROR_CAPTURED_EVENT;
 }
 
@@ -90,7 +90,7 @@ CUresult cuStreamSynchronize(CUstream stream) {
 // by an abort of what runs on the stream. No call of CUDA's.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostStreamWait(CUstream stream,
                                                                                 double (*tick)(void*), void* argument) {
-  const Interruption interruption(tick, argument);
+  const WaitControl control(tick, argument);
   return cuStreamSynchronize(stream);
 }
 
@@ -163,7 +163,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
         return CUDA_SUCCESS;
       }
       record->point.stream = found.shared_from_this();
-      record->point.number = found.enqueue_short(Task::brief([record] { record->time = std::chrono::steady_clock::now(); }));
+      record->point.number = found.enqueue_short(Task::interruptible([record] { record->time = std::chrono::steady_clock::now(); }));
       std::lock_guard lock(recorded.mutex);
       recorded.record = std::move(record);
       return CUDA_SUCCESS;
@@ -201,7 +201,7 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(C
     const std::shared_ptr<Record> record = found.latest();
     const CUresult unsafe = unsafe_to_ask(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
-    const Interruption interruption(seconds);
+    const WaitControl control(seconds);
     const bool done = record == nullptr || record->point.reached() || record->point.stream->help(record->point.number);
     return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
@@ -215,7 +215,7 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventTell(C
     const CUresult unsafe = unsafe_to_ask(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
-    return record->point.stream->ask(record->point.number, tell, argument) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return record->point.stream->notify_when_done(record->point.number, tell, argument) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 

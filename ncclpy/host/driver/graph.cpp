@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "claims.hpp"
 #include "device.hpp"
+#include "memory_use.hpp"
 
 namespace ncclpy::host {
 
@@ -26,14 +26,14 @@ std::vector<std::shared_ptr<Capture>>& captures() {
 
 thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-CUresult spoil(Capture& capture, CUresult error) {
+CUresult invalidate_capture(Capture& capture, CUresult error) {
   if (capture.invalidated()) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   capture.invalidate();
   return error;
 }
 
 CUresult illegal() {
-  refused_free.clear();  // it is not what cuGetErrorString is to tell of
+  last_free_refusal.clear();  // it is not what cuGetErrorString is to tell of
   return CUDA_ERROR_ILLEGAL_STATE;
 }
 
@@ -97,7 +97,7 @@ CUresult Capture::end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Gra
   std::lock_guard lock(captures_mutex());
   const std::shared_ptr<Capture> capture = stream->capture_state.capture;
   if (capture == nullptr) return illegal();
-  if (capture->origin_.lock() != stream) return spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+  if (capture->origin_.lock() != stream) return invalidate_capture(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
   CUresult result = CUDA_SUCCESS;
   if (capture->mode_ != CU_STREAM_CAPTURE_MODE_RELAXED && !capture->begun_here())
     result = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;  // the capture has ended all the same, as in CUDA
@@ -129,11 +129,11 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
   CaptureState& state = stream->capture_state;
   if (from == nullptr) {
     // The event knows nothing of the capture, so neither would a launch.
-    return state.capture == nullptr ? CUDA_SUCCESS : spoil(*state.capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    return state.capture == nullptr ? CUDA_SUCCESS : invalidate_capture(*state.capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
   }
   if (state.capture != nullptr && state.capture != from) {
     from->invalidate();
-    return spoil(*state.capture, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    return invalidate_capture(*state.capture, CUDA_ERROR_STREAM_CAPTURE_MERGE);
   }
   if (from->invalidated_) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   if (std::find(captures().begin(), captures().end(), from) == captures().end()) {
@@ -141,7 +141,7 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
     return state.capture == nullptr ? CUDA_ERROR_CAPTURED_EVENT : CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   }
   if (state.capture == nullptr) {
-    if (stream->kind() == Stream::Kind::legacy) return spoil(*from, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    if (stream->kind() == Stream::Kind::legacy) return invalidate_capture(*from, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     state.capture = from;
     from->streams_.push_back(stream);
     stream->capturing.store(true, std::memory_order_release);
@@ -157,7 +157,7 @@ CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::
   return *capture != nullptr && (*capture)->invalidated_ ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
 }
 
-void spoil(const std::shared_ptr<Capture>& capture) {
+void invalidate_capture(const std::shared_ptr<Capture>& capture) {
   std::lock_guard lock(captures_mutex());
   capture->invalidate();
 }
@@ -166,14 +166,14 @@ CUresult forbid_capture(Stream& stream) {
   if (!stream.capturing.load(std::memory_order_acquire)) return CUDA_SUCCESS;
   std::lock_guard lock(captures_mutex());
   const auto& capture = stream.capture_state.capture;
-  return capture == nullptr ? CUDA_SUCCESS : spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  return capture == nullptr ? CUDA_SUCCESS : invalidate_capture(*capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 }
 
 namespace {
 
 // Spoils the captures that hold a stream for which `matters`.
 template <class Matters>
-CUresult spoil_those(CUresult error, Matters matters) {
+CUresult invalidate_matching(CUresult error, Matters matters) {
   std::lock_guard lock(captures_mutex());
   CUresult result = CUDA_SUCCESS;
   for (const auto& capture : captures()) {
@@ -188,7 +188,7 @@ CUresult spoil_those(CUresult error, Matters matters) {
 
 CUresult forbid_captures(int device) {
   if (captures_in_progress.load(std::memory_order_acquire) == 0) return CUDA_SUCCESS;
-  return spoil_those(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+  return invalidate_matching(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
                      [device](Capture& capture) {
                        return capture.holds([device](Stream& s) { return s.device() == device; });
                      });
@@ -197,7 +197,7 @@ CUresult forbid_captures(int device) {
 CUresult forbid_legacy(Stream& stream) {
   if (captures_in_progress.load(std::memory_order_acquire) == 0 || stream.kind() != Stream::Kind::legacy)
     return CUDA_SUCCESS;
-  return spoil_those(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, [&stream](Capture& capture) {
+  return invalidate_matching(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, [&stream](Capture& capture) {
     return capture.holds(
         [&stream](Stream& s) { return s.device() == stream.device() && s.kind() == Stream::Kind::blocking; });
   });
@@ -206,7 +206,7 @@ CUresult forbid_legacy(Stream& stream) {
 CUresult unsafe_while_capturing() {
   if (captures_in_progress.load(std::memory_order_acquire) == 0 || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
     return CUDA_SUCCESS;
-  return spoil_those(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [](Capture& capture) {
+  return invalidate_matching(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, [](Capture& capture) {
     if (capture.mode() == CU_STREAM_CAPTURE_MODE_RELAXED) return false;
     if (capture.begun_here()) return true;
     return capture.mode() == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;

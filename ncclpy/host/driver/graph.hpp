@@ -79,7 +79,7 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
 CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::vector<std::size_t>* nodes);
 
 // Spoils a capture, if it is still in progress.
-void spoil(const std::shared_ptr<Capture>& capture);
+void invalidate_capture(const std::shared_ptr<Capture>& capture);
 // A call that may not be made on a capturing stream: spoils the capture.
 CUresult forbid_capture(Stream& stream);
 // As above for whatever captures on a device (a negative one: anywhere) would be waited for.

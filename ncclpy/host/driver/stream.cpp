@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "base/handles.hpp"
-#include "base/interruption.hpp"
 #include "base/thread.hpp"
+#include "base/wait_control.hpp"
 #include "device.hpp"
 #include "graph.hpp"
 
@@ -82,8 +82,8 @@ std::atomic<int> spinning{0};
 const int may_spin = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int most_spins = 400;
 
-constexpr std::uint64_t at_once = 4;  // at most so many tasks before a caller waits for the last of them
-constexpr int many_returns = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
+constexpr std::uint64_t prompt_tasks = 4;  // at most so many tasks before a caller waits for the last of them
+constexpr int max_prompt_waits = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
 constexpr std::chrono::microseconds sweep_every{300};
 
 // The sweeper's thread: asleep without end while no stream is lazy.
@@ -91,14 +91,14 @@ class Sweeper {
  public:
   void add(std::shared_ptr<Stream> stream) {
     std::lock_guard lock(mutex_);
-    if (!started_) start_thread("ncclpy-sweep", [this] { live(); }).detach();
+    if (!started_) start_thread("ncclpy-sweep", [this] { run(); }).detach();
     started_ = true;
     streams_.push_back(std::move(stream));
     work_.notify_one();
   }
 
  private:
-  void live() {
+  void run() {
     std::vector<std::shared_ptr<Stream>> lazy;
     for (;;) {
       {
@@ -157,9 +157,9 @@ std::vector<Point> Stream::predecessors() const {
 std::uint64_t Stream::enqueue(Task task) {
   std::vector<Point> before = predecessors();
   std::unique_lock lock(mutex_);
-  if (queued_.load(std::memory_order_relaxed) + 1 - returned_at_ > at_once) be_eager();
-  Reserved worker;
-  if (!lazy_ && !attended_ && !running_.load(std::memory_order_relaxed)) worker = reserve_worker();
+  if (queued_.load(std::memory_order_relaxed) + 1 - awaited_number_ > prompt_tasks) be_eager();
+  WorkerLease worker;
+  if (!lazy_ && !has_worker_ && !running_.load(std::memory_order_relaxed)) worker = lease_worker();
   for (Point& point : before) {
     if (kind_ == Kind::blocking) {
       if (point.number <= fenced_) continue;
@@ -169,8 +169,8 @@ std::uint64_t Stream::enqueue(Task task) {
   }
   const std::uint64_t number = append(std::move(task));
   if (worker) {
-    attend(std::move(worker), lock);
-  } else if (lazy_ && !attended_) {
+    assign_worker(std::move(worker), lock);
+  } else if (lazy_ && !has_worker_) {
     leave_to_sweeper(lock);
   }
   return number;
@@ -198,56 +198,56 @@ void Stream::synchronize() {
 bool Stream::help(std::uint64_t number) {
   std::unique_lock lock(mutex_);
   // A task that nobody who helps can run has a thread come: who waits for that has not come back to do it.
-  if (last_long_ > returned_at_) {
-    if (number == queued_.load(std::memory_order_relaxed)) returned_at_ = number;
+  if (last_uninterruptible_ > awaited_number_) {
+    if (number == queued_.load(std::memory_order_relaxed)) awaited_number_ = number;
     be_eager();
-  } else if (!Interruption::wants_out()) {
-    note_return(number);
+  } else if (!WaitControl::must_leave()) {
+    note_wait(number);
   }
-  while (!reached(number) && runnable() && queue_.front().is_brief() && !Interruption::wants_out()) {
+  while (!reached(number) && runnable() && queue_.front().is_interruptible() && !WaitControl::must_leave()) {
     if (!run_first(lock)) break;
-    Interruption::attend();
+    WaitControl::poll();
   }
   const bool done = reached(number);
-  find_thread(lock);  // for what this helper leaves over
+  ensure_worker(lock);  // for what this helper leaves over
   return done;
 }
 
 void Stream::wait(std::uint64_t number) {
   std::unique_lock lock(mutex_);
-  note_return(number);
+  note_wait(number);
   while (!reached(number)) {
     if (runnable()) {
       run_first(lock);
     } else if (!spin(lock, [&] { return reached(number) || !running_.load(std::memory_order_acquire); })) {
       ++waiting_;
       const auto awaited = [&] { return reached(number) || runnable(); };
-      const double patience = Interruption::patience();
-      if (patience < 0) {
+      const double max_sleep = WaitControl::max_sleep();
+      if (max_sleep < 0) {
         progress_.wait(lock, awaited);
         --waiting_;
         continue;
       }
-      progress_.wait_for(lock, std::chrono::duration<double>(patience), awaited);
+      progress_.wait_for(lock, std::chrono::duration<double>(max_sleep), awaited);
       --waiting_;
       lock.unlock();
       ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it lets a wait be interrupted");
-      Interruption::attend();
+      WaitControl::poll();
       lock.lock();
     }
   }
-  find_thread(lock);  // for what this helper leaves over
+  ensure_worker(lock);  // for what this helper leaves over
 }
 
-bool Stream::ask(std::uint64_t number, void (*tell)(void*), void* argument) {
+bool Stream::notify_when_done(std::uint64_t number, void (*callback)(void*), void* argument) {
   std::unique_lock lock(mutex_);
   if (reached(number)) return true;
-  const auto same = [&](const Asked& one) {
-    return one.number == number && one.tell == tell && one.argument == argument;
+  const auto same = [&](const CompletionCallback& one) {
+    return one.number == number && one.callback == callback && one.argument == argument;
   };
-  if (std::none_of(asked_.begin(), asked_.end(), same)) asked_.push_back({number, tell, argument});
+  if (std::none_of(callbacks_.begin(), callbacks_.end(), same)) callbacks_.push_back({number, callback, argument});
   try {
-    find_thread(lock);
+    ensure_worker(lock);
   } catch (const std::exception&) {  // no thread, nor one for the sweeper: whoever asks next finds one, perhaps
   }
   return false;
@@ -259,50 +259,50 @@ bool Stream::sleep_until(std::uint64_t number, double seconds) {
     Condition told;
     bool done = false;
   } sleeper;
-  const auto tell = [](void* argument) {
+  const auto callback = [](void* argument) {
     auto& one = *static_cast<decltype(sleeper)*>(argument);
     one.done = true;
     one.told.notify_one();
   };
-  if (ask(number, tell, &sleeper)) return true;
+  if (notify_when_done(number, callback, &sleeper)) return true;
   std::unique_lock lock(mutex_);
   if (sleeper.told.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sleeper.done; })) return true;
-  const auto mine = [&](const Asked& one) { return one.argument == &sleeper; };
-  asked_.erase(std::remove_if(asked_.begin(), asked_.end(), mine), asked_.end());
+  const auto mine = [&](const CompletionCallback& one) { return one.argument == &sleeper; };
+  callbacks_.erase(std::remove_if(callbacks_.begin(), callbacks_.end(), mine), callbacks_.end());
   return false;
 }
 
 // With the lock.
-void Stream::tell_who_asked() {
-  for (std::size_t i = asked_.size(); i-- > 0;) {
-    const Asked one = asked_[i];
+void Stream::notify_completed() {
+  for (std::size_t i = callbacks_.size(); i-- > 0;) {
+    const CompletionCallback one = callbacks_[i];
     if (!reached(one.number)) continue;
-    asked_[i] = asked_.back();
-    asked_.pop_back();
-    one.tell(one.argument);
+    callbacks_[i] = callbacks_.back();
+    callbacks_.pop_back();
+    one.callback(one.argument);
   }
 }
 
 std::uint64_t Stream::append(Task task) {
   const std::uint64_t number = queued_.load(std::memory_order_relaxed) + 1;
-  if (!task.is_brief()) last_long_ = number;
+  if (!task.is_interruptible()) last_uninterruptible_ = number;
   queue_.push_back(std::move(task));
   queued_.store(number, std::memory_order_release);
   return number;
 }
 
 // A thread comes to this stream. Gives up the lock.
-void Stream::attend(Reserved worker, std::unique_lock<StreamMutex>& lock) {
-  attended_ = true;
+void Stream::assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock) {
+  has_worker_ = true;
   lock.unlock();
   worker.run(shared_from_this());
 }
 
 // Finds a thread for what has none. Gives up the lock.
-void Stream::find_thread(std::unique_lock<StreamMutex>& lock) {
-  if (attended_ || !runnable()) return lock.unlock();
+void Stream::ensure_worker(std::unique_lock<StreamMutex>& lock) {
+  if (has_worker_ || !runnable()) return lock.unlock();
   try {
-    attend(reserve_worker(), lock);
+    assign_worker(lease_worker(), lock);
   } catch (const std::exception&) {  // no more threads: until there is one, whoever waits does the work
     leave_to_sweeper(lock);
   }
@@ -325,16 +325,16 @@ void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
 
 // A caller waits for a task. Whether the thread or this caller runs it says nothing of how soon the caller has come: a
 // thread that is woken may take the core from its waker before that gets here.
-void Stream::note_return(std::uint64_t number) {
-  if (number != queued_.load(std::memory_order_relaxed) || number == returned_at_) return;
-  returns_ = number - returned_at_ <= at_once ? std::min(returns_ + 1, returns_needed_) : 0;
-  returned_at_ = number;
-  lazy_ = returns_ >= returns_needed_;
+void Stream::note_wait(std::uint64_t number) {
+  if (number != queued_.load(std::memory_order_relaxed) || number == awaited_number_) return;
+  prompt_waits_ = number - awaited_number_ <= prompt_tasks ? std::min(prompt_waits_ + 1, prompt_waits_needed_) : 0;
+  awaited_number_ = number;
+  lazy_ = prompt_waits_ >= prompt_waits_needed_;
 }
 
 void Stream::nudge() {
   std::unique_lock lock(mutex_);
-  find_thread(lock);
+  ensure_worker(lock);
 }
 
 bool Stream::sweep() {
@@ -345,25 +345,25 @@ bool Stream::sweep() {
   queued_at_sweep_ = queued;
   finished_at_sweep_ = finished;
   if (!stuck) return swept_;
-  returns_needed_ = std::min(2 * returns_needed_, many_returns);
+  prompt_waits_needed_ = std::min(2 * prompt_waits_needed_, max_prompt_waits);
   be_eager();
   swept_ = true;  // if there is no thread now, there may be one at the next sweep
-  find_thread(lock);
+  ensure_worker(lock);
   return true;
 }
 
 void Stream::be_eager() {
-  returns_ = 0;
+  prompt_waits_ = 0;
   lazy_ = false;
 }
 
-void Stream::execute() {
+void Stream::run_tasks() {
   std::unique_lock lock(mutex_);
   do {
     while (runnable()) run_first(lock);
     spin(lock, [this] { return !running_.load() && !reached(queued_.load()); });
   } while (runnable());
-  attended_ = false;
+  has_worker_ = false;
 }
 
 // Run the first task of the queue, without the lock; runnable() must hold. False if it was left: then it stays there.
@@ -378,7 +378,7 @@ bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   if (done) {
     queue_.pop_front();
     finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-    tell_who_asked();
+    notify_completed();
   }
   running_.store(false, std::memory_order_release);
   if (waiting_ > 0) progress_.notify_all();

@@ -1,6 +1,6 @@
 // A stream: an ordered queue of tasks that runs beside its callers, as a CUDA stream does.
 //
-// A stream that has tasks gets a thread, see crew.hpp, and gives it back when it has none. A caller that waits for a
+// A stream that has tasks gets a thread, see worker_pool.hpp, and gives it back when it has none. A caller that waits for a
 // stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small operation
 // followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
 //
@@ -23,9 +23,9 @@
 #include <vector>
 
 #include "base/mutex.hpp"
-#include "crew.hpp"
 #include "driver_abi.h"
 #include "task.hpp"
+#include "worker_pool.hpp"
 
 namespace ncclpy::host {
 
@@ -76,16 +76,16 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // Nobody will wait for this stream any more: do not leave it without a thread.
   void close() { nudge(); }
   // The life of a thread at this stream: until there is nothing to do.
-  void execute();
+  void run_tasks();
 
   Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
   bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
   void wait(std::uint64_t number);
-  // Run what this thread's Interruption lets it leave; whether that was all up to the task with this number.
+  // Run what this thread's WaitControl lets it leave; whether that was all up to the task with this number.
   bool help(std::uint64_t number);
   // Whether the task with this number is done. If not, `tell` is called as soon as it is, once, by whoever has run it: it
   // must not call the engine. Throws std::bad_alloc.
-  bool ask(std::uint64_t number, void (*tell)(void*), void* argument);
+  bool notify_when_done(std::uint64_t number, void (*callback)(void*), void* argument);
   // Sleep until the task with this number is done, for so many seconds at most; whether it is. Throws std::bad_alloc.
   bool sleep_until(std::uint64_t number, double seconds);
 
@@ -95,20 +95,20 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  void find_thread(std::unique_lock<StreamMutex>& lock);
-  void attend(Reserved worker, std::unique_lock<StreamMutex>& lock);
+  void ensure_worker(std::unique_lock<StreamMutex>& lock);
+  void assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock);
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
-  void note_return(std::uint64_t number);
+  void note_wait(std::uint64_t number);
   void be_eager();
-  void tell_who_asked();
+  void notify_completed();
   bool run_first(std::unique_lock<StreamMutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
   template <class Condition>
   bool spin(std::unique_lock<StreamMutex>& lock, Condition condition);
 
-  struct Asked {
+  struct CompletionCallback {
     std::uint64_t number;
-    void (*tell)(void*);
+    void (*callback)(void*);
     void* argument;
   };
 
@@ -122,13 +122,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<bool> running_{false};          // a task is being run, by the thread or by a helper
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
-  std::vector<Asked> asked_;                  // who is to be told of which task
-  bool attended_ = false;                     // a thread is here, or on its way
-  std::uint64_t last_long_ = 0;               // number of the last task that is not brief
+  std::vector<CompletionCallback> callbacks_;                  // who is to be told of which task
+  bool has_worker_ = false;                     // a thread is here, or on its way
+  std::uint64_t last_uninterruptible_ = 0;               // number of the last task that is not brief
   bool lazy_ = false;
-  std::uint64_t returned_at_ = 0;             // number of the last task at the queue's end that was waited for
-  int returns_ = 0;                           // how often in a row a caller has waited for its last task at once
-  int returns_needed_ = 8;                    // to be lazy
+  std::uint64_t awaited_number_ = 0;             // number of the last task at the queue's end that was waited for
+  int prompt_waits_ = 0;                           // how often in a row a caller has waited for its last task at once
+  int prompt_waits_needed_ = 8;                    // to be lazy
   bool swept_ = false;                        // the sweeper knows this stream
   std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
 };

@@ -1,7 +1,7 @@
 // A move-only function without arguments: what a stream queues. Small ones are stored in place, so that queueing a
 // copy, an event or a callback allocates nothing; unlike std::function it may own what cannot be copied.
 //
-// One whose function returns false was left by a thread that went its way (see Interruption), and is to be called again.
+// One whose function returns false was left by a thread that went its way (see WaitControl), and is to be called again.
 // Only a brief one may be left: no other is run by such a thread.
 #pragma once
 
@@ -40,12 +40,12 @@ class Task {
   }
   // One that waits for nobody, or can be left while it does.
   template <class F>
-  static Task brief(F&& function) {
+  static Task interruptible(F&& function) {
     Task task(std::forward<F>(function));
-    task.brief_ = true;
+    task.interruptible_ = true;
     return task;
   }
-  Task(Task&& other) noexcept : act_(std::exchange(other.act_, nullptr)), brief_(other.brief_) {
+  Task(Task&& other) noexcept : act_(std::exchange(other.act_, nullptr)), interruptible_(other.interruptible_) {
     if (act_ != nullptr) act_(Action::move, other.storage_, storage_);
   }
   Task(const Task&) = delete;
@@ -58,7 +58,7 @@ class Task {
   }
 
   bool operator()() { return act_(Action::call, storage_, nullptr); }
-  bool is_brief() const { return brief_; }
+  bool is_interruptible() const { return interruptible_; }
 
  private:
   template <class Function>
@@ -76,7 +76,7 @@ class Task {
 
   alignas(std::max_align_t) unsigned char storage_[in_place_bytes];
   bool (*act_)(Action, void* self, void* target);
-  bool brief_ = false;
+  bool interruptible_ = false;
 };
 
 }  // namespace ncclpy::host

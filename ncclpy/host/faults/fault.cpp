@@ -163,7 +163,7 @@ void pause_for(double seconds, Over over) {
   while (!over() && (seconds < 0 || now_seconds() < end)) {
     const timespec millisecond = {0, 1000000};
     nanosleep(&millisecond, nullptr);
-    Interruption::attend();  // a caller that waits for its stream may be here, with a deadline
+    WaitControl::poll();  // a caller that waits for its stream may be here, with a deadline
   }
 }
 

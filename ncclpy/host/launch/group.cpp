@@ -258,7 +258,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
 }
 
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation) {
-  operation.deed = comm->note_call(deed_of(operation));
+  operation.call = comm->note_call(kind_of(operation));
   if (group.depth == 0) {
     if (comm->blocking()) {
       if (operation.message()) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));

@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "base/wait.hpp"
-#include "claimed.hpp"
 #include "driver/exports.hpp"
 #include "driver/graph.hpp"
 #include "driver/stream.hpp"
-#include "faults/broken_off.hpp"
+#include "faults/abandon.hpp"
 #include "faults/fault.hpp"
+#include "launch_memory_use.hpp"
 #include "transports/collective.hpp"
 #include "transports/one_sided.hpp"
 #include "transports/p2p.hpp"
@@ -20,17 +20,17 @@ namespace ncclpy::host {
 namespace {
 
 // How far a launch has come, which a thread may leave and another one go on with.
-struct Progress {
-  explicit Progress(Comm& comm) : messages(comm) {}
+struct LaunchProgress {
+  explicit LaunchProgress(Comm& comm) : messages(comm) {}
 
   bool begun = false;
   Messages messages;
-  size_t collective = 0;  // the operation that is the first not run, of the collectives
-  Course course;          // of that
+  size_t next_collective = 0;  // the operation that is the first not run, of the collectives
+  CollectiveProgress collective_progress;          // of that
 };
 
 // What happens once. False if nothing of the launch is to run.
-bool begin_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+bool begin_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   for (size_t i = 0; faults && i < count; i++) {
     // An operation that does not run takes those of its launch with it, as a kernel would.
@@ -44,7 +44,7 @@ bool begin_operations(Comm& comm, const Operation* operations, size_t count, Cla
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
     const bool put = run_put(comm, operations[i]);
-    if (claims != nullptr) claims->targets[i].reset();  // from here on it is the peer's alone
+    if (memory_use != nullptr) memory_use->targets[i].reset();  // from here on it is the peer's alone
     if (put) give_signal(comm, operations[i]);
   }
   return true;
@@ -52,31 +52,31 @@ bool begin_operations(Comm& comm, const Operation* operations, size_t count, Cla
 
 // False if it was left.
 template <class Tell>
-bool run_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress, Tell tell) {
+bool run_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   if (progress.begun) {
     progress.messages.advance();
   } else {
     if (comm.rendezvous.has_disagreed()) return true;  // others do not come to it
-    if (faults && Interruption::has_time()) return false;  // they may hold it up, and are to be heard of once
-    if (!begin_operations(comm, operations, count, claims, progress)) return true;
+    if (faults && WaitControl::has_time_limit()) return false;  // they may hold it up, and are to be heard of once
+    if (!begin_operations(comm, operations, count, memory_use, progress)) return true;
   }
-  for (size_t& i = progress.collective; i < count; i++) {
+  for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
     if (comm.health.stopped()) {  // perhaps in the middle of the one before: others may still wait for its gates
-      if (!stand_still(comm)) return false;
-      break_off(comm, &operations[i], 1);
+      if (!hang_until_ended(comm)) return false;
+      abandon_operations(comm, &operations[i], 1);
       continue;
     }
-    tell(operations[i].deed);
-    if (!run_collective(comm, operations[i], progress.course)) {
+    tell(operations[i].call);
+    if (!run_collective(comm, operations[i], progress.collective_progress)) {
       progress.messages.retract();
       return false;
     }
-    progress.course = {};
+    progress.collective_progress = {};
   }
   for (size_t i = count; i-- > 0;) {
-    if (operations[i].message()) tell(operations[i].deed);
+    if (operations[i].message()) tell(operations[i].call);
   }
   if (!progress.messages.finish()) return false;
   wait_for_signals(comm, operations, count, tell);
@@ -84,46 +84,46 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   return true;
 }
 
-bool execute(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
   // Everybody can see what this rank is at.
   RankSlot& slot = comm.segment->slot(comm.rank);
-  const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
-  tell(operations[0].deed);
-  const bool done = run_operations(comm, operations, count, claims, progress, tell);
-  if (done) slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
+  const auto tell = [&slot](uint64_t call) { slot.current_call[data_side].store(call, std::memory_order_relaxed); };
+  tell(operations[0].call);
+  const bool done = run_operations(comm, operations, count, memory_use, progress, tell);
+  if (done) slot.last_done.store(operations[count - 1].call, std::memory_order_relaxed);
   tell(0);  // also where it was left, to which perhaps nobody comes back
   return done;
 }
 
 // Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
-bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
   const Turn turn = comm.queue.enter(ticket);
-  if (turn == Turn::left) return false;
-  if (turn == Turn::come && !execute(comm, operations, count, claims, progress)) {
+  if (turn == Turn::suspended) return false;
+  if (turn == Turn::ready && !execute(comm, operations, count, memory_use, progress)) {
     comm.queue.end_run();
     return false;
   }
   if (turn == Turn::stopped) {
-    if (!stand_still(comm)) {
+    if (!hang_until_ended(comm)) {
       comm.queue.end_run();
       return false;
     }
-    break_off(comm, operations, count);
+    abandon_operations(comm, operations, count);
   }
   comm.queue.leave(ticket);
   return true;
 }
 
 // Whether who waits for them may run them, and leave them.
-bool are_brief(const Comm& comm, const Operation* operations, size_t count) {
+bool are_interruptible(const Comm& comm, const Operation* operations, size_t count) {
   if (faults_planned.load(std::memory_order_relaxed)) return false;
-  size_t left = brief_bytes;  // of all together
-  return std::all_of(operations, operations + count, [&](const Operation& one) { return takes_little(comm, one, &left); });
+  size_t left = interruptible_max_bytes;  // of all together
+  return std::all_of(operations, operations + count, [&](const Operation& one) { return fits_interruptible(comm, one, &left); });
 }
 
 template <class Function>
-Task task_of(bool is_brief, Function&& function) {
-  return is_brief ? Task::brief(std::forward<Function>(function)) : Task(std::forward<Function>(function));
+Task task_of(bool is_interruptible, Function&& function) {
+  return is_interruptible ? Task::interruptible(std::forward<Function>(function)) : Task(std::forward<Function>(function));
 }
 
 // The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
@@ -143,10 +143,10 @@ ncclResult_t record_launch(const Operation& operation, int device) {
 ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
                             const std::vector<std::shared_ptr<Stream>>& streams) {
   const CUresult captured = capture(streams, comm->device, [comm, operations] {
-    auto claims = claim(comm, operations.data(), operations.size());
-    return Task([comm, operations, claims = std::move(claims), ticket = comm->queue.take_ticket()] {
-      Progress progress(*comm);  // it is not brief, so nobody leaves it
-      (void)run(*comm, ticket, operations.data(), operations.size(), claims.get(), progress);
+    auto memory_use = find_memory_use(comm, operations.data(), operations.size());
+    return Task([comm, operations, memory_use = std::move(memory_use), ticket = comm->queue.take_ticket()] {
+      LaunchProgress progress(*comm);  // it is not brief, so nobody leaves it
+      (void)run(*comm, ticket, operations.data(), operations.size(), memory_use.get(), progress);
     });
   });
   if (captured == CUDA_SUCCESS) return ncclSuccess;
@@ -169,8 +169,8 @@ struct Launch {
 
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
-  std::shared_ptr<Claims> claims;  // of the first stream's task
-  Progress progress;               // likewise
+  std::shared_ptr<LaunchMemoryUse> memory_use;  // of the first stream's task
+  LaunchProgress progress;               // likewise
   std::atomic<size_t> streams_missing{0};
   std::atomic<bool> done{false};
 };
@@ -182,11 +182,11 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   NCCLPY_TRY(find_stream(operation.stream, comm->device, &stream));
   NCCLPY_TRY(record_launch(operation, comm->device));
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
-  auto claims = claim(comm, &operation, 1);
+  auto memory_use = find_memory_use(comm, &operation, 1);
   comm->queue.issue([&](uint64_t ticket) {
-    stream->enqueue(task_of(are_brief(*comm, &operation, 1),
-                            [comm, operation, claims = std::move(claims), ticket, progress = Progress(*comm)]() mutable {
-                              return run(*comm, ticket, &operation, 1, claims.get(), progress);
+    stream->enqueue(task_of(are_interruptible(*comm, &operation, 1),
+                            [comm, operation, memory_use = std::move(memory_use), ticket, progress = LaunchProgress(*comm)]() mutable {
+                              return run(*comm, ticket, &operation, 1, memory_use.get(), progress);
                             }));
   });
   return ncclSuccess;
@@ -206,9 +206,9 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
   }
   auto launch = std::make_shared<Launch>(comm);
   launch->operations = std::move(operations);
-  launch->claims = claim(comm, launch->operations.data(), launch->operations.size());
+  launch->memory_use = find_memory_use(comm, launch->operations.data(), launch->operations.size());
   launch->streams_missing = streams.size() - 1;
-  const bool is_brief = streams.size() == 1 && are_brief(*comm, launch->operations.data(), launch->operations.size());
+  const bool is_interruptible = streams.size() == 1 && are_interruptible(*comm, launch->operations.data(), launch->operations.size());
   // NCCL launches on the first stream, which waits for the others, which wait for the end.
   comm->queue.issue([&](uint64_t ticket) {
     try {
@@ -216,23 +216,23 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
         streams[i]->enqueue([launch] {
           Comm& one = *launch->comm;
           launch->streams_missing.fetch_sub(1);
-          one.queue.bell.ring();
-          wait_until(one.queue.bell, [&] { return launch->done.load() || (one.health.stopped() && !one.health.stands_still()); });
+          one.queue.changed.notify();
+          wait_until(one.queue.changed, [&] { return launch->done.load() || (one.health.stopped() && !one.health.hangs_on_dead_rank()); });
         });
       }
-      streams[0]->enqueue(task_of(is_brief, [launch, ticket] {
+      streams[0]->enqueue(task_of(is_interruptible, [launch, ticket] {
         Comm& one = *launch->comm;
-        wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
-        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->claims.get(), launch->progress))
+        wait_until(one.queue.changed, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
+        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->memory_use.get(), launch->progress))
           return false;
-        launch->claims.reset();
+        launch->memory_use.reset();
         launch->done.store(true);
-        one.queue.bell.ring();
+        one.queue.changed.notify();
         return true;
       }));
     } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
       launch->done.store(true);
-      comm->queue.bell.ring();
+      comm->queue.changed.notify();
       throw;
     }
   });

@@ -26,7 +26,7 @@ struct Reduction {
   void* const* output;
   size_t count;
   const uint64_t* scalars;
-  bool past_caches = false;  // the outputs are part of so much that nobody finds them in a cache, see past_caches.hpp
+  bool nontemporal = false;  // the outputs are part of so much that nobody finds them in a cache, see nontemporal.hpp
 };
 
 // The copies of the loops, one for each instruction set, that this processor runs; the fastest is the last.

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "floats.hpp"
-#include "past_caches.hpp"
+#include "nontemporal.hpp"
 #include "reduce.hpp"
 
 namespace ncclpy::host {
@@ -14,14 +14,14 @@ namespace {
 // Bytes of the accumulator: so much is reduced at a time. With a small one, it and its inputs stay in the first-level
 // cache. What comes from memory is better read in longer runs: at the begin of each the processor has yet to read ahead.
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
-constexpr size_t least_of_large_blocks = 1 << 20;
+constexpr size_t large_block_min_bytes = 1 << 20;
 // Of what goes past the caches to one output: the result of a block is read again at once, from the first-level cache.
 // With four inputs, blocks of 4 KiB take 7% to 24% longer.
-constexpr size_t block_past_caches = 1 << 10;
+constexpr size_t nontemporal_block = 1 << 10;
 
 template <class Acc>
 size_t block_of(size_t count) {
-  return (count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
+  return (count < large_block_min_bytes / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
 }
 
 // What an element is accumulated in, and how it gets there and back.
@@ -114,7 +114,7 @@ template <class Op, class First, class Second, class Out>
 
 // The same, past the caches, to where an element may lie. For two inputs, which by blocks take longer.
 template <class Op, class T>
-[[gnu::noinline]] void combine_past_caches(const T* first, const T* second, T* out, size_t count) {
+[[gnu::noinline]] void combine_nontemporal(const T* first, const T* second, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);
   const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(out)) % 64 / sizeof(T), head = to_line < count ? to_line : count;
   combine<Op>(first, second, out, head);
@@ -124,7 +124,7 @@ template <class Op, class T>
     for (size_t i = 0; i < line; i++) {
       Element<T>::store(Op::apply(Element<T>::load(first[done + i]), Element<T>::load(second[done + i])), result[i]);
     }
-    copy_line_past_caches(out + done, result);
+    store_line_nontemporal(out + done, result);
   }
   combine<Op>(first + done, second + done, out + done, count - done);
 }
@@ -134,12 +134,12 @@ template <class Op, class T>
 template <class T, class Op>
 void fold(const Reduction& r) {
   using Acc = typename Element<T>::Acc;
-  if (r.past_caches && r.inputs == 2 && r.outputs == 1 && reinterpret_cast<uintptr_t>(r.output[0]) % sizeof(T) == 0) {
-    combine_past_caches<Op>(
+  if (r.nontemporal && r.inputs == 2 && r.outputs == 1 && reinterpret_cast<uintptr_t>(r.output[0]) % sizeof(T) == 0) {
+    combine_nontemporal<Op>(
       static_cast<const T*>(r.input[0]), static_cast<const T*>(r.input[1]), static_cast<T*>(r.output[0]), r.count);
-    return finish_past_caches();
+    return nontemporal_fence();
   }
-  const bool at_output = !r.past_caches;
+  const bool at_output = !r.nontemporal;
   alignas(64) Acc acc[large_block / sizeof(Acc)];
   constexpr bool same = std::is_same_v<T, Acc>;
   alignas(64) T rounded[same ? 1 : large_block / sizeof(Acc)];
@@ -147,7 +147,7 @@ void fold(const Reduction& r) {
   if constexpr (same) result = acc;
   else result = rounded;
   size_t block = block_of<Acc>(r.count);
-  if (r.outputs == 1 && r.past_caches) block = block_past_caches / sizeof(Acc);
+  if (r.outputs == 1 && r.nontemporal) block = nontemporal_block / sizeof(Acc);
   else if (r.outputs == 1 && r.inputs == 2) block = r.count;
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
@@ -161,10 +161,10 @@ void fold(const Reduction& r) {
       combine<Op>(static_cast<const Acc*>(acc), input(r.inputs - 1), out, n);
     }
     for (int k = at_output ? 1 : 0; k < r.outputs; k++) {
-      copy_out(static_cast<T*>(r.output[k]) + begin, out, n * sizeof(T), r.past_caches);
+      copy_out(static_cast<T*>(r.output[k]) + begin, out, n * sizeof(T), r.nontemporal);
     }
   }
-  if (r.past_caches) finish_past_caches();
+  if (r.nontemporal) nontemporal_fence();
 }
 
 // Sums and products that wrap around have the same bits with and without a sign: one instance serves both.
@@ -205,9 +205,9 @@ void fold_average(const Reduction& r) {
       for (int k = 2; k < r.inputs; k++) combine<Sum>(static_cast<const Acc*>(acc), input(k), acc, n);
     }
     for (size_t i = 0; i < n; i++) Element<T>::store(divide(Divided(acc[i]), r.inputs), result[i]);
-    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
+    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
   }
-  if (r.past_caches) finish_past_caches();
+  if (r.nontemporal) nontemporal_fence();
 }
 
 // A sum of inputs that are each multiplied by a number of their own before.
@@ -230,9 +230,9 @@ void fold_premultiplied(const Reduction& r) {
       }
     }
     for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
-    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
+    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
   }
-  if (r.past_caches) finish_past_caches();
+  if (r.nontemporal) nontemporal_fence();
 }
 
 template <class T>

@@ -6,7 +6,7 @@
 
 namespace ncclpy::host {
 
-bool Disagreement::tell(const std::string& text) {
+bool Disagreement::report(const std::string& text) {
   uint32_t expected = none;
   if (!state_.compare_exchange_strong(expected, begun, std::memory_order_acq_rel)) return false;
   std::memcpy(text_, text.data(), std::min(text.size(), sizeof text_));  // which was all zeros

@@ -11,8 +11,8 @@ namespace ncclpy::host {
 class Disagreement {
  public:
   // False if another one has been first.
-  bool tell(const std::string& text);
-  bool told() const { return state_.load(std::memory_order_acquire) == written; }
+  bool report(const std::string& text);
+  bool is_reported() const { return state_.load(std::memory_order_acquire) == written; }
   std::string text() const;
 
  private:

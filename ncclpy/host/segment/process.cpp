@@ -13,52 +13,52 @@
 namespace ncclpy::host {
 namespace {
 
-struct Sight {
-  enum { alive, ended, unclear } what;
+struct ProcessStatus {
+  enum { alive, ended, unknown } state;
   uint64_t start;
 };
 
 // What /proc says of a process; that it cannot be read is no word about the process.
-Sight look_at_process(int32_t pid) {
+ProcessStatus read_status(int32_t pid) {
   // This needs no descriptor, and no right to look into the process.
-  if (pid <= 0 || (kill(pid, 0) != 0 && errno == ESRCH)) return {Sight::ended, 0};
+  if (pid <= 0 || (kill(pid, 0) != 0 && errno == ESRCH)) return {ProcessStatus::ended, 0};
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   const int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return {Sight::unclear, 0};
+  if (descriptor < 0) return {ProcessStatus::unknown, 0};
   const ssize_t length = read(descriptor, text, sizeof text - 1);
   close(descriptor);
-  if (length <= 0) return {Sight::unclear, 0};
+  if (length <= 0) return {ProcessStatus::unknown, 0};
   text[length] = 0;
   // The second field, the program's name in parentheses, may hold anything; the state is the third, the start the 22nd.
   const char* at = strrchr(text, ')');
-  if (at == nullptr || at[1] == 0) return {Sight::unclear, 0};
-  if (at[2] == 'Z' || at[2] == 'X') return {Sight::ended, 0};
+  if (at == nullptr || at[1] == 0) return {ProcessStatus::unknown, 0};
+  if (at[2] == 'Z' || at[2] == 'X') return {ProcessStatus::ended, 0};
   unsigned long long start = 0;
   if (sscanf(at + 2, "%*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start) != 1)
-    return {Sight::unclear, 0};
-  return {Sight::alive, start};
+    return {ProcessStatus::unknown, 0};
+  return {ProcessStatus::alive, start};
 }
 
 }  // namespace
 
 uint64_t start_of_this_process() {
-  // Asked for once in a process and in each fork of it: later there may be no descriptor for it.
+  // CompletionCallback for once in a process and in each fork of it: later there may be no descriptor for it.
   static std::atomic<int32_t> asked{0};
   static std::atomic<uint64_t> known{0};
   const int32_t pid = getpid();
   if (asked.load(std::memory_order_acquire) == pid) return known.load(std::memory_order_relaxed);
-  const Sight sight = look_at_process(pid);
-  if (sight.what != Sight::alive) return 0;
-  known.store(sight.start, std::memory_order_relaxed);
+  const ProcessStatus status = read_status(pid);
+  if (status.state != ProcessStatus::alive) return 0;
+  known.store(status.start, std::memory_order_relaxed);
   asked.store(pid, std::memory_order_release);
-  return sight.start;
+  return status.start;
 }
 
 bool has_ended(int32_t pid, uint64_t start) {
-  const Sight sight = look_at_process(pid);
-  if (sight.what == Sight::unclear) return false;
-  return sight.what == Sight::ended || (start != 0 && sight.start != start);
+  const ProcessStatus status = read_status(pid);
+  if (status.state == ProcessStatus::unknown) return false;
+  return status.state == ProcessStatus::ended || (start != 0 && status.start != start);
 }
 
 }  // namespace ncclpy::host

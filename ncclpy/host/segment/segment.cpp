@@ -31,14 +31,14 @@ constexpr int max_ranks = 4096;
 size_t aligned(size_t bytes) { return (bytes + page - 1) & ~(page - 1); }
 
 struct Layout {
-  size_t slots, channels, small, steps, pieces, end;
+  size_t slots, channels, inline_area, steps, pieces, end;
   explicit Layout(int nranks) {
     const size_t n = size_t(nranks);
     slots = aligned(sizeof(Header));
     channels = slots + aligned(n * sizeof(RankSlot));
     // Pages of what follows take memory only when they are used.
-    small = channels + aligned(n * n * sizeof(Channel));
-    steps = small + aligned(n * small_buffers * inline_bytes);
+    inline_area = channels + aligned(n * n * sizeof(Channel));
+    steps = inline_area + aligned(n * inline_buffers * inline_bytes);
     pieces = steps + n * 4 * step_bytes;
     end = pieces + n * n * channel_slots * piece_bytes;
   }
@@ -127,14 +127,14 @@ Segment::Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting
   const Layout layout(nranks);
   slots_at_ = layout.slots;
   channels_at_ = layout.channels;
-  small_at_ = layout.small;
+  inline_at_ = layout.inline_area;
   steps_at_ = layout.steps;
   pieces_at_ = layout.pieces;
 }
 
 Segment::~Segment() {
   munmap(memory_, bytes_);
-  if (watched_.load()) tell_watcher_();
+  if (watched_.load()) on_destroyed_();
 }
 
 void Segment::end_meeting() {
@@ -146,8 +146,8 @@ void Segment::end_meeting() {
   if (ended != nullptr) ended->end(complete() ? Phase::served : Phase::given_up);
 }
 
-void Segment::know_cores() {
-  spin_.know(nranks_, [this](int rank) -> const cpu_set_t& { return slot(rank).cores; });
+void Segment::find_cores() {
+  spin_.set_cores(nranks_, [this](int rank) -> const cpu_set_t& { return slot(rank).cores; });
 }
 
 size_t Segment::buffer_bytes(int rank) const {
@@ -164,29 +164,29 @@ void Segment::release_buffers(int rank) {
   for_buffers(rank, [](char* memory, size_t bytes) { madvise(memory, bytes, MADV_REMOVE); });
 }
 
-void Segment::ring_all() {
-  for (int rank = 0; rank < nranks_; rank++) slot(rank).bell.ring();
-  header().bell.ring();
+void Segment::notify_all() {
+  for (int rank = 0; rank < nranks_; rank++) slot(rank).changed.notify();
+  header().changed.notify();
 }
 
-bool Segment::is_local(int rank) { return slot(rank).process == this_process(); }
+bool Segment::is_local(int rank) { return slot(rank).process_token == this_process(); }
 
-void Segment::bury(int rank) {
+void Segment::mark_dead(int rank) {
   slot(rank).dead.store(1);
   int32_t none = 0;
   header().first_dead.compare_exchange_strong(none, rank + 1, std::memory_order_acq_rel);
-  ring_all();
+  notify_all();
 }
 
-void Segment::disagree(const std::string& text) {
-  if (header().disagreement.tell(text)) ring_all();
+void Segment::report_disagreement(const std::string& text) {
+  if (header().disagreement.report(text)) notify_all();
 }
 
-int Segment::take_pulses() {
+int Segment::find_dead_ranks() {
   for (int rank = 0; rank < nranks_; rank++) {
     const RankSlot& one = slot(rank);
-    if (!one.present.load(std::memory_order_acquire) || one.left.load() || one.dead.load() || is_local(rank)) continue;
-    if (has_ended(one.pid, one.start)) bury(rank);
+    if (!one.present.load(std::memory_order_acquire) || one.closed.load() || one.dead.load() || is_local(rank)) continue;
+    if (has_ended(one.pid, one.start)) mark_dead(rank);
   }
   return first_dead();
 }
@@ -232,7 +232,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     *segment = found;
   }
   RankSlot& slot = (*segment)->slot(rank);
-  if (slot.claimed.exchange(1) != 0) {
+  if (slot.occupied.exchange(1) != 0) {
     segment->reset();
     return fail(ncclInvalidUsage, "rank %d has already joined with this unique id; an id serves one communicator", rank);
   }
@@ -240,15 +240,15 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   slot.device = device;
   slot.pid = getpid();
   slot.start = start_of_this_process();
-  static std::atomic<uint64_t> beacon;
-  slot.process = this_process();
-  beacon.store(slot.process);
-  slot.beacon = &beacon;
+  static std::atomic<uint64_t> token_address;
+  slot.process_token = this_process();
+  token_address.store(slot.process_token);
+  slot.token_address = &token_address;
   slot.cores = own_cores();
   slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
   header.attached.fetch_add(1, std::memory_order_acq_rel);
-  header.bell.ring();  // also before the last one: the others begin to watch this process
+  header.changed.notify();  // also before the last one: the others begin to watch this process
   return ncclSuccess;
 }
 

@@ -14,7 +14,7 @@
 
 #include "base/mutex.hpp"
 #include "base/wait.hpp"
-#include "deed.hpp"
+#include "call_kind.hpp"
 #include "disagreement.hpp"
 #include "reduction/reduce.hpp"
 #include "unique_id.hpp"
@@ -31,7 +31,7 @@ enum class Collective : uint8_t {
 struct Record {
   Collective kind;
   bool reads_peers;  // see peer_memory.hpp
-  bool pulls;        // of the rank that decides, for all: see ways.hpp
+  bool cma_read;        // of the rank that decides, for all: see transfer_tuner.hpp
   ncclDataType_t dtype;
   Operator op;
   int32_t root;
@@ -43,12 +43,12 @@ struct Record {
 
 // Where a record lies, with room for a contribution of a few bytes: who reads the one has the other with it, as processors
 // fetch cache lines in pairs; and nothing that the rank goes on writing is in those.
-constexpr size_t little_bytes = 64;
+constexpr size_t record_inline_bytes = 64;
 struct alignas(128) PlacedRecord {
   Record record;
   uint64_t passed;                  // which collective the rank was through with then
   std::atomic<uint64_t> number{0};  // of the collective, from 1 on; written last
-  alignas(64) char little[little_bytes];
+  alignas(64) char inline_data[record_inline_bytes];
 
   // Another rank may be reading, of a collective that needs it no more, and finds that the number has changed.
   void write(const Record& from);
@@ -59,11 +59,11 @@ static_assert(sizeof(PlacedRecord) == 128);
 
 // A rank's places for records, which come round. So many collectives a rank may be ahead of others, where it needs nothing of
 // them.
-constexpr size_t places = 8;
-inline int place_of(uint64_t number) { return int(number % places); }
+constexpr size_t record_places = 8;
+inline int place_of(uint64_t number) { return int(number % record_places); }
 
 // Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
-struct Gate {
+struct Barrier {
   std::atomic<uint64_t> arrivals{0};
 
   bool open(uint64_t target) const { return arrivals.load(std::memory_order_acquire) >= target; }
@@ -84,13 +84,13 @@ constexpr size_t exchange_bytes = 192;
 // Largest contribution that travels inside the segment, together with the description of the operation; with more ranks less,
 // as each may have to read those of all.
 constexpr size_t inline_bytes = 32 << 10;
-constexpr size_t small_buffers = 2;
-inline size_t most_inline(int nranks) {
+constexpr size_t inline_buffers = 2;
+inline size_t max_inline_bytes(int nranks) {
   return std::clamp<size_t>(2 * inline_bytes / size_t(nranks) / 64 * 64, 2048, inline_bytes);
 }
 
 // Where the first survivor of a shrink tells the others how to meet.
-struct Notice {
+struct ShrinkBoard {
   std::atomic<uint64_t> key{0};
   ncclUniqueId id;
 };
@@ -103,33 +103,33 @@ struct GrowBoard {
 };
 
 struct alignas(128) RankSlot {
-  std::atomic<uint32_t> claimed{0};
+  std::atomic<uint32_t> occupied{0};
   std::atomic<uint32_t> present{0};  // the rank has written the next seven and its place is taken
   uint64_t machine = 0;              // a hash of NCCL_HOSTID: ranks with different ones are on different machines
   int32_t device = 0;
   int32_t pid = 0;
   uint64_t start = 0;    // of the process, see watch.hpp
-  uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
-  const void* beacon = nullptr;   // where that process has the same number
+  uint64_t process_token = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
+  const void* token_address = nullptr;   // where that process has the same number
   cpu_set_t cores{};              // that the rank may use
-  std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
+  std::atomic<uint32_t> closed{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
-  // For who_is_missing, which only reads them: words of deed.hpp, and how often the rank has described something or has come to
+  // For straggler_report, which only reads them: words of call_kind.hpp, and how often the rank has described something or has come to
   // a gate.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
-  // Collectives behind `passed` that this rank has called and will never complete; others may, with wrong data: corruption.hpp.
-  std::atomic<uint64_t> broken_off{0};
-  std::atomic<uint64_t> called{0};  // the last call
-  std::atomic<uint64_t> done{0};    // the last operation that has run
-  std::atomic<uint64_t> doing[sides];
+  // Collectives behind `passed` that this rank has called and will never complete; others may, with wrong data: abort_corruption.hpp.
+  std::atomic<uint64_t> abandoned{0};
+  std::atomic<uint64_t> last_call{0};  // the last call
+  std::atomic<uint64_t> last_done{0};    // the last operation that has run
+  std::atomic<uint64_t> current_call[sides];
   std::atomic<uint64_t> arrived[sides];
-  PlacedRecord placed[places];
+  PlacedRecord placed[record_places];
   alignas(64) std::atomic<uint64_t> passed{0};  // the last collective for which this rank needs nothing more
-  alignas(64) Bell bell;                        // point-to-point news for this rank
+  alignas(64) FutexEvent changed;                        // point-to-point news for this rank
   const Record& record(int place) const { return placed[place].record; }
   char exchange[2][exchange_bytes];
-  Notice notice;
+  ShrinkBoard shrink;
 };
 
 // Counters of signals from one rank to another: those of all contexts that a configuration may ask for.
@@ -148,11 +148,11 @@ constexpr size_t channel_slots = 16;
 constexpr size_t piece_bytes = 16 << 10;
 
 // A piece in the ring: all that the receiver reads of few bytes is one cache line.
-constexpr size_t piece_little_bytes = 40;
+constexpr size_t piece_inline_bytes = 40;
 struct alignas(64) PieceSlot {
   std::atomic<uint64_t> number{0};  // of the piece that is here, from 1 on
   MessageKind message;              // that it belongs to
-  char little[piece_little_bytes];
+  char inline_data[piece_inline_bytes];
 };
 
 // The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
@@ -163,8 +163,8 @@ struct alignas(64) Channel {
   MessageKind offer;
   MessageKind wanted;                // what the receiver takes
   std::atomic<uint32_t> refused{0};  // it cannot read the sender's memory: no more offers
-  // Messages that one side has broken off, and the other may complete: see corruption.hpp.
-  std::atomic<uint32_t> broken_sends{0}, broken_receives{0};
+  // Messages that one side has broken off, and the other may complete: see abort_corruption.hpp.
+  std::atomic<uint32_t> abandoned_sends{0}, abandoned_receives{0};
   // Or pieces, counted over the channel's life, pass through a ring.
   alignas(64) uint64_t written = 0;  // this line is the sender's alone
   uint64_t seen_read = 0;            // what `read` was when the ring was full, or at first
@@ -185,10 +185,10 @@ struct Header {
   std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
   GrowBoard grow;
   Disagreement disagreement;
-  alignas(128) Gate control;
-  alignas(128) Gate data;
-  alignas(128) Bell bell;  // news that concern all ranks: all have come, or somebody has passed what others wait for
-  std::atomic<uint32_t> short_of_room{0};  // ranks that wait until others have passed a collective, or look out for what they call
+  alignas(128) Barrier control;
+  alignas(128) Barrier data;
+  alignas(128) FutexEvent changed;  // news that concern all ranks: all have come, or somebody has passed what others wait for
+  std::atomic<uint32_t> record_waiters{0};  // ranks that wait until others have passed a collective, or look out for what they call
 };
 
 class Segment {
@@ -204,21 +204,21 @@ class Segment {
   Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
   // A small buffer of `rank` for so many bytes, by the place of the record. Of more than a few bytes there are two, which stay
   // in the cache.
-  char* small(int rank, int place, size_t bytes) {
-    if (bytes <= little_bytes) return slot(rank).placed[place].little;
-    return memory_ + small_at_ + (size_t(rank) * small_buffers + size_t(place) % small_buffers) * inline_bytes;
+  char* inline_buffer(int rank, int place, size_t bytes) {
+    if (bytes <= record_inline_bytes) return slot(rank).placed[place].inline_data;
+    return memory_ + inline_at_ + (size_t(rank) * inline_buffers + size_t(place) % inline_buffers) * inline_bytes;
   }
   // The step buffers of `rank`, by parity of the step.
   char* step_input(int rank, int parity) { return step(rank, parity); }
   char* step_result(int rank, int parity) { return step(rank, 2 + parity); }
   char* piece(int from, int to, size_t slot, size_t bytes) {
-    if (bytes <= piece_little_bytes) return channel(from, to).pieces[slot].little;
+    if (bytes <= piece_inline_bytes) return channel(from, to).pieces[slot].inline_data;
     return memory_ + pieces_at_ + ((size_t(from) * size_t(nranks_) + size_t(to)) * channel_slots + slot) * piece_bytes;
   }
 
   // Memory: what is always there, as one rank's part; what a rank's data pass through, as far as it was ever touched;
   // and giving the latter back, when no rank uses it.
-  size_t fixed_bytes() const { return small_at_ / size_t(nranks_); }
+  size_t fixed_bytes() const { return inline_at_ / size_t(nranks_); }
   size_t buffer_bytes(int rank) const;
   void release_buffers(int rank);
 
@@ -228,42 +228,42 @@ class Segment {
   // Whether all ranks are threads of this process. Known once all are attached.
   bool one_process();
   bool is_local(int rank);
-  bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
+  bool same_process(int a, int b) { return slot(a).process_token == slot(b).process_token; }
 
   // All ranks are here: which cores each has is known.
-  void know_cores();
+  void find_cores();
   // All ranks are here, or never will be: the unique id has served.
   void end_meeting();
 
   // The first rank found dead, or -1. Nothing on this segment will ever be complete then.
   int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }
   // Marks a rank dead for every process, and wakes all who wait.
-  void bury(int rank);
+  void mark_dead(int rank);
   // Wakes all that wait on it, in all processes.
-  void ring_all();
+  void notify_all();
   // Tells all ranks that two messages differ, unless they have been told before, and wakes all who wait.
-  void disagree(const std::string& text);
+  void report_disagreement(const std::string& text);
   // Buries whoever is dead at this moment, also if no watcher has noticed yet; the first dead rank, or -1.
-  int take_pulses();
+  int find_dead_ranks();
   // Whether the processes of its ranks are watched (watch.hpp). The first who asks for it gets true; `tell` is called
   // when the segment is gone.
   bool is_watched() const { return watched_.load(); }
-  bool be_watched(void (*tell)()) {
+  bool set_watched(void (*on_destroyed)()) {
     if (watched_.exchange(true)) return false;
-    tell_watcher_ = tell;
+    on_destroyed_ = on_destroyed;
     return true;
   }
 
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
   Mutex<NCCLPY_LOCK_SEGMENT> mutex;
   std::vector<std::shared_ptr<Comm>> local;
-  size_t local_gone = 0;
+  size_t local_departed = 0;
 
  private:
   // Calls `use(memory, bytes)` for the rank's small and step buffers and the pieces on their way to it.
   template <class Use>
   void for_buffers(int rank, Use use) const {
-    use(memory_ + small_at_ + size_t(rank) * small_buffers * inline_bytes, small_buffers * inline_bytes);
+    use(memory_ + inline_at_ + size_t(rank) * inline_buffers * inline_bytes, inline_buffers * inline_bytes);
     use(memory_ + steps_at_ + size_t(rank) * 4 * step_bytes, 4 * step_bytes);
     const size_t ring = channel_slots * piece_bytes;
     for (int from = 0; from < nranks_; from++)
@@ -277,8 +277,8 @@ class Segment {
   int nranks_;
   Spin spin_;
   std::atomic<bool> watched_{false};
-  void (*tell_watcher_)() = nullptr;  // by who has set watched_, who holds the segment
-  size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
+  void (*on_destroyed_)() = nullptr;  // by who has set watched_, who holds the segment
+  size_t slots_at_, channels_at_, inline_at_, steps_at_, pieces_at_;
 };
 
 // How long the memory is for so many ranks.

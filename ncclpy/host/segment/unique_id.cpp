@@ -23,8 +23,8 @@ constexpr uint64_t magic = 0x3264697970636c6e;  // "nlcpyid2"
 constexpr char table_name[] = "ncclpy-ids";
 constexpr char memory_name[] = "ncclpy-communicator";
 
-constexpr uint32_t table_places = 16384;
-constexpr size_t table_bytes = table_places * sizeof(Place);
+constexpr uint32_t table_entries = 16384;
+constexpr size_t table_bytes = table_entries * sizeof(IdEntry);
 
 // Against SIGBUS: the size is what it is.
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -35,7 +35,7 @@ struct Address {
   int32_t pid;
   int32_t descriptor;
   unsigned char nonce[16];
-  uint32_t place;
+  uint32_t entry;
 };
 static_assert(sizeof(Address) <= sizeof(ncclUniqueId));
 
@@ -138,37 +138,37 @@ void* map_table(int descriptor) {
 
 // One table of this process. Its descriptor stays open: that is where the ids lead.
 struct Table {
-  Table(int32_t process, int opened, Place* mapped) : pid(process), descriptor(opened), places(mapped) {}
+  Table(int32_t process, int opened, IdEntry* mapped) : pid(process), descriptor(opened), entries(mapped) {}
 
   int32_t pid;
   int descriptor;
-  Place* places;
+  IdEntry* entries;
   uint32_t next = 0;           // the first that was never used
   std::vector<uint32_t> free;  // used before
-  std::vector<bool> taken = std::vector<bool>(table_places);
+  std::vector<bool> taken = std::vector<bool>(table_entries);
 
   // A place that can be used, or table_places.
   uint32_t take() {
-    if (free.empty() && next == table_places) collect();
-    uint32_t index = table_places;
+    if (free.empty() && next == table_entries) collect();
+    uint32_t index = table_entries;
     if (!free.empty()) {
       index = free.back();
       free.pop_back();
-    } else if (next < table_places) {
+    } else if (next < table_entries) {
       index = next++;
     }
-    if (index < table_places) taken[index] = true;
+    if (index < table_entries) taken[index] = true;
     return index;
   }
   void give_back(uint32_t index) {
-    if (index >= table_places || !taken[index]) return;
+    if (index >= table_entries || !taken[index]) return;
     taken[index] = false;
     free.push_back(index);
   }
   // The ids that have served other processes.
   void collect() {
     for (uint32_t i = 0; i < next; i++) {
-      if (phase_of(places[i].word.load(std::memory_order_acquire)) >= Phase::served) give_back(i);
+      if (phase_of(entries[i].word.load(std::memory_order_acquire)) >= Phase::served) give_back(i);
     }
   }
 };
@@ -198,22 +198,22 @@ ncclResult_t add_table(Tables& the) {
   NCCLPY_TRY(make_memory(table_name, "unique ids", table_bytes, &memory));
   void* const mapped = map_table(memory.get());
   if (mapped == MAP_FAILED) return no_memory("unique ids", table_bytes);
-  the.all.emplace_back(getpid(), memory.get(), static_cast<Place*>(mapped));
+  the.all.emplace_back(getpid(), memory.get(), static_cast<IdEntry*>(mapped));
   memory.release();
   return ncclSuccess;
 }
 
-void write_nonce(Place& place, const unsigned char* nonce) {
+void write_nonce(IdEntry& entry, const unsigned char* nonce) {
   uint64_t halves[2];
   memcpy(halves, nonce, sizeof halves);
-  for (int i = 0; i < 2; i++) place.nonce[i].store(halves[i], std::memory_order_relaxed);
+  for (int i = 0; i < 2; i++) entry.nonce[i].store(halves[i], std::memory_order_relaxed);
 }
 
-bool has_nonce(const Place& place, const unsigned char* nonce) {
+bool has_nonce(const IdEntry& entry, const unsigned char* nonce) {
   uint64_t halves[2];
   memcpy(halves, nonce, sizeof halves);
-  return place.nonce[0].load(std::memory_order_relaxed) == halves[0] &&
-         place.nonce[1].load(std::memory_order_relaxed) == halves[1];
+  return entry.nonce[0].load(std::memory_order_relaxed) == halves[0] &&
+         entry.nonce[1].load(std::memory_order_relaxed) == halves[1];
 }
 
 ncclResult_t used_up() {
@@ -244,22 +244,22 @@ ncclResult_t create_unique_id(ncclUniqueId* id) {
   Tables& the = tables();
   std::lock_guard lock(the.mutex);
   Table* table = nullptr;
-  address.place = table_places;
-  for (size_t i = the.all.size(); i-- > 0 && address.place == table_places;) {
+  address.entry = table_entries;
+  for (size_t i = the.all.size(); i-- > 0 && address.entry == table_entries;) {
     table = &the.all[i];
-    if (table->pid == address.pid) address.place = table->take();
+    if (table->pid == address.pid) address.entry = table->take();
   }
-  if (address.place == table_places) {
+  if (address.entry == table_entries) {
     NCCLPY_TRY(add_table(the));
     table = &the.all.back();
-    address.place = table->take();
+    address.entry = table->take();
   }
   address.descriptor = table->descriptor;
-  Place& place = table->places[address.place];
-  const uint64_t before = place.word.load(std::memory_order_relaxed);
-  place.word.store(with(before + 0x100, Phase::unused), std::memory_order_seq_cst);
-  write_nonce(place, address.nonce);
-  place.word.store(with(before + 0x100, Phase::offered), std::memory_order_release);
+  IdEntry& entry = table->entries[address.entry];
+  const uint64_t before = entry.word.load(std::memory_order_relaxed);
+  entry.word.store(with(before + 0x100, Phase::unused), std::memory_order_seq_cst);
+  write_nonce(entry, address.nonce);
+  entry.word.store(with(before + 0x100, Phase::offered), std::memory_order_release);
   memset(id, 0, sizeof *id);
   memcpy(id, &address, sizeof address);
   return ncclSuccess;
@@ -287,16 +287,16 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
   const Address address = address_of(id);
   if (address.magic != magic)
     return fail(ncclInvalidArgument, "this unique id was not made by ncclGetUniqueId of the host engine");
-  if (address.place >= table_places)
+  if (address.entry >= table_entries)
     return fail(ncclInvalidArgument, "this unique id is damaged: it was not passed on byte for byte");
   maker_ = address.pid;
   memcpy(nonce_, address.nonce, sizeof nonce_);
   {
     Tables& the = tables();
     std::lock_guard lock(the.mutex);
-    if (const Table* own = own_table(the, address.pid, address.descriptor)) place_ = &own->places[address.place];
+    if (const Table* own = own_table(the, address.pid, address.descriptor)) entry_ = &own->entries[address.entry];
   }
-  if (place_ == nullptr) {
+  if (entry_ == nullptr) {
     Descriptor table;
     bool found = false;
     NCCLPY_TRY(
@@ -310,14 +310,14 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
     void* const mapped = map_table(table.get());
     if (mapped == MAP_FAILED) return no_memory("a unique id", table_bytes);
     mapping_ = mapped;
-    place_ = static_cast<Place*>(mapped) + address.place;
+    entry_ = static_cast<IdEntry*>(mapped) + address.entry;
   }
-  word_ = place_->word.load(std::memory_order_acquire);
+  word_ = entry_->word.load(std::memory_order_acquire);
   const Phase phase = phase_of(word_);
-  const bool ours = has_nonce(*place_, nonce_);
+  const bool ours = has_nonce(*entry_, nonce_);
   std::atomic_thread_fence(std::memory_order_acquire);
   // A place is used again: what has another nonce, or gets it at this moment, has served.
-  const bool same = (place_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
+  const bool same = (entry_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
   if (!ours || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);
   if (phase >= Phase::served) return over(phase);
@@ -327,27 +327,27 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
 ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
   *first = false;
   // Whoever lays it out needs microseconds; if it was killed at that, nobody can ever use this id.
-  for (int patience = 2000;;) {
-    uint64_t now = place_->word.load(std::memory_order_acquire);
+  for (int attempts = 2000;;) {
+    uint64_t now = entry_->word.load(std::memory_order_acquire);
     if (with(now, Phase::offered) != word_) return used_up();
     switch (phase_of(now)) {
       case Phase::offered:
-        if (!place_->word.compare_exchange_strong(now, with(now, Phase::being_laid_out))) continue;
+        if (!entry_->word.compare_exchange_strong(now, with(now, Phase::being_laid_out))) continue;
         *first = true;
-        if (const ncclResult_t result = lead(nranks, bytes); result != ncclSuccess) {
+        if (const ncclResult_t result = create_memory(nranks, bytes); result != ncclSuccess) {
           publish(false);
           return result;
         }
         *memory = memory_.get();
         return ncclSuccess;
       case Phase::being_laid_out: {
-        if (patience-- == 0) return fail(ncclSystemError, "the rank that set the communicator's memory up has died");
+        if (attempts-- == 0) return fail(ncclSystemError, "the rank that set the communicator's memory up has died");
         const timespec millisecond = {0, 1000000};
         nanosleep(&millisecond, nullptr);
         continue;
       }
       case Phase::laid_out:
-        NCCLPY_TRY(follow(now, nranks, bytes));
+        NCCLPY_TRY(open_shared_memory(now, nranks, bytes));
         if (memory_.get() < 0) continue;  // it has served meanwhile
         *memory = memory_.get();
         return ncclSuccess;
@@ -359,16 +359,16 @@ ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
   }
 }
 
-ncclResult_t Meeting::lead(int nranks, size_t bytes) {
+ncclResult_t Meeting::create_memory(int nranks, size_t bytes) {
   NCCLPY_TRY(make_memory(memory_name, "a communicator", bytes, &memory_));
-  place_->memory.store(uint64_t(uint32_t(getpid())) << 32 | uint32_t(memory_.get()), std::memory_order_relaxed);
-  place_->nranks.store(uint32_t(nranks), std::memory_order_relaxed);
+  entry_->memory.store(uint64_t(uint32_t(getpid())) << 32 | uint32_t(memory_.get()), std::memory_order_relaxed);
+  entry_->nranks.store(uint32_t(nranks), std::memory_order_relaxed);
   return ncclSuccess;
 }
 
-ncclResult_t Meeting::follow(uint64_t word, int nranks, size_t bytes) {
-  const uint32_t said = place_->nranks.load(std::memory_order_relaxed);
-  const uint64_t where = place_->memory.load(std::memory_order_relaxed);
+ncclResult_t Meeting::open_shared_memory(uint64_t word, int nranks, size_t bytes) {
+  const uint32_t said = entry_->nranks.load(std::memory_order_relaxed);
+  const uint64_t where = entry_->memory.load(std::memory_order_relaxed);
   const int32_t pid = int32_t(where >> 32);
   ncclResult_t result = ncclSuccess;
   bool found = false;
@@ -378,7 +378,7 @@ ncclResult_t Meeting::follow(uint64_t word, int nranks, size_t bytes) {
   } else {
     result = open_memory(pid, int32_t(where & 0xffffffff), memory_name, bytes, came_first, &memory_, &found);
   }
-  if (place_->word.load(std::memory_order_acquire) != word) {  // all that was of no account any more
+  if (entry_->word.load(std::memory_order_acquire) != word) {  // all that was of no account any more
     memory_.reset();
     return ncclSuccess;
   }
@@ -389,16 +389,16 @@ ncclResult_t Meeting::follow(uint64_t word, int nranks, size_t bytes) {
 void Meeting::publish(bool ready) {
   if (!ready) memory_.reset();
   uint64_t mine = with(word_, Phase::being_laid_out);  // unless the id was withdrawn meanwhile
-  place_->word.compare_exchange_strong(mine, with(word_, ready ? Phase::laid_out : Phase::offered),
+  entry_->word.compare_exchange_strong(mine, with(word_, ready ? Phase::laid_out : Phase::offered),
                                        std::memory_order_acq_rel);
 }
 
 void Meeting::end(Phase how) {
   memory_.reset();
-  if (place_ == nullptr) return;
-  uint64_t now = place_->word.load(std::memory_order_acquire);
+  if (entry_ == nullptr) return;
+  uint64_t now = entry_->word.load(std::memory_order_acquire);
   while (with(now, Phase::offered) == word_ && phase_of(now) < Phase::served) {
-    if (place_->word.compare_exchange_weak(now, with(now, how), std::memory_order_acq_rel)) break;
+    if (entry_->word.compare_exchange_weak(now, with(now, how), std::memory_order_acq_rel)) break;
   }
   if (mapping_ != nullptr) {
     munmap(mapping_, table_bytes);
@@ -407,13 +407,13 @@ void Meeting::end(Phase how) {
     Tables& the = tables();
     std::lock_guard lock(the.mutex);
     // Under the lock: the place may have been given back already, and be another id's.
-    const bool still_ours = with(place_->word.load(std::memory_order_acquire), Phase::offered) == word_;
+    const bool still_ours = with(entry_->word.load(std::memory_order_acquire), Phase::offered) == word_;
     for (Table& table : the.all) {
-      if (still_ours && place_ >= table.places && place_ < table.places + table_places && table.pid == getpid())
-        table.give_back(uint32_t(place_ - table.places));
+      if (still_ours && entry_ >= table.entries && entry_ < table.entries + table_entries && table.pid == getpid())
+        table.give_back(uint32_t(entry_ - table.entries));
     }
   }
-  place_ = nullptr;
+  entry_ = nullptr;
 }
 
 }  // namespace ncclpy::host

@@ -44,7 +44,7 @@ class Descriptor {
 };
 
 // One id's place in the table of its maker. Other processes write here: every value is checked where it is used.
-struct alignas(64) Place {
+struct alignas(64) IdEntry {
   // The low byte is a Phase, the rest counts the ids that the place has stood for.
   std::atomic<uint64_t> word{0};
   std::atomic<uint64_t> nonce[2];
@@ -80,10 +80,10 @@ class Meeting {
 
  private:
   ncclResult_t over(Phase phase) const;
-  ncclResult_t lead(int nranks, size_t bytes);
-  ncclResult_t follow(uint64_t word, int nranks, size_t bytes);
+  ncclResult_t create_memory(int nranks, size_t bytes);
+  ncclResult_t open_shared_memory(uint64_t word, int nranks, size_t bytes);
 
-  Place* place_ = nullptr;
+  IdEntry* entry_ = nullptr;
   void* mapping_ = nullptr;  // of another process's table
   int32_t maker_ = 0;
   unsigned char nonce_[16] = {};

@@ -28,29 +28,29 @@ struct Process {
 
 class Watcher {
  public:
-  void add(const std::shared_ptr<Segment>& segment, Death on_death) {
+  void add(const std::shared_ptr<Segment>& segment, DeathCallback on_death) {
     std::lock_guard lock(mutex_);
-    if (news_ < 0) news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
+    if (wakeup_ < 0) wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
     if (!started_) {
       on_death_ = on_death;  // before the thread is there that reads it
-      run_in_background("ncclpy-watch", [this] { live(); });
+      run_in_background("ncclpy-watch", [this] { run(); });
     }
     started_ = true;
     segments_.push_back(segment);
-    ring();
+    wake();
   }
 
   // A segment is gone.
-  void forget() {
+  void segment_gone() {
     std::lock_guard lock(mutex_);
-    ring();
+    wake();
   }
 
  private:
-  void ring() {
+  void wake() {
     const uint64_t one = 1;
     // A full counter is news as well.
-    if (news_ >= 0 && write(news_, &one, sizeof one) < 0) return;
+    if (wakeup_ >= 0 && write(wakeup_, &one, sizeof one) < 0) return;
   }
 
   std::vector<std::shared_ptr<Segment>> segments() {
@@ -63,29 +63,29 @@ class Watcher {
     return found;
   }
 
-  int news() {
+  int wakeup() {
     std::lock_guard lock(mutex_);
-    return news_;
+    return wakeup_;
   }
 
-  void live() {
+  void run() {
     for (;;) {
-      const int news = this->news();
-      const bool again = look() || news < 0;
-      std::vector<pollfd> polled{{news, POLLIN, 0}};  // poll passes over a descriptor below 0
+      const int wakeup = this->wakeup();
+      const bool again = scan() || wakeup < 0;
+      std::vector<pollfd> polled{{wakeup, POLLIN, 0}};  // poll passes over a descriptor below 0
       for (const Process& process : processes_) {
         if (process.descriptor >= 0) polled.push_back({process.descriptor, POLLIN, 0});
       }
       poll(polled.data(), polled.size(), again ? look_every_ms : -1);
       uint64_t count;
-      while (news >= 0 && read(news, &count, sizeof count) > 0) {
+      while (wakeup >= 0 && read(wakeup, &count, sizeof count) > 0) {
       }
     }
   }
 
   // Brings the list of processes up to date and reports the dead. Whether to look again soon, because ranks are still
   // to come or because a process can only be watched by looking.
-  bool look() {
+  bool scan() {
     bool again = false;
     const auto all = segments();
     for (Process& process : processes_) process.wanted = false;
@@ -94,8 +94,8 @@ class Watcher {
       for (int rank = 0; rank < segment->nranks(); rank++) {
         const RankSlot& slot = segment->slot(rank);
         if (!slot.present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
-        if (slot.left.load(std::memory_order_acquire) || slot.dead.load(std::memory_order_acquire)) continue;
-        if (look_at(slot)) segment->bury(rank);
+        if (slot.closed.load(std::memory_order_acquire) || slot.dead.load(std::memory_order_acquire)) continue;
+        if (check(slot)) segment->mark_dead(rank);
       }
       if (const int rank = segment->first_dead(); rank >= 0) on_death_(*segment, rank);
     }
@@ -111,7 +111,7 @@ class Watcher {
   }
 
   // Whether the process of the slot has ended.
-  bool look_at(const RankSlot& slot) {
+  bool check(const RankSlot& slot) {
     Process* process = nullptr;
     for (Process& known : processes_) {
       if (known.pid == slot.pid && known.start == slot.start) process = &known;
@@ -136,8 +136,8 @@ class Watcher {
   }
 
   Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards what follows; processes_ belongs to the thread
-  int news_ = -1;
-  Death on_death_ = nullptr;
+  int wakeup_ = -1;
+  DeathCallback on_death_ = nullptr;
   bool started_ = false;
   std::vector<std::weak_ptr<Segment>> segments_;
   std::vector<Process> processes_;
@@ -150,11 +150,11 @@ Watcher& watcher() {
 
 }  // namespace
 
-void watch_others(const std::shared_ptr<Segment>& segment, Death on_death) {
+void watch_others(const std::shared_ptr<Segment>& segment, DeathCallback on_death) {
   if (segment->is_watched()) return;
   for (int rank = 0; rank < segment->nranks(); rank++) {
     if (!segment->slot(rank).present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
-    if (!segment->be_watched([] { watcher().forget(); })) return;
+    if (!segment->set_watched([] { watcher().segment_gone(); })) return;
     watcher().add(segment, on_death);
     return;
   }

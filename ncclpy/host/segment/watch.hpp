@@ -11,10 +11,10 @@ namespace ncclpy::host {
 class Segment;
 
 // Told that a rank of the segment is dead, from the thread that watches; the same function for all segments.
-using Death = void (*)(Segment& segment, int rank);
+using DeathCallback = void (*)(Segment& segment, int rank);
 
 // Once a rank of another process is there, watches the segment's processes, also those that are still to come, until
 // the segment is gone.
-void watch_others(const std::shared_ptr<Segment>& segment, Death on_death);
+void watch_others(const std::shared_ptr<Segment>& segment, DeathCallback on_death);
 
 }  // namespace ncclpy::host

@@ -3,10 +3,10 @@
 #include <cstring>
 #include <string>
 
-#include "faults/broken_off.hpp"
+#include "faults/abandon.hpp"
 #include "collective.hpp"
 #include "peer_memory.hpp"
-#include "segment/corruption.hpp"
+#include "segment/abort_corruption.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -57,7 +57,7 @@ Record record_of(const Operation& operation) {
   record.send = operation.sendbuff;
   record.recv = operation.recvbuff;
   record.scalar = operation.scalar;
-  record.reads_peers = record.pulls = false;
+  record.reads_peers = record.cma_read = false;
   if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
   return record;
 }
@@ -121,7 +121,7 @@ void run_alone(const Record& record) {
 
 }  // namespace
 
-bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
+bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* bytes) {
   if (operation.kind != Operation::collective && !operation.message()) return false;
   const bool has_blocks = operation.kind == Operation::collective && !has_equal_buffers(operation.collective_kind);
   const size_t unit = size_of(operation.dtype) * size_t(has_blocks ? comm.nranks : 1);
@@ -144,64 +144,64 @@ bool needs_others(const Operation& operation, int rank) {
 }
 
 // Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
-Passage meet(Comm& comm, const Operation& operation, bool small, Course& course) {
-  const size_t bytes = small ? contributed_small(comm, operation) : 0;
+WaitResult meet(Comm& comm, const Operation& operation, bool is_inlined, CollectiveProgress& progress) {
+  const size_t bytes = is_inlined ? inline_contribution_bytes(comm, operation) : 0;
   if (!comm.rendezvous.is_waiting()) {
-    const Passage passage = comm.rendezvous.await_room(bytes, comm, check_agreement);
-    if (passage != Passage::open) return passage;
+    const WaitResult result = comm.rendezvous.await_record_space(bytes, comm, check_agreement);
+    if (result != WaitResult::ok) return result;
     Record mine = record_of(operation);
-    if (!small) {
+    if (!is_inlined) {
       mine.reads_peers = reads_peers(comm);
-      mine.pulls = mine.reads_peers && wants_pulled(comm, mine);
+      mine.cma_read = mine.reads_peers && wants_cma(comm, mine);
     }
-    course.place = comm.rendezvous.next_place();
-    comm.segment->slot(comm.rank).placed[course.place].write(mine);
-    if (small) contribute_small(comm, mine, course.place, bytes);
-    if (small && !needs_others(operation, comm.rank)) {
-      comm.rendezvous.go_on();
-      expect_small(comm, comm.rendezvous.next_place(), bytes);
-      course.met = true;
-      return Passage::open;
+    progress.place = comm.rendezvous.next_place();
+    comm.segment->slot(comm.rank).placed[progress.place].write(mine);
+    if (is_inlined) write_inline(comm, mine, progress.place, bytes);
+    if (is_inlined && !needs_others(operation, comm.rank)) {
+      comm.rendezvous.post_record();
+      prefetch_inline(comm, comm.rendezvous.next_place(), bytes);
+      progress.arrived = true;
+      return WaitResult::ok;
     }
   }
   Rendezvous& rendezvous = comm.rendezvous;
-  const Passage passage = !small                 ? rendezvous.meet_at_gate(comm, check_agreement)
+  const WaitResult result = !is_inlined                 ? rendezvous.meet_at_barrier(comm, check_agreement)
                           : one_gives(operation) ? rendezvous.meet_root(operation.root, comm, is_same_as, check_agreement)
                                                  : rendezvous.meet(comm, check_agreement);
-  course.met = passage == Passage::open;
-  expect_small(comm, comm.rendezvous.next_place(), bytes);
-  return passage;
+  progress.arrived = result == WaitResult::ok;
+  prefetch_inline(comm, comm.rendezvous.next_place(), bytes);
+  return result;
 }
 
 // The data of one for which all that is needed is there.
-Passage move_data(Comm& comm, bool small, Course& course) {
-  if (small) {
-    run_small(comm, course.place);
-    return Passage::open;
+WaitResult move_data(Comm& comm, bool is_inlined, CollectiveProgress& progress) {
+  if (is_inlined) {
+    run_inline(comm, progress.place);
+    return WaitResult::ok;
   }
   if (comm.segment->one_process()) {
-    run_direct(comm, course.place);
-    return Passage::open;
+    run_in_process(comm, progress.place);
+    return WaitResult::ok;
   }
   using Clock = std::chrono::steady_clock;
-  const bool pulled = is_pulled(comm, course.place);
+  const bool cma = uses_cma(comm, progress.place);
   const auto began = Clock::now();
-  const Passage passage = pulled ? run_pulled(comm, course) : run_staged(comm, course);
-  if (passage == Passage::left) course.left = true;
-  if (passage == Passage::open && !course.left) {
-    note_way(comm, course.place, pulled, std::chrono::duration<double>(Clock::now() - began).count());
+  const WaitResult result = cma ? run_cma_read(comm, progress) : run_shm_staged(comm, progress);
+  if (result == WaitResult::suspended) progress.suspended = true;
+  if (result == WaitResult::ok && !progress.suspended) {
+    record_duration(comm, progress.place, cma, std::chrono::duration<double>(Clock::now() - began).count());
   }
-  return passage;
+  return result;
 }
 
 // It is over without the others' data, and so it is for the next rank.
 void complete_corrupted(Comm& comm, const Operation& operation) {
   if (operation.receives(comm.rank)) {
     const size_t blocks = blocks_received(operation.collective_kind, comm.nranks);
-    overwrite(operation.recvbuff, operation.count * size_of(operation.dtype) * blocks);
+    overwrite_with_garbage(operation.recvbuff, operation.count * size_of(operation.dtype) * blocks);
   }
-  count_broken_off(*comm.segment, comm.rank, 1);
-  comm.segment->ring_all();
+  count_abandoned(*comm.segment, comm.rank, 1);
+  comm.segment->notify_all();
 }
 
 }  // namespace
@@ -212,26 +212,26 @@ ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all) {
 
 bool finds_disagreement(Comm& comm) { return comm.rendezvous.finds_disagreement(comm, check_agreement); }
 
-Passage await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }
+WaitResult await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }
 
-bool run_collective(Comm& comm, const Operation& operation, Course& course) {
+bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& progress) {
   if (comm.nranks == 1) {
     run_alone(record_of(operation));
     return true;
   }
-  const bool small = is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
-  Passage passage = course.met ? Passage::open : meet(comm, operation, small, course);
-  if (passage == Passage::open) passage = move_data(comm, small, course);
+  const bool is_inlined = is_inline(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
+  WaitResult result = progress.arrived ? WaitResult::ok : meet(comm, operation, is_inlined, progress);
+  if (result == WaitResult::ok) result = move_data(comm, is_inlined, progress);
   // The gate may open though a read of the dead rank's memory has failed.
-  if (passage == Passage::open && comm.health.stands_still()) passage = Passage::ended;
-  switch (passage) {
-    case Passage::open: comm.rendezvous.pass(); break;
-    case Passage::ended:
-      if (!stand_still(comm)) return false;
-      break_off(comm, &operation, 1);
+  if (result == WaitResult::ok && comm.health.hangs_on_dead_rank()) result = WaitResult::ended;
+  switch (result) {
+    case WaitResult::ok: comm.rendezvous.mark_passed(); break;
+    case WaitResult::ended:
+      if (!hang_until_ended(comm)) return false;
+      abandon_operations(comm, &operation, 1);
       break;
-    case Passage::corrupted: complete_corrupted(comm, operation); break;
-    case Passage::left: return false;
+    case WaitResult::corrupted: complete_corrupted(comm, operation); break;
+    case WaitResult::suspended: return false;
   }
   return true;
 }

@@ -8,7 +8,7 @@
 
 #include "comm/comm.hpp"
 #include "comm/operation.hpp"
-#include "reduction/past_caches.hpp"
+#include "reduction/nontemporal.hpp"
 
 namespace ncclpy::host {
 
@@ -19,7 +19,7 @@ const char* type_name(ncclDataType_t dtype);
 
 // With more in a launch, counting each rank's larger buffers, the time in which nobody can leave counts for more than a thread
 // that comes for it.
-constexpr size_t brief_bytes = 1 << 20;
+constexpr size_t interruptible_max_bytes = 1 << 20;
 
 inline bool reduces(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
@@ -36,24 +36,24 @@ inline size_t blocks_received(Collective kind, int nranks) {
 }
 
 // Whether what a rank receives is so much that nobody finds it in a cache.
-inline bool goes_past_caches(const Record& record, int nranks) {
-  return record.count * size_of(record.dtype) * blocks_received(record.kind, nranks) >= least_past_caches;
+inline bool uses_nontemporal(const Record& record, int nranks) {
+  return record.count * size_of(record.dtype) * blocks_received(record.kind, nranks) >= nontemporal_min_bytes;
 }
 
 // How far a collective has come that a thread has left.
-struct Course {
-  bool met = false;  // all that is needed is there: mostly all ranks have come, and agree
+struct CollectiveProgress {
+  bool arrived = false;  // all that is needed is there: mostly all ranks have come, and agree
   int place = 0;     // of the records
   size_t step = 0;   // steps over, as the way of its data counts them
-  bool left = false;  // while its data moved
+  bool suspended = false;  // while its data moved
 };
 
 // Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again, from where
 // `course` says.
-bool run_collective(Comm& comm, const Operation& operation, Course& course);
+bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& progress);
 // Whether who is to leave it soon may run it, as it needs no more than so many bytes, which are taken off. What lies between two
 // gates, or a message that is being copied, is not left.
-bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
+bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* bytes);
 
 // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
 ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
@@ -61,28 +61,28 @@ ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
 // The stream tasks' own.
 bool finds_disagreement(Comm& comm);
 // Waits until the others have read what this rank has left for them in the segment. Ended if they do not agree on it.
-Passage await_all_passed(Comm& comm);
+WaitResult await_all_passed(Comm& comm);
 
 // Contributions so small that every rank leaves its own in the segment with its description: no second rendezvous. The bytes of
 // a rank's own.
-bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
-size_t contributed_small(const Comm& comm, const Operation& operation);
-void contribute_small(Comm& comm, const Record& record, int place, size_t bytes);
-void expect_small(Comm& comm, int place, size_t bytes);
-void run_small(Comm& comm, int place);
+bool is_inline(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
+size_t inline_contribution_bytes(const Comm& comm, const Operation& operation);
+void write_inline(Comm& comm, const Record& record, int place, size_t bytes);
+void prefetch_inline(Comm& comm, int place, size_t bytes);
+void run_inline(Comm& comm, int place);
 
 // All ranks are threads of one process: everyone reads and writes the others' buffers.
-void run_direct(Comm& comm, int place);
+void run_in_process(Comm& comm, int place);
 
 // Ranks are spread over processes: the data pass through the segment in steps.
-Passage run_staged(Comm& comm, Course& course);
+WaitResult run_shm_staged(Comm& comm, CollectiveProgress& progress);
 
 // As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two. Whether this
 // rank wants it, if it decides for all; whether it is so; and what it took, for who has decided.
-bool wants_pulled(Comm& comm, const Record& record);
-bool is_pulled(Comm& comm, int place);
-void note_way(Comm& comm, int place, bool pulled, double seconds);
-Passage run_pulled(Comm& comm, Course& course);
+bool wants_cma(Comm& comm, const Record& record);
+bool uses_cma(Comm& comm, int place);
+void record_duration(Comm& comm, int place, bool cma, double seconds);
+WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress);
 
 // The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.
 inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {
@@ -103,7 +103,7 @@ void reduce_pieces(Comm& comm, int place, Input input, size_t count, std::vector
   }
   const Record& mine = comm.segment->slot(comm.rank).record(place);
   reduce({mine.dtype, mine.op, comm.nranks, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data(),
-          whole >= least_past_caches});
+          whole >= nontemporal_min_bytes});
 }
 
 }  // namespace ncclpy::host

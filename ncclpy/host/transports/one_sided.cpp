@@ -11,8 +11,8 @@
 
 #include "base/wait.hpp"
 #include "collective.hpp"
-#include "comm/missing.hpp"
-#include "faults/broken_off.hpp"
+#include "comm/stragglers.hpp"
+#include "faults/abandon.hpp"
 
 namespace ncclpy::host {
 
@@ -34,7 +34,7 @@ bool run_put(Comm& comm, const Operation& operation) {
 void give_signal(Comm& comm, const Operation& operation) {
   Segment& segment = *comm.segment;
   segment.channel(comm.rank, operation.root).signals[operation.counter].fetch_add(1, std::memory_order_acq_rel);
-  segment.slot(operation.root).bell.ring();
+  segment.slot(operation.root).changed.notify();
 }
 
 namespace {
@@ -44,7 +44,7 @@ const std::atomic<uint64_t>& signals_of(Comm& comm, const Operation& wait) {
 }
 
 // The ranks whose signals some of the waits lack, by what has come until now.
-std::vector<int> absent(Comm& comm, const Operation* operations, size_t count) {
+std::vector<int> ranks_without_signals(Comm& comm, const Operation* operations, size_t count) {
   std::map<std::pair<int, int>, uint64_t> targets = comm.signals_taken;
   std::vector<int> ranks;
   for (size_t i = 0; i < count; i++) {
@@ -67,23 +67,23 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   uint64_t& taken = comm.signals_taken[{first.root, first.counter}];
   const uint64_t target = taken + first.count;
   const auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
-  Awaited awaited(comm, data_side);
-  const Rendezvous::Lookout lookout(comm.rendezvous);
+  AwaitedRanks awaited(comm, data_side);
+  const Rendezvous::WaiterRegistration registration(comm.rendezvous);
   std::vector<int> told;
   const auto over = [&] {
     if (there() || comm.health.stopped() || finds_disagreement(comm)) return true;
-    std::vector<int> missing = absent(comm, operations, count);
+    std::vector<int> missing = ranks_without_signals(comm, operations, count);
     if (missing != told) {
       told = missing;
-      awaited.tell(std::move(missing));
+      awaited.set(std::move(missing));
     }
     return false;
   };
-  if (!segment.spin().until(there)) wait_until(segment.slot(comm.rank).bell, over);
+  if (!segment.spin().until(there)) wait_until(segment.slot(comm.rank).changed, over);
   if (there())
     taken = target;
   else
-    (void)stand_still(comm);
+    (void)hang_until_ended(comm);
 }
 
 }  // namespace ncclpy::host

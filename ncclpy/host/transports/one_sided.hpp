@@ -20,7 +20,7 @@ template <class Tell>
 void wait_for_signals(Comm& comm, const Operation* operations, size_t count, Tell tell) {
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::wait_signal) continue;
-    tell(operations[i].deed);
+    tell(operations[i].call);
     wait_for_signal(comm, operations + i, count - i);
   }
 }

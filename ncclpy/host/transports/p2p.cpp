@@ -13,19 +13,19 @@
 #include <string>
 
 #include "collective.hpp"
-#include "comm/missing.hpp"
-#include "faults/broken_off.hpp"
+#include "comm/stragglers.hpp"
+#include "faults/abandon.hpp"
 #include "peer_memory.hpp"
-#include "segment/corruption.hpp"
+#include "segment/abort_corruption.hpp"
 
 namespace ncclpy::host {
 namespace {
-constexpr int many_looks = 64;  // who waits longer says for whom
+constexpr int many_polls = 64;  // who waits longer says for whom
 enum : uint64_t { idle, offered, taken, states = 4 };
 
 // From here on one copy by the kernel takes less time than two through the cache; what is less fits into the channel, and a
 // send of it need not wait for the receiver.
-constexpr size_t least_offered = channel_slots * piece_bytes;
+constexpr size_t offer_min_bytes = channel_slots * piece_bytes;
 }
 
 void Messages::add(const Operation& operation) {
@@ -33,50 +33,50 @@ void Messages::add(const Operation& operation) {
   if (bytes == 0) return;
   const bool sends = operation.kind == Operation::send;
   const Message message{operation.sendbuff, operation.recvbuff, {operation.count, uint64_t(operation.dtype)}, bytes};
-  for (Line& known : lines_) {
+  for (PeerQueue& known : queues_) {
     if (known.peer == operation.root && known.sends == sends) return known.more.push_back(message);
   }
-  if (lines_.empty()) lines_.reserve(2);  // an exchange with a neighbour
-  lines_.push_back({operation.root, sends, comm_.segment->same_process(operation.root, comm_.rank), message, {}});
+  if (queues_.empty()) queues_.reserve(2);  // an exchange with a neighbour
+  queues_.push_back({operation.root, sends, comm_.segment->same_process(operation.root, comm_.rank), message, {}});
 }
 
 bool Messages::finished() const {
-  return std::all_of(lines_.begin(), lines_.end(), [](const Line& line) { return line.finished(); });
+  return std::all_of(queues_.begin(), queues_.end(), [](const PeerQueue& queue) { return queue.finished(); });
 }
 
 bool Messages::finish() {
-  Bell& bell = comm_.segment->slot(comm_.rank).bell;
-  Awaited awaited(comm_, data_side);
-  const Rendezvous::Lookout lookout(comm_.rendezvous);
+  FutexEvent& changed = comm_.segment->slot(comm_.rank).changed;
+  AwaitedRanks awaited(comm_, data_side);
+  const Rendezvous::WaiterRegistration registration(comm_.rendezvous);
   while (!finished()) {
-    int looks = 0;
-    wait_until(bell, comm_.segment->spin(), [&] {
-      if (advance() || comm_.health.stopped() || Interruption::wants_out()) return true;
-      if (++looks < many_looks) return false;
-      if (looks == many_looks) awaited.tell(peers());  // once it is going to last
+    int polls = 0;
+    wait_until(changed, comm_.segment->spin(), [&] {
+      if (advance() || comm_.health.stopped() || WaitControl::must_leave()) return true;
+      if (++polls < many_polls) return false;
+      if (polls == many_polls) awaited.set(peers());  // once it is going to last
       return finds_disagreement(comm_);
     });
     const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
-    if (finished() || !(stopped || Interruption::wants_out())) continue;
+    if (finished() || !(stopped || WaitControl::must_leave())) continue;
     retract();
-    if (!stopped || !stand_still(comm_)) return false;
-    break_off();
+    if (!stopped || !hang_until_ended(comm_)) return false;
+    abandon();
     return true;
   }
   return true;
 }
 
-void Messages::break_off() {
-  for (const Line& line : lines_) {
-    if (!line.finished()) break_off_messages(comm_, line.peer, line.sends, line.more.size() + 1 - line.at);
+void Messages::abandon() {
+  for (const PeerQueue& queue : queues_) {
+    if (!queue.finished()) abandon_messages(comm_, queue.peer, queue.sends, queue.more.size() + 1 - queue.at);
   }
 }
 
 // Those that this rank still waits for.
 std::vector<int> Messages::peers() const {
   std::vector<int> found;
-  for (const Line& line : lines_) {
-    if (!line.finished()) found.push_back(line.peer);
+  for (const PeerQueue& queue : queues_) {
+    if (!queue.finished()) found.push_back(queue.peer);
   }
   std::sort(found.begin(), found.end());
   found.erase(std::unique(found.begin(), found.end()), found.end());
@@ -85,191 +85,191 @@ std::vector<int> Messages::peers() const {
 
 bool Messages::advance() {
   bool moved = false;
-  for (Line& line : lines_) {
-    while (!line.finished() && advance(line)) moved = true;
+  for (PeerQueue& queue : queues_) {
+    while (!queue.finished() && advance(queue)) moved = true;
   }
   return moved;
 }
 
-bool Messages::advance(Line& line) { return (line.sends ? send(line) : receive(line)) || complete_corrupted(line); }
+bool Messages::advance(PeerQueue& queue) { return (queue.sends ? send(queue) : receive(queue)) || complete_corrupted(queue); }
 
-bool Messages::complete_corrupted(Line& line) {
-  Channel& way = channel(line);
-  std::atomic<uint32_t>& broken_off = line.sends ? way.broken_receives : way.broken_sends;
-  if (broken_off.load(std::memory_order_acquire) == 0) return false;
-  if (line.sends ? send(line) : receive(line)) return true;  // the peer's side of this one has come before
-  if (!take_broken_off(broken_off)) return false;
-  Message& message = line.now();
-  if (line.sends && message.offers && message.started) retract(line);
-  if (!line.sends) overwrite(message.target, message.bytes);
-  line.at++;
+bool Messages::complete_corrupted(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  std::atomic<uint32_t>& abandoned = queue.sends ? link.abandoned_receives : link.abandoned_sends;
+  if (abandoned.load(std::memory_order_acquire) == 0) return false;
+  if (queue.sends ? send(queue) : receive(queue)) return true;  // the peer's side of this one has come before
+  if (!take_abandoned_message(abandoned)) return false;
+  Message& message = queue.now();
+  if (queue.sends && message.offers && message.started) retract(queue);
+  if (!queue.sends) overwrite_with_garbage(message.target, message.bytes);
+  queue.at++;
   return true;
 }
 
-bool Messages::send(Line& line) {
-  Message& message = line.now();
+bool Messages::send(PeerQueue& queue) {
+  Message& message = queue.now();
   if (message.place == never && message.done == 0) {  // once: its place must not become that of another message
-    message.offers = line.local || (message.bytes >= least_offered && saves_to_offer() &&
-                                    !channel(line).refused.load(std::memory_order_relaxed));
+    message.offers = queue.local || (message.bytes >= offer_min_bytes && offering_is_faster() &&
+                                    !channel(queue).refused.load(std::memory_order_relaxed));
   }
-  return message.offers ? offer(line) : send_pieces(line);
+  return message.offers ? offer(queue) : send_pieces(queue);
 }
 
 // Whether this rank has else to do than to copy what it sends. If not, it copies pieces while the receiver copies them out.
-bool Messages::saves_to_offer() const {
-  const auto receives = [](const Line& line) { return !line.sends && !line.local && !line.finished(); };
-  return comm_.segment->spin().is_crowded() || std::any_of(lines_.begin(), lines_.end(), receives);
+bool Messages::offering_is_faster() const {
+  const auto receives = [](const PeerQueue& queue) { return !queue.sends && !queue.local && !queue.finished(); };
+  return comm_.segment->spin().is_crowded() || std::any_of(queues_.begin(), queues_.end(), receives);
 }
 
-bool Messages::receive(Line& line) {
-  if (line.local) return receive_offered(line);
+bool Messages::receive(PeerQueue& queue) {
+  if (queue.local) return receive_offered(queue);
   // Pieces that were sent before something was offered are seen by whoever sees the offer.
-  const bool is_offered = channel(line).state.load(std::memory_order_acquire) % states == offered;
-  return receive_pieces(line) || (is_offered && receive_offered(line));
+  const bool is_offered = channel(queue).state.load(std::memory_order_acquire) % states == offered;
+  return receive_pieces(queue) || (is_offered && receive_offered(queue));
 }
 
-bool Messages::offer(Line& line) {
-  Channel& way = channel(line);
-  Message& message = line.now();
-  const uint64_t state = way.state.load(std::memory_order_acquire);
+bool Messages::offer(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
+  const uint64_t state = link.state.load(std::memory_order_acquire);
   if (state % states != idle) return false;
   if (!message.started) {
     if (message.place == never) {  // else it was taken back, and who took it may be reading this
-      way.data = message.source;
-      way.offer = message.kind;
+      link.data = message.source;
+      link.offer = message.kind;
       message.place = state;
     }
     message.started = true;
-    way.state.store(state + offered, std::memory_order_release);
-    tell(line.peer);
+    link.state.store(state + offered, std::memory_order_release);
+    notify(queue.peer);
     return true;
   }
   if (state == message.place) {  // the receiver has given it back
     message.started = message.offers = false;
     return true;
   }
-  if (!(way.wanted == message.kind)) complain(line, message.kind, way.wanted);
-  line.at++;
+  if (!(link.wanted == message.kind)) report_mismatch(queue, message.kind, link.wanted);
+  queue.at++;
   return true;
 }
 
-bool Messages::receive_offered(Line& line) {
-  Channel& way = channel(line);
-  Message& message = line.now();
-  uint64_t state = way.state.load(std::memory_order_acquire);
+bool Messages::receive_offered(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
+  uint64_t state = link.state.load(std::memory_order_acquire);
   if (state % states != offered) return false;
   const uint64_t place = state - offered;
-  if (!line.local && !reads_peers(comm_)) return refuse(line, state, place);
-  if (!way.state.compare_exchange_strong(state, place + taken, std::memory_order_acq_rel)) return false;
-  const MessageKind sent = way.offer;
-  way.wanted = message.kind;
-  if (sent == message.kind && !copy_offered(line, place)) return false;
+  if (!queue.local && !reads_peers(comm_)) return refuse(queue, state, place);
+  if (!link.state.compare_exchange_strong(state, place + taken, std::memory_order_acq_rel)) return false;
+  const MessageKind sent = link.offer;
+  link.wanted = message.kind;
+  if (sent == message.kind && !copy_offered(queue, place)) return false;
   state = place + taken;
-  if (!way.state.compare_exchange_strong(state, place + states, std::memory_order_acq_rel)) return false;
-  if (!(sent == message.kind)) complain(line, sent, message.kind);
-  tell(line.peer);
-  line.at++;
+  if (!link.state.compare_exchange_strong(state, place + states, std::memory_order_acq_rel)) return false;
+  if (!(sent == message.kind)) report_mismatch(queue, sent, message.kind);
+  notify(queue.peer);
+  queue.at++;
   return true;
 }
 
 // Gives back what it cannot read.
-bool Messages::refuse(Line& line, uint64_t state, uint64_t place) {
-  Channel& way = channel(line);
-  way.refused.store(1, std::memory_order_relaxed);
-  if (!way.state.compare_exchange_strong(state, place, std::memory_order_acq_rel)) return false;
-  tell(line.peer);
+bool Messages::refuse(PeerQueue& queue, uint64_t state, uint64_t place) {
+  Channel& link = channel(queue);
+  link.refused.store(1, std::memory_order_relaxed);
+  if (!link.state.compare_exchange_strong(state, place, std::memory_order_acq_rel)) return false;
+  notify(queue.peer);
   return true;
 }
 
 // False if not all of it was copied.
-bool Messages::copy_offered(Line& line, uint64_t place) {
-  Channel& way = channel(line);
-  Message& message = line.now();
-  if (line.local) {
-    std::memmove(message.target, way.data, message.bytes);
+bool Messages::copy_offered(PeerQueue& queue, uint64_t place) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
+  if (queue.local) {
+    std::memmove(message.target, link.data, message.bytes);
     return true;
   }
-  const auto is_taken = [&] { return way.state.load(std::memory_order_acquire) == place + taken; };
-  return copy_from_peer(comm_, line.peer, way.data, message.target, message.bytes, is_taken, [&](const void*, int error) {
+  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == place + taken; };
+  return copy_from_peer(comm_, queue.peer, link.data, message.target, message.bytes, is_taken, [&](const void*, int error) {
     // Of its own memory the peer can still make pieces.
-    if (is_taken() && !has_gone(comm_, line.peer, error)) refuse(line, place + taken, place);
+    if (is_taken() && !has_gone(comm_, queue.peer, error)) refuse(queue, place + taken, place);
   });
 }
 
-bool Messages::send_pieces(Line& line) {
-  Channel& way = channel(line);
-  Message& message = line.now();
-  const uint64_t written = way.written;
-  if (written - way.seen_read == channel_slots) {  // the receiver writes there with each piece: it is not read with each
-    way.seen_read = way.read.load(std::memory_order_acquire);
-    if (written - way.seen_read == channel_slots) return false;
+bool Messages::send_pieces(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
+  const uint64_t written = link.written;
+  if (written - link.seen_read == channel_slots) {  // the receiver writes there with each piece: it is not read with each
+    link.seen_read = link.read.load(std::memory_order_acquire);
+    if (written - link.seen_read == channel_slots) return false;
   }
   const size_t slot = written % channel_slots;
   const size_t n = std::min(piece_bytes, message.bytes - message.done);
-  std::memcpy(comm_.segment->piece(comm_.rank, line.peer, slot, n),
+  std::memcpy(comm_.segment->piece(comm_.rank, queue.peer, slot, n),
               static_cast<const char*>(message.source) + message.done, n);
-  way.pieces[slot].message = message.kind;
-  way.written = written + 1;
-  way.pieces[slot].number.store(written + 1, std::memory_order_release);
-  expect_writing(&way.pieces[way.written % channel_slots]);
-  tell(line.peer);
+  link.pieces[slot].message = message.kind;
+  link.written = written + 1;
+  link.pieces[slot].number.store(written + 1, std::memory_order_release);
+  prefetch_for_write(&link.pieces[link.written % channel_slots]);
+  notify(queue.peer);
   message.done += n;
-  if (message.done == message.bytes) line.at++;
+  if (message.done == message.bytes) queue.at++;
   return true;
 }
 
-bool Messages::receive_pieces(Line& line) {
-  Channel& way = channel(line);
-  Message& message = line.now();
-  const uint64_t read = way.read.load(std::memory_order_relaxed);
+bool Messages::receive_pieces(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
+  const uint64_t read = link.read.load(std::memory_order_relaxed);
   const size_t slot = read % channel_slots;
-  if (way.pieces[slot].number.load(std::memory_order_acquire) != read + 1) return false;
-  const MessageKind sent = way.pieces[slot].message;
+  if (link.pieces[slot].number.load(std::memory_order_acquire) != read + 1) return false;
+  const MessageKind sent = link.pieces[slot].message;
   const size_t sent_bytes = sent.count * size_of(ncclDataType_t(sent.dtype));
   const size_t n = std::min(piece_bytes, sent_bytes - message.done);
   // A message of another kind is read to its end all the same, so that the next one is found where it begins.
   if (sent == message.kind) {
-    std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(line.peer, comm_.rank, slot, n), n);
+    std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(queue.peer, comm_.rank, slot, n), n);
   } else if (!message.started) {
-    complain(line, sent, message.kind);
+    report_mismatch(queue, sent, message.kind);
   }
   message.started = true;
-  way.read.store(read + 1, std::memory_order_release);
-  tell(line.peer);
+  link.read.store(read + 1, std::memory_order_release);
+  notify(queue.peer);
   message.done += n;
-  if (message.done == sent_bytes) line.at++;
+  if (message.done == sent_bytes) queue.at++;
   return true;
 }
 
 void Messages::retract() {
-  for (Line& line : lines_) {
-    if (line.sends && !line.finished() && line.now().offers && line.now().started) retract(line);
+  for (PeerQueue& queue : queues_) {
+    if (queue.sends && !queue.finished() && queue.now().offers && queue.now().started) retract(queue);
   }
 }
 
-void Messages::retract(Line& line) {
-  Channel& way = channel(line);
-  Message& message = line.now();
+void Messages::retract(PeerQueue& queue) {
+  Channel& link = channel(queue);
+  Message& message = queue.now();
   uint64_t state = message.place + offered;
-  if (way.state.compare_exchange_strong(state, message.place, std::memory_order_acq_rel)) {
+  if (link.state.compare_exchange_strong(state, message.place, std::memory_order_acq_rel)) {
     message.started = false;
     return;
   }
-  const auto is_taken = [&] { return way.state.load(std::memory_order_acquire) == message.place + taken; };
-  if (line.local) return wait_until(comm_.segment->slot(comm_.rank).bell, [&] { return !is_taken(); });
-  if (state == message.place + taken && way.state.compare_exchange_strong(state, message.place)) message.started = false;
+  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == message.place + taken; };
+  if (queue.local) return wait_until(comm_.segment->slot(comm_.rank).changed, [&] { return !is_taken(); });
+  if (state == message.place + taken && link.state.compare_exchange_strong(state, message.place)) message.started = false;
 }
 
-void Messages::complain(const Line& line, const MessageKind& sent, const MessageKind& wanted) {
-  const int from = line.sends ? comm_.rank : line.peer;
-  const int to = line.sends ? line.peer : comm_.rank;
+void Messages::report_mismatch(const PeerQueue& queue, const MessageKind& sent, const MessageKind& wanted) {
+  const int from = queue.sends ? comm_.rank : queue.peer;
+  const int to = queue.sends ? queue.peer : comm_.rank;
   const auto text = [](const MessageKind& kind) {
     return std::to_string(kind.count) + " " + type_name(ncclDataType_t(kind.dtype));
   };
   fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
        text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
   comm_.health.set_async(ncclInvalidUsage, last_error());
-  comm_.segment->disagree(last_error());
+  comm_.segment->report_disagreement(last_error());
 }
 
 }  // namespace ncclpy::host

@@ -36,7 +36,7 @@ class Messages {
     uint64_t place = never;         // the channel's state before the offer
   };
   // The messages with one peer in one direction.
-  struct Line {
+  struct PeerQueue {
     int peer;
     bool sends;
     bool local;     // the peer is a thread of this process
@@ -47,30 +47,30 @@ class Messages {
     Message& now() { return at == 0 ? first : more[at - 1]; }
   };
 
-  bool advance(Line& line);
-  bool saves_to_offer() const;
-  bool send(Line& line);
-  bool receive(Line& line);
-  bool offer(Line& line);
-  bool receive_offered(Line& line);
-  bool copy_offered(Line& line, uint64_t place);
-  bool refuse(Line& line, uint64_t state, uint64_t place);
-  bool send_pieces(Line& line);
-  bool receive_pieces(Line& line);
-  // Whether the peer has broken the message off, which is over then: see corruption.hpp.
-  bool complete_corrupted(Line& line);
-  void break_off();
+  bool advance(PeerQueue& queue);
+  bool offering_is_faster() const;
+  bool send(PeerQueue& queue);
+  bool receive(PeerQueue& queue);
+  bool offer(PeerQueue& queue);
+  bool receive_offered(PeerQueue& queue);
+  bool copy_offered(PeerQueue& queue, uint64_t place);
+  bool refuse(PeerQueue& queue, uint64_t state, uint64_t place);
+  bool send_pieces(PeerQueue& queue);
+  bool receive_pieces(PeerQueue& queue);
+  // Whether the peer has broken the message off, which is over then: see abort_corruption.hpp.
+  bool complete_corrupted(PeerQueue& queue);
+  void abandon();
   bool finished() const;
   std::vector<int> peers() const;
-  void retract(Line& line);
-  void complain(const Line& line, const MessageKind& sent, const MessageKind& wanted);
-  Channel& channel(const Line& line) {
-    return line.sends ? comm_.segment->channel(comm_.rank, line.peer) : comm_.segment->channel(line.peer, comm_.rank);
+  void retract(PeerQueue& queue);
+  void report_mismatch(const PeerQueue& queue, const MessageKind& sent, const MessageKind& wanted);
+  Channel& channel(const PeerQueue& queue) {
+    return queue.sends ? comm_.segment->channel(comm_.rank, queue.peer) : comm_.segment->channel(queue.peer, comm_.rank);
   }
-  void tell(int peer) { comm_.segment->slot(peer).bell.ring(); }
+  void notify(int peer) { comm_.segment->slot(peer).changed.notify(); }
 
   Comm& comm_;
-  std::vector<Line> lines_;
+  std::vector<PeerQueue> queues_;
 };
 
 }  // namespace ncclpy::host

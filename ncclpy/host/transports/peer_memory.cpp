@@ -20,7 +20,7 @@ ssize_t read_peer(const RankSlot& peer, void* to, const void* source, size_t byt
 // A pid may be another process's here, in a container of its own, say: what it is told to hold says whether it is the one.
 static bool can_read(const RankSlot& peer) {
   uint64_t process = 0;
-  return read_peer(peer, &process, peer.beacon, sizeof process) == ssize_t(sizeof process) && process == peer.process;
+  return read_peer(peer, &process, peer.token_address, sizeof process) == ssize_t(sizeof process) && process == peer.process_token;
 }
 
 bool reads_peers(Comm& comm) {
@@ -33,16 +33,16 @@ bool reads_peers(Comm& comm) {
 
 bool has_gone(Comm& comm, int peer, int error) {
   const RankSlot& slot = comm.segment->slot(peer);
-  if (slot.left.load(std::memory_order_acquire)) return true;  // it aborted before it ended
+  if (slot.closed.load(std::memory_order_acquire)) return true;  // it aborted before it ended
   if (error == ESRCH) {
     // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
-    comm.segment->bury(peer);
-    break_comms(*comm.segment, peer);
+    comm.segment->mark_dead(peer);
+    mark_comms_lost(*comm.segment, peer);
     return true;
   }
   // What it sends may have been freed since.
   return slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire) ||
-         slot.broken_off.load(std::memory_order_acquire) > 0;
+         slot.abandoned.load(std::memory_order_acquire) > 0;
 }
 
 }  // namespace ncclpy::host

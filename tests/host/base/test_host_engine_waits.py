@@ -22,7 +22,7 @@ def waits(tmp_path_factory):
     build(
         program,
         ["-O0", "-g0"],
-        [ROOT / "tests/host/base/waits.cpp", engine / "base/wait.cpp", engine / "base/interruption.cpp"],
+        [ROOT / "tests/host/base/waits.cpp", engine / "base/wait.cpp", engine / "base/wait_control.cpp"],
     )
 
     def run(*arguments):

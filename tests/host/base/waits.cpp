@@ -45,7 +45,7 @@ static int know(int count, char** arguments) {
   }
   for (int ranks : {1, 1 << 20}) {  // whatever was thought before
     ncclpy::host::Spin spin(ranks);
-    spin.know(count, [&](int rank) -> const cpu_set_t& { return of_ranks[rank]; });
+    spin.set_cores(count, [&](int rank) -> const cpu_set_t& { return of_ranks[rank]; });
     std::puts(spin.is_crowded() ? "crowded" : "a core each");
   }
   return 0;

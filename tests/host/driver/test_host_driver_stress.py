@@ -29,7 +29,7 @@ def test_threads_under_a_sanitizer(sanitizer, tmp_path):
     sources = [
         DRIVER,
         *sorted((ROOT / "ncclpy/host/driver").glob("*.cpp")),
-        ROOT / "ncclpy/host/base/interruption.cpp",
+        ROOT / "ncclpy/host/base/wait_control.cpp",
     ]
     build(tmp_path / "stress", flags_of(sanitizer, tmp_path), sources)
     run(tmp_path / "stress")

@@ -31,7 +31,7 @@ struct Case {
   int inputs;
   size_t offsets[most_inputs + 1];  // bytes, of the inputs and of the output
   int in_place;                     // which input is the output, or -1
-  bool past_caches;
+  bool nontemporal;
 };
 
 template <class T>
@@ -75,11 +75,11 @@ bool is_right(Kernels kernels, const Case& c) {
   }
   const int out = c.in_place < 0 ? c.inputs : c.in_place;
   const Bytes before = memory[out];
-  kernels({c.dtype, c.op, c.inputs, inputs, 1, &at[out], c.count, nullptr, c.past_caches});
+  kernels({c.dtype, c.op, c.inputs, inputs, 1, &at[out], c.count, nullptr, c.nontemporal});
 
   Bytes expected[2] = {Bytes(bytes + 1), Bytes(bytes + 1)};
   void* outputs[2] = {expected[0].data(), expected[1].data()};
-  kernels({c.dtype, c.op, c.inputs, fresh, 2, outputs, c.count, nullptr, c.past_caches});
+  kernels({c.dtype, c.op, c.inputs, fresh, 2, outputs, c.count, nullptr, c.nontemporal});
   if (expected[0] != expected[1] || !is_plain(c, values, expected[0])) return false;
   if (bytes > 0 && std::memcmp(at[out], outputs[0], bytes) != 0) return false;
   const size_t begin = size_t(static_cast<unsigned char*>(at[out]) - memory[out].data());
@@ -100,15 +100,15 @@ int main() {
           for (int inputs : {2, 3, 5}) {
             for (int in_place = -1; in_place < inputs; in_place++) {
               for (int way = 0; way < 4; way++) {
-                const bool past_caches = way & 1, aligned = way & 2;
-                Case c = {ncclDataType_t(dtype), op, count, inputs, {}, in_place, past_caches};
+                const bool nontemporal = way & 1, aligned = way & 2;
+                Case c = {ncclDataType_t(dtype), op, count, inputs, {}, in_place, nontemporal};
                 for (size_t& offset : c.offsets) offset = aligned ? numbers() % (64 / element) * element : numbers() % 64;
                 if (is_right(copies[copy], c)) {
                   compared++;
                   continue;
                 }
                 std::fprintf(stderr, "copy %zu type %d operator %d count %zu inputs %d in place %d past caches %d aligned %d\n", copy,
-                             dtype, int(op), count, inputs, in_place, int(past_caches), int(aligned));
+                             dtype, int(op), count, inputs, in_place, int(nontemporal), int(aligned));
                 return 1;
               }
             }

@@ -25,7 +25,7 @@ SMALL = 4 * 4
 #: How many instances each function has. A small type's inputs and results may each be the accumulator.
 INSTANCES = {
     "combine": OWN + SMALL * 4,
-    "combine_past_caches": OWN + SMALL,
+    "combine_nontemporal": OWN + SMALL,
     "fold_average": 12,
     "fold_premultiplied": 12 - 3,
 }

@@ -12,20 +12,20 @@ class Stream;
 class Worker;
 
 // A thread that waits for the stream that it is to run; goes back to the others if it is not given one.
-class Reserved {
+class WorkerLease {
  public:
-  Reserved() = default;
-  explicit Reserved(Worker* worker) : worker_(worker) {}
-  ~Reserved();
-  Reserved(Reserved&& other) noexcept : worker_(other.worker_) { other.worker_ = nullptr; }
-  Reserved& operator=(Reserved&& other) noexcept {
+  WorkerLease() = default;
+  explicit WorkerLease(Worker* worker) : worker_(worker) {}
+  ~WorkerLease();
+  WorkerLease(WorkerLease&& other) noexcept : worker_(other.worker_) { other.worker_ = nullptr; }
+  WorkerLease& operator=(WorkerLease&& other) noexcept {
     Worker* const mine = worker_;
     worker_ = other.worker_;
     other.worker_ = mine;
     return *this;
   }
   explicit operator bool() const { return worker_ != nullptr; }
-  // The thread calls `stream->execute()`.
+  // The thread calls `stream->run_tasks()`.
   void run(std::shared_ptr<Stream> stream);
 
  private:
@@ -33,6 +33,6 @@ class Reserved {
 };
 
 // Throws std::system_error if there can be no more threads.
-Reserved reserve_worker();
+WorkerLease lease_worker();
 
 }  // namespace ncclpy::host

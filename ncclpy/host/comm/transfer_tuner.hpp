@@ -13,31 +13,31 @@
 namespace ncclpy::host {
 
 // Of one communicator, at a rank that decides for all.
-class Ways {
+class TransferTuner {
  public:
   // Whether the next one is to be pulled. `prefers` is what it begins with, before anything is known.
-  bool pulls(Collective kind, size_t bytes, bool prefers);
+  bool choose_cma(Collective kind, size_t bytes, bool prefers);
   // What one of them took, in seconds, from when all had come until this rank was through.
-  void took(Collective kind, size_t bytes, bool pulled, double seconds);
+  void record(Collective kind, size_t bytes, bool cma, double seconds);
 
  private:
   // What is known of one kind and of sizes up to the next power of two.
-  struct Known {
+  struct Entry {
     Collective kind;
     int size;
     bool prefers;
-    bool way;               // that is taken now,
-    int left;               // so often yet
-    bool trying = false;    // to learn what it takes, and not because it is the better one
+    bool uses_cma;               // that is taken now,
+    int remaining;               // so often yet
+    bool on_trial = false;    // to learn what it takes, and not because it is the better one
     bool settling = true;   // it has just been changed to
     int rows = 1;           // so often it was, the one that is preferred at first
     double costs[2] = {};   // seconds a byte that each way takes, when nothing holds it up; 0 is not known
 
-    void go_on();  // what is taken next, and how often
+    void choose_next();  // what is taken next, and how often
   };
-  Known* find(Collective kind, size_t bytes);
+  Entry* find(Collective kind, size_t bytes);
 
-  std::vector<Known> known_;
+  std::vector<Entry> entries_;
 };
 
 }  // namespace ncclpy::host

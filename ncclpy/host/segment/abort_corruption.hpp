@@ -13,12 +13,12 @@ namespace ncclpy::host {
 extern const bool abort_corrupts;
 
 // Counts collectives of a rank that end without the others' data, for the next rank.
-void count_broken_off(Segment& segment, int rank, uint64_t collectives);
+void count_abandoned(Segment& segment, int rank, uint64_t collectives);
 // Whether the collective `number` of this rank completes without the previous rank's data.
 bool is_corrupted(Segment& segment, int rank, uint64_t number);
 // Takes one message that the peer has broken off, if there is one: it is over on this side as well.
-bool take_broken_off(std::atomic<uint32_t>& broken_off);
+bool take_abandoned_message(std::atomic<uint32_t>& abandoned);
 // What is received instead of data.
-void overwrite(void* memory, size_t bytes);
+void overwrite_with_garbage(void* memory, size_t bytes);
 
 }  // namespace ncclpy::host

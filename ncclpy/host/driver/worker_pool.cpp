@@ -1,5 +1,5 @@
 // Threads that go from stream to stream.
-#include "crew.hpp"
+#include "worker_pool.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -22,38 +22,38 @@ class Worker {
 
 namespace {
 
-constexpr std::chrono::seconds linger_time{1};
+constexpr std::chrono::seconds idle_timeout{1};
 
 // Never destroyed: threads may run until the process is gone.
-struct Crew {
+struct WorkerPool {
   Mutex<NCCLPY_LOCK_CREW> mutex;  // guards the workers as well
   std::size_t workers = 0;
   // With room for all. The last one to have worked is the first to work again: its caches are warm.
   std::vector<Worker*> idle;
 };
 
-Crew& crew() {
-  static auto* const the = new Crew;
-  return *the;
+WorkerPool& worker_pool() {
+  static auto* const pool = new WorkerPool;
+  return *pool;
 }
 
-void put_back(Crew& the, Worker* worker) {
+void return_worker(WorkerPool& pool, Worker* worker) {
   worker->idle = true;
-  the.idle.push_back(worker);
+  pool.idle.push_back(worker);
 }
 
 // A worker's life; it begins reserved.
-void live(std::unique_ptr<Worker> me) {
-  Crew& the = crew();
+void run_worker(std::unique_ptr<Worker> me) {
+  WorkerPool& pool = worker_pool();
   int named = -1;
-  std::unique_lock lock(the.mutex);
+  std::unique_lock lock(pool.mutex);
   for (;;) {
     while (me->stream == nullptr) {
       if (!me->idle) {
         me->wake.wait(lock);
-      } else if (me->wake.wait_for(lock, linger_time) == std::cv_status::timeout && me->idle) {
-        the.idle.erase(std::find(the.idle.begin(), the.idle.end(), me.get()));
-        --the.workers;
+      } else if (me->wake.wait_for(lock, idle_timeout) == std::cv_status::timeout && me->idle) {
+        pool.idle.erase(std::find(pool.idle.begin(), pool.idle.end(), me.get()));
+        --pool.workers;
         return;
       }
     }
@@ -65,50 +65,50 @@ void live(std::unique_ptr<Worker> me) {
       std::snprintf(name, sizeof name, "ncclpy-dev%d", named);
       pthread_setname_np(pthread_self(), name);
     }
-    stream->execute();
+    stream->run_tasks();
     stream.reset();
     lock.lock();
-    put_back(the, me.get());
+    return_worker(pool, me.get());
   }
 }
 
 }  // namespace
 
-Reserved reserve_worker() {
-  Crew& the = crew();
+WorkerLease lease_worker() {
+  WorkerPool& pool = worker_pool();
   {
-    std::lock_guard lock(the.mutex);
-    if (!the.idle.empty()) {
-      Worker* const worker = the.idle.back();
-      the.idle.pop_back();
+    std::lock_guard lock(pool.mutex);
+    if (!pool.idle.empty()) {
+      Worker* const worker = pool.idle.back();
+      pool.idle.pop_back();
       worker->idle = false;
-      return Reserved(worker);
+      return WorkerLease(worker);
     }
-    the.idle.reserve(the.workers + 1);
-    ++the.workers;
+    pool.idle.reserve(pool.workers + 1);
+    ++pool.workers;
   }
   try {
     auto made = std::make_unique<Worker>();
     Worker* const worker = made.get();
-    start_thread("ncclpy-dev", [made = std::move(made)]() mutable { live(std::move(made)); }).detach();
-    return Reserved(worker);
+    start_thread("ncclpy-dev", [made = std::move(made)]() mutable { run_worker(std::move(made)); }).detach();
+    return WorkerLease(worker);
   } catch (...) {
-    std::lock_guard lock(the.mutex);
-    --the.workers;
+    std::lock_guard lock(pool.mutex);
+    --pool.workers;
     throw;
   }
 }
 
-Reserved::~Reserved() {
+WorkerLease::~WorkerLease() {
   if (worker_ == nullptr) return;
-  std::lock_guard lock(crew().mutex);
-  put_back(crew(), worker_);
+  std::lock_guard lock(worker_pool().mutex);
+  return_worker(worker_pool(), worker_);
   worker_->wake.notify_one();
 }
 
-void Reserved::run(std::shared_ptr<Stream> stream) {
+void WorkerLease::run(std::shared_ptr<Stream> stream) {
   Worker* const worker = std::exchange(worker_, nullptr);
-  std::lock_guard lock(crew().mutex);
+  std::lock_guard lock(worker_pool().mutex);
   worker->stream = std::move(stream);
   worker->wake.notify_one();
 }

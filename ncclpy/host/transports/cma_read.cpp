@@ -17,7 +17,7 @@ namespace ncclpy::host {
 namespace {
 
 // For less it is never worth while: the kernel has to pin pages.
-constexpr size_t least_block = 64 << 10;
+constexpr size_t min_block = 64 << 10;
 // From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
 // And of what is reduced, which passes through the cache either way: of two ranks; of a reduce-scatter, where ranks read all that
@@ -43,16 +43,16 @@ size_t block_of(const Comm& comm, const Record& record) {
   return record.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
 }
 
-bool is_sure(Collective kind, size_t block) { return !reduces(kind) && block >= sure_block; }
+bool always_uses_cma(Collective kind, size_t block) { return !reduces(kind) && block >= sure_block; }
 
-bool can_be_pulled(const Comm& comm, const Record& record) { return block_of(comm, record) >= least_block; }
+bool can_use_cma(const Comm& comm, const Record& record) { return block_of(comm, record) >= min_block; }
 
-// What is next, as Course::step has it.
-enum : size_t { data, middle_gate, last_gate, away };
+// What is next, as CollectiveProgress::step has it.
+enum : size_t { data, middle_barrier, last_barrier, unfinished };
 
-class Pulled {
+class CmaRead {
  public:
-  Pulled(Comm& comm, int place)
+  CmaRead(Comm& comm, int place)
       : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
@@ -60,23 +60,23 @@ class Pulled {
   size_t run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {
-      case Collective::broadcast: pull(mine_.root, 0, 0); break;
-      case Collective::scatter: pull(mine_.root, me, 0); break;
-      case Collective::all_to_all: from_all([&](int r) { return pull(r, me, size_t(r)); }); break;
-      case Collective::all_gather: from_all([&](int r) { return pull(r, 0, size_t(r)); }); break;
+      case Collective::broadcast: read_block(mine_.root, 0, 0); break;
+      case Collective::scatter: read_block(mine_.root, me, 0); break;
+      case Collective::all_to_all: from_all([&](int r) { return read_block(r, me, size_t(r)); }); break;
+      case Collective::all_gather: from_all([&](int r) { return read_block(r, 0, size_t(r)); }); break;
       case Collective::gather:
-        if (rank_ == mine_.root) from_all([&](int r) { return pull(r, 0, size_t(r)); });
+        if (rank_ == mine_.root) from_all([&](int r) { return read_block(r, 0, size_t(r)); });
         break;
       case Collective::reduce_scatter: reduce(me * bytes_, bytes_, static_cast<char*>(mine_.recv)); break;
       case Collective::all_reduce: {
         const auto [first, last] = part_of(bytes_, rank_, nranks_);
-        return reduce(first, last - first, static_cast<char*>(mine_.recv) + first) ? middle_gate : away;
+        return reduce(first, last - first, static_cast<char*>(mine_.recv) + first) ? middle_barrier : unfinished;
       }
       case Collective::reduce:
         if (rank_ == mine_.root) reduce(0, bytes_, static_cast<char*>(mine_.recv));
         break;
     }
-    return last_gate;
+    return last_barrier;
   }
 
   // Of an all-reduce: each rank has reduced its range, and has the others' from them now. It wrote to its own range while they
@@ -94,10 +94,10 @@ class Pulled {
   const Record& record(int rank) { return comm_.segment->slot(rank).record(place_); }
 
   // Each rank begins with another peer, so that they do not all read the same one.
-  template <class Pull>
-  void from_all(Pull pull) {
+  template <class ReadBlock>
+  void from_all(ReadBlock read_block) {
     for (int i = 0; i < nranks_; i++) {
-      if (!pull((rank_ + i) % nranks_)) return;
+      if (!read_block((rank_ + i) % nranks_)) return;
     }
   }
 
@@ -126,14 +126,14 @@ class Pulled {
   }
 
   // Copies a block of what `peer` sends to a block of what this rank receives. False as for `copy_from`.
-  bool pull(int peer, size_t from, size_t to) {
+  bool read_block(int peer, size_t from, size_t to) {
     const char* source = static_cast<const char*>(record(peer).send) + from * bytes_;
     char* target = static_cast<char*>(mine_.recv) + to * bytes_;
     if (peer != rank_) return copy_from(peer, source, target, bytes_);
     if (target == source) return true;
-    const bool past_caches = goes_past_caches(mine_, nranks_);
-    copy_out(target, source, bytes_, past_caches);
-    if (past_caches) finish_past_caches();
+    const bool nontemporal = uses_nontemporal(mine_, nranks_);
+    copy_out(target, source, bytes_, nontemporal);
+    if (nontemporal) nontemporal_fence();
     return true;
   }
 
@@ -154,44 +154,44 @@ class Pulled {
 
 }  // namespace
 
-bool wants_pulled(Comm& comm, const Record& record) {
-  if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
+bool wants_cma(Comm& comm, const Record& record) {
+  if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_use_cma(comm, record)) return false;
   const size_t block = block_of(comm, record);
-  if (is_sure(record.kind, block)) return true;
+  if (always_uses_cma(record.kind, block)) return true;
   const bool suits = comm.nranks == 2 || record.kind == Collective::reduce_scatter || comm.segment->spin().is_crowded();
   const bool likely = reduces(record.kind) ? suits && block >= likely_reduced : block >= likely_block;
-  return comm.ways.pulls(record.kind, block, likely);
+  return comm.tuner.choose_cma(record.kind, block, likely);
 }
 
-bool is_pulled(Comm& comm, int place) {
+bool uses_cma(Comm& comm, int place) {
   const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));  // all have the same root by now
-  if (!comm.segment->slot(decider).record(place).pulls) return false;
+  if (!comm.segment->slot(decider).record(place).cma_read) return false;
   for (int r = 0; r < comm.nranks; r++) {
     if (!comm.segment->slot(r).record(place).reads_peers) return false;
   }
   return true;
 }
 
-void note_way(Comm& comm, int place, bool pulled, double seconds) {
+void record_duration(Comm& comm, int place, bool reader, double seconds) {
   const Record& mine = comm.segment->slot(comm.rank).record(place);
-  if (comm.rank != decider_of(comm, mine) || !can_be_pulled(comm, mine) || is_sure(mine.kind, block_of(comm, mine))) return;
-  comm.ways.took(mine.kind, block_of(comm, mine), pulled, seconds);
+  if (comm.rank != decider_of(comm, mine) || !can_use_cma(comm, mine) || always_uses_cma(mine.kind, block_of(comm, mine))) return;
+  comm.tuner.record(mine.kind, block_of(comm, mine), reader, seconds);
 }
 
 // It is left at gates alone, and where it stays away from them.
-Passage run_pulled(Comm& comm, Course& course) {
-  Pulled pulled(comm, course.place);
-  if (course.step == data) course.step = pulled.run();
-  if (course.step == middle_gate) {
-    const Passage passage = comm.rendezvous.pass_data();
-    if (passage != Passage::open) return passage;
-    pulled.collect();
-    course.step = last_gate;
+WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress) {
+  CmaRead reader(comm, progress.place);
+  if (progress.step == data) progress.step = reader.run();
+  if (progress.step == middle_barrier) {
+    const WaitResult result = comm.rendezvous.data_barrier();
+    if (result != WaitResult::ok) return result;
+    reader.collect();
+    progress.step = last_barrier;
   }
-  if (course.step == last_gate) return comm.rendezvous.pass_data();
+  if (progress.step == last_barrier) return comm.rendezvous.data_barrier();
   // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
   // for a peer that has gone: until a death, an abort or a revoke ends it.
-  return comm.rendezvous.stay_away();
+  return comm.rendezvous.await_end();
 }
 
 }  // namespace ncclpy::host

@@ -12,9 +12,9 @@
 namespace ncclpy::host {
 namespace {
 
-class Direct {
+class InProcess {
  public:
-  Direct(Comm& comm, int place)
+  InProcess(Comm& comm, int place)
       : comm_(comm), segment_(*comm.segment), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         element_(size_of(mine_.dtype)), bytes_(mine_.count * element_) {}
 
@@ -36,7 +36,7 @@ class Direct {
   }
   // Before others are told.
   void finish() const {
-    if (past_caches_) finish_past_caches();
+    if (nontemporal_) nontemporal_fence();
   }
 
  private:
@@ -47,7 +47,7 @@ class Direct {
     return static_cast<char*>(const_cast<void*>(base)) + size_t(index) * bytes_;
   }
   void copy(void* to, const void* source) const {
-    if (to != source) copy_out(to, source, bytes_, past_caches_);
+    if (to != source) copy_out(to, source, bytes_, nontemporal_);
   }
 
   void all_reduce() {
@@ -81,17 +81,17 @@ class Direct {
   const int place_, nranks_, rank_;
   const Record& mine_;
   const size_t element_, bytes_;
-  const bool past_caches_ = goes_past_caches(mine_, nranks_);
+  const bool nontemporal_ = uses_nontemporal(mine_, nranks_);
 };
 
 }  // namespace
 
-void run_direct(Comm& comm, int place) {
-  Direct direct(comm, place);
+void run_in_process(Comm& comm, int place) {
+  InProcess direct(comm, place);
   direct.run();
   direct.finish();
   // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
-  comm.rendezvous.pass_data_surely();
+  comm.rendezvous.data_barrier_uninterruptible();
 }
 
 }  // namespace ncclpy::host

@@ -9,7 +9,7 @@ namespace ncclpy::host {
 
 struct Operation;
 
-enum class Deed : uint8_t {
+enum class CallKind : uint8_t {
   none,
   all_reduce,
   reduce,
@@ -30,17 +30,17 @@ enum class Deed : uint8_t {
   suspend,
   resume,
   register_window,
-  deeds
+  kinds
 };
 
 // NCCL's name, without "nccl".
-const char* name_of(Deed deed);
-Deed deed_of(const Operation& operation);
+const char* name_of(CallKind kind);
+CallKind kind_of(const Operation& operation);
 
 // The n-th deed of its kind on a communicator, to tell one from another. 0 is none. People are not told it: they know
 // operations by the numbers of who makes the calls, which count otherwise.
-constexpr uint64_t packed(Deed deed, uint32_t number) { return uint64_t(number) << 8 | uint64_t(deed); }
-constexpr Deed deed_in(uint64_t word) { return Deed(word & 0xff); }
+constexpr uint64_t call_word(CallKind kind, uint32_t number) { return uint64_t(number) << 8 | uint64_t(kind); }
+constexpr CallKind kind_in(uint64_t word) { return CallKind(word & 0xff); }
 constexpr uint32_t number_in(uint64_t word) { return uint32_t(word >> 8); }
 
 // What a rank may be waited for at: the exchanges of split and the like, and the operations on streams.

@@ -1,5 +1,5 @@
 // Operations that end with wrong data, as another rank's abort ends them on GPUs.
-#include "corruption.hpp"
+#include "abort_corruption.hpp"
 
 #include <cstring>
 
@@ -15,29 +15,29 @@ constexpr int wrong_byte = 0x5a;
 
 const bool abort_corrupts = is_on("NCCLPY_HOST_ABORT_CORRUPTS");
 
-void count_broken_off(Segment& segment, int rank, uint64_t collectives) {
-  segment.slot(rank).broken_off.fetch_add(collectives, std::memory_order_release);
+void count_abandoned(Segment& segment, int rank, uint64_t collectives) {
+  segment.slot(rank).abandoned.fetch_add(collectives, std::memory_order_release);
 }
 
 bool is_corrupted(Segment& segment, int rank, uint64_t number) {
   if (!abort_corrupts) return false;
   const int nranks = segment.nranks();
   const RankSlot& previous = segment.slot((rank + nranks - 1) % nranks);
-  const uint64_t broken_off = previous.broken_off.load(std::memory_order_acquire);
-  if (broken_off == 0) return false;
+  const uint64_t abandoned = previous.abandoned.load(std::memory_order_acquire);
+  if (abandoned == 0) return false;
   const uint64_t passed = previous.passed.load(std::memory_order_acquire);
-  return passed < number && number <= passed + broken_off;
+  return passed < number && number <= passed + abandoned;
 }
 
-bool take_broken_off(std::atomic<uint32_t>& broken_off) {
+bool take_abandoned_message(std::atomic<uint32_t>& abandoned) {
   if (!abort_corrupts) return false;
-  uint32_t left = broken_off.load(std::memory_order_acquire);
+  uint32_t left = abandoned.load(std::memory_order_acquire);
   while (left > 0) {
-    if (broken_off.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) return true;
+    if (abandoned.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) return true;
   }
   return false;
 }
 
-void overwrite(void* memory, size_t bytes) { std::memset(memory, wrong_byte, bytes); }
+void overwrite_with_garbage(void* memory, size_t bytes) { std::memset(memory, wrong_byte, bytes); }
 
 }  // namespace ncclpy::host

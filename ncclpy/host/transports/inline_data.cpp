@@ -8,7 +8,7 @@ namespace ncclpy::host {
 namespace {
 
 // Of so many bytes the cache lines are fetched one collective ahead.
-constexpr size_t most_expected = 1024;
+constexpr size_t max_prefetched = 1024;
 
 size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
   return count * size_of(dtype) * blocks_sent(kind, nranks);
@@ -16,19 +16,19 @@ size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, in
 
 }  // namespace
 
-bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
+bool is_inline(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
   // Divided, so that a huge count does not overflow.
-  return count <= most_inline(nranks) / size_of(dtype) / blocks_sent(kind, nranks);
+  return count <= max_inline_bytes(nranks) / size_of(dtype) / blocks_sent(kind, nranks);
 }
 
-size_t contributed_small(const Comm& comm, const Operation& operation) {
+size_t inline_contribution_bytes(const Comm& comm, const Operation& operation) {
   if (!operation.sends(comm.rank)) return 0;
   return contributed_bytes(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
 }
 
-void contribute_small(Comm& comm, const Record& record, int place, size_t bytes) {
+void write_inline(Comm& comm, const Record& record, int place, size_t bytes) {
   if (bytes == 0) return;
-  char* const here = comm.segment->small(comm.rank, place, bytes);
+  char* const here = comm.segment->inline_buffer(comm.rank, place, bytes);
   const char* const send = static_cast<const char*>(record.send);
   if (record.kind != Collective::all_to_all && record.kind != Collective::scatter) {
     std::memcpy(here, send, bytes);
@@ -39,19 +39,19 @@ void contribute_small(Comm& comm, const Record& record, int place, size_t bytes)
   std::memcpy(here + mine + block, send + mine + block, bytes - mine - block);
 }
 
-void expect_small(Comm& comm, int place, size_t bytes) {
-  if (bytes <= little_bytes || bytes > most_expected) return;
-  const char* const next = comm.segment->small(comm.rank, place, bytes);
-  for (size_t at = 0; at < bytes; at += 64) expect_writing(next + at);
+void prefetch_inline(Comm& comm, int place, size_t bytes) {
+  if (bytes <= record_inline_bytes || bytes > max_prefetched) return;
+  const char* const next = comm.segment->inline_buffer(comm.rank, place, bytes);
+  for (size_t at = 0; at < bytes; at += 64) prefetch_for_write(next + at);
 }
 
-void run_small(Comm& comm, int place) {
+void run_inline(Comm& comm, int place) {
   Segment& segment = *comm.segment;
   const Record& mine = segment.slot(comm.rank).record(place);
   const size_t bytes = mine.count * size_of(mine.dtype);
   const size_t my_block = blocks_sent(mine.kind, comm.nranks) > 1 ? size_t(comm.rank) * bytes : 0;
   const size_t contributed = contributed_bytes(mine.kind, mine.dtype, mine.count, comm.nranks);
-  auto input = [&](int r) { return segment.small(r, place, contributed) + my_block; };
+  auto input = [&](int r) { return segment.inline_buffer(r, place, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
   // What this rank gives itself it has nearer, and in place there already.
   const auto take = [&](int r, char* target) {

@@ -11,35 +11,35 @@ namespace ncclpy::host {
 // "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if nothing is
 // waited for.
 // Looks at memory only: it may be asked while other threads are stuck in the communicator, and never waits for them.
-std::string who_is_missing(Comm& comm);
+std::string straggler_report(Comm& comm);
 
 // While it lives, the communicator is making a call in which all ranks meet.
-class Making {
+class ControlCallScope {
  public:
-  Making(Comm& comm, uint64_t deed);
-  ~Making();
-  Making(const Making&) = delete;
-  Making& operator=(const Making&) = delete;
+  ControlCallScope(Comm& comm, uint64_t call);
+  ~ControlCallScope();
+  ControlCallScope(const ControlCallScope&) = delete;
+  ControlCallScope& operator=(const ControlCallScope&) = delete;
 
  private:
   Comm& comm_;
 };
 
 // While it lives and has been told them, the communicator waits for these ranks.
-class Awaited {
+class AwaitedRanks {
  public:
-  Awaited(Comm& comm, Side side) : comm_(comm), side_(side) {}
-  ~Awaited() {
-    if (told_) tell({});
+  AwaitedRanks(Comm& comm, Side side) : comm_(comm), side_(side) {}
+  ~AwaitedRanks() {
+    if (set_) set({});
   }
-  Awaited(const Awaited&) = delete;
-  Awaited& operator=(const Awaited&) = delete;
-  void tell(std::vector<int> ranks);
+  AwaitedRanks(const AwaitedRanks&) = delete;
+  AwaitedRanks& operator=(const AwaitedRanks&) = delete;
+  void set(std::vector<int> ranks);
 
  private:
   Comm& comm_;
   const Side side_;
-  bool told_ = false;
+  bool set_ = false;
 };
 
 }  // namespace ncclpy::host

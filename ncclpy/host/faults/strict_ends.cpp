@@ -1,5 +1,5 @@
 // What NCCL does not survive.
-#include "ends.hpp"
+#include "strict_ends.hpp"
 
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +9,7 @@
 namespace ncclpy::host {
 namespace {
 
-[[noreturn]] void die(const Comm& comm, const char* what) {
+[[noreturn]] void abort_process(const Comm& comm, const char* what) {
   std::fprintf(stderr, "NCCLPY_HOST_STRICT_ENDS: rank %d of %s %s\n", comm.rank, comm.title().c_str(), what);
   std::abort();
 }
@@ -18,17 +18,17 @@ namespace {
 
 const bool strict_ends = is_on("NCCLPY_HOST_STRICT_ENDS");
 
-void check_end(Comm& comm) {
+void check_destroy(Comm& comm) {
   if (!strict_ends || comm.nranks == 1) return;
   std::lock_guard lock(comm.mutex);
   if (!comm.registrations.empty()) {
-    die(comm, "ends with buffers registered: NCCL frees its proxies, and then asks them to deregister those");
+    abort_process(comm, "ends with buffers registered: NCCL frees its proxies, and then asks them to deregister those");
   }
 }
 
-void check_request(const Comm& comm) {
+void check_deregister(const Comm& comm) {
   if (strict_ends && comm.nranks > 1 && comm.health.aborted() && !comm.disconnected) {
-    die(comm, "deregisters with its abort flag up: NCCL sends the first word of the request, and then no more");
+    abort_process(comm, "deregisters with its abort flag up: NCCL sends the first word of the request, and then no more");
   }
 }
 

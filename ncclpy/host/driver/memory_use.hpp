@@ -27,7 +27,7 @@ struct Range {
 };
 
 // Somebody needs some memory for as long as this object is there.
-class Claim {
+class MemoryUse {
  public:
   enum Kind {
     copies,      // a copy or a memset of the driver's: to give back memory waits for it
@@ -37,22 +37,22 @@ class Claim {
 
   // `words` say who, and what for: "..., rank 0 of ..., reads". `ended` is asked under a lock, and takes none itself: then
   // the claim is void although it is there.
-  Claim(Kind kind, std::vector<Range> ranges, std::string words, std::function<bool()> ended = {});
-  ~Claim();
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
+  MemoryUse(Kind kind, std::vector<Range> ranges, std::string description, std::function<bool()> ended = {});
+  ~MemoryUse();
+  MemoryUse(const MemoryUse&) = delete;
+  MemoryUse& operator=(const MemoryUse&) = delete;
 
   // Why an allocation cannot be given back now, or "". Who waits for copies does not ask for those.
-  static std::string on(const Allocation& allocation, bool waits_for_copies);
+  static std::string conflict(const Allocation& allocation, bool waits_for_copies);
 
  private:
   const Kind kind_;
   const std::vector<Range> ranges_;
-  const std::string words_;
+  const std::string description_;
   const std::function<bool()> ended_;
 };
 
 // The last text of a refusal to this thread, for cuGetErrorString; "" if there was none.
-extern thread_local std::string refused_free;
+extern thread_local std::string last_free_refusal;
 
 }  // namespace ncclpy::host

@@ -12,10 +12,10 @@
 namespace ncclpy::host {
 
 // Of so many bytes, all of a rank's result, little is in a cache when it is complete.
-constexpr size_t least_past_caches = 8 << 20;
+constexpr size_t nontemporal_min_bytes = 8 << 20;
 
 // One cache line, to where one begins.
-static inline void copy_line_past_caches(void* to, const void* from) {
+static inline void store_line_nontemporal(void* to, const void* from) {
 #ifdef __SSE2__
   __m128i line[4];
   std::memcpy(line, from, sizeof line);
@@ -25,16 +25,16 @@ static inline void copy_line_past_caches(void* to, const void* from) {
 #endif
 }
 
-// As memcpy; `finish_past_caches` is to follow before another thread is told of it. Internal to each file that uses it, and
+// As memcpy; `nontemporal_fence` is to follow before another thread is told of it. Internal to each file that uses it, and
 // calling nothing that is not, as one is compiled for several instruction sets.
-static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
+static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   char* target = static_cast<char*>(to);
   const char* source = static_cast<const char*>(from);
   const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(target)) % 64, head = to_line < bytes ? to_line : bytes;
   std::memcpy(target, source, head);
   target += head, source += head, bytes -= head;
-  for (; bytes >= 64; bytes -= 64, target += 64, source += 64) copy_line_past_caches(target, source);
+  for (; bytes >= 64; bytes -= 64, target += 64, source += 64) store_line_nontemporal(target, source);
   std::memcpy(target, source, bytes);
 #else
   std::memcpy(to, from, bytes);
@@ -42,13 +42,13 @@ static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 }
 
 // To memory that is part of so much, or not.
-[[gnu::noinline]] static inline void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
-  if (past_caches) copy_past_caches(to, from, bytes);
+[[gnu::noinline]] static inline void copy_out(void* to, const void* from, size_t bytes, bool nontemporal) {
+  if (nontemporal) copy_nontemporal(to, from, bytes);
   else std::memcpy(to, from, bytes);
 }
 
 // These stores keep no order with others, also not with one that tells of them.
-static inline void finish_past_caches() {
+static inline void nontemporal_fence() {
 #ifdef __SSE2__
   _mm_sfence();
 #endif

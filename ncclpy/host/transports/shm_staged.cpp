@@ -13,15 +13,15 @@
 namespace ncclpy::host {
 namespace {
 
-class Staged {
+class ShmStaged {
  public:
-  Staged(Comm& comm, Course& course)
-      : comm_(comm), segment_(*comm.segment), place_(course.place), course_(course), nranks_(size_t(comm.nranks)),
+  ShmStaged(Comm& comm, CollectiveProgress& progress)
+      : comm_(comm), segment_(*comm.segment), place_(progress.place), progress_(progress), nranks_(size_t(comm.nranks)),
         rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record(place_)), element_(size_of(mine_.dtype)),
         send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
         bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
 
-  Passage run() {
+  WaitResult run() {
     switch (mine_.kind) {
       case Collective::all_reduce: reduce_everything(); break;
       // Of two, to hand the root half of the result costs more than to let it make all of it.
@@ -33,16 +33,16 @@ class Staged {
       case Collective::scatter: scatter(); break;
       case Collective::all_to_all: all_to_all(); break;
     }
-    if (past_caches_) finish_past_caches();
-    return passage_;
+    if (nontemporal_) nontemporal_fence();
+    return result_;
   }
 
  private:
   // Whether all have come to the gate of this step.
-  bool gate(size_t step) {
-    course_.step = step;
-    passage_ = comm_.rendezvous.pass_data();
-    return passage_ == Passage::open;
+  bool barrier(size_t step) {
+    progress_.step = step;
+    result_ = comm_.rendezvous.data_barrier();
+    return result_ == WaitResult::ok;
   }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
@@ -51,25 +51,25 @@ class Staged {
   }
   // The same to the caller's memory.
   void deliver(void* to, const void* from, size_t bytes) {
-    if (to != from) copy_out(to, from, bytes, past_caches_);
+    if (to != from) copy_out(to, from, bytes, nontemporal_);
   }
   // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one.
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
 
   void broadcast() {
-    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = progress_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       if (at_root_) copy(input(rank_, step), send_ + at, n);
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       deliver(recv_ + at, at_root_ ? send_ + at : input(root_, step), n);
     }
   }
 
   void gather(bool collects) {
-    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = progress_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       copy(input(rank_, step), send_ + at, n);
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       for (size_t i = 0; collects && i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
         deliver(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
@@ -78,10 +78,10 @@ class Staged {
   }
 
   void reduce_at_root() {
-    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = progress_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       if (!at_root_) copy(input(rank_, step), send_ + at, n);
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       if (!at_root_) continue;
       const auto part = [&](int r) { return size_t(r) == rank_ ? send_ + at : input(size_t(r), step); };
       reduce_pieces(comm_, place_, part, n / element_, {recv_ + at}, bytes_);
@@ -90,12 +90,12 @@ class Staged {
 
   // The root lays each rank's part of the step into that rank's buffer.
   void scatter() {
-    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = progress_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       for (size_t r = 0; at_root_ && r < nranks_; r++) {
         if (r != rank_) copy(input(r, step), send_ + r * bytes_ + at, n);
       }
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       deliver(recv_ + at, at_root_ ? send_ + rank_ * bytes_ + at : input(rank_, step), n);
     }
   }
@@ -104,12 +104,12 @@ class Staged {
   template <class Finish>
   void by_parts(Finish finish) {
     const size_t part = part_of_step(nranks_);
-    for (size_t step = course_.step, at = step * part; at < bytes_; step++, at += part) {
+    for (size_t step = progress_.step, at = step * part; at < bytes_; step++, at += part) {
       const size_t n = std::min(part, bytes_ - at);
       for (size_t r = 0; r < nranks_; r++) {
         if (r != rank_) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
       }
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       finish(at, n, step, part);
     }
   }
@@ -140,13 +140,13 @@ class Staged {
     const bool collects = mine_.kind == Collective::all_reduce || at_root_;
     const bool tells = mine_.kind == Collective::all_reduce || !at_root_;
     const size_t steps = (bytes_ + step_bytes - 1) / step_bytes;
-    for (size_t step = course_.step; step <= steps; step++) {
+    for (size_t step = progress_.step; step <= steps; step++) {
       const size_t at = step * step_bytes;
       const size_t n = step < steps ? std::min(step_bytes, bytes_ - at) : 0;
       const auto [begin, end] = part_of(n, comm_.rank, comm_.nranks);
       copy(input(rank_, step), send_ + at, begin);
       copy(input(rank_, step) + end, send_ + at + end, n - end);
-      if (!gate(step)) return;
+      if (!barrier(step)) return;
       if (n > 0) reduce_range(step, at, begin, end, collects, tells);
       if (step > 0 && collects) collect(step - 1);
     }
@@ -175,8 +175,8 @@ class Staged {
   Comm& comm_;
   Segment& segment_;
   const int place_;
-  Course& course_;
-  Passage passage_ = Passage::open;
+  CollectiveProgress& progress_;
+  WaitResult result_ = WaitResult::ok;
   const size_t nranks_, rank_;
   const Record& mine_;
   const size_t element_;
@@ -184,11 +184,11 @@ class Staged {
   char* const recv_;
   const size_t bytes_, root_;
   const bool at_root_;
-  const bool past_caches_ = goes_past_caches(mine_, comm_.nranks);
+  const bool nontemporal_ = uses_nontemporal(mine_, comm_.nranks);
 };
 
 }  // namespace
 
-Passage run_staged(Comm& comm, Course& course) { return Staged(comm, course).run(); }
+WaitResult run_shm_staged(Comm& comm, CollectiveProgress& progress) { return ShmStaged(comm, progress).run(); }
 
 }  // namespace ncclpy::host

@@ -10,8 +10,8 @@ extern const bool strict_ends;
 
 // It is destroyed or aborted, and its communicator's only rank in this process. Several are freed with the last of them,
 // which is not looked at.
-void check_end(Comm& comm);
+void check_destroy(Comm& comm);
 // Something of it is deregistered.
-void check_request(const Comm& comm);
+void check_deregister(const Comm& comm);
 
 }  // namespace ncclpy::host

@@ -13,7 +13,11 @@ FLOAT16, INT8 = 6, 0
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory):
     program = tmp_path_factory.mktemp("ways") / "ways"
-    build(program, ["-O0", "-g0"], [ROOT / "tests/host/comm/choices.cpp", ROOT / "ncclpy/host/comm/ways.cpp"])
+    build(
+        program,
+        ["-O0", "-g0"],
+        [ROOT / "tests/host/comm/tuner_choices.cpp", ROOT / "ncclpy/host/comm/transfer_tuner.cpp"],
+    )
 
     def run(prefers, *rows):
         """Return how many collectives of each row (number, seconds of each way) went the second."""

@@ -1,0 +1,74 @@
+// Trying, and remembering.
+#include "transfer_tuner.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace ncclpy::host {
+namespace {
+
+// How often in a row a way is tried. The first one finds caches as the other way has left them, and does not count. What is so
+// much that caches do not matter is known at the second time.
+constexpr int trials_of(int size) { return size < 22 ? 3 : 2; }
+// So often in a row the better way is taken, at least and at most, before the other one is tried.
+constexpr double fewest = 100, most = 3000;
+// At first less often: what has been learnt then may be what it takes to find pages. And before the first try: a program of a
+// few operations is to lose nothing by it.
+int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
+// A way that has become so much worse than the other one was is not taken to the end of its row.
+constexpr double max_slowdown = 1.25;
+
+int size_class(size_t bytes) { return bytes < 2 ? 0 : 64 - __builtin_clzll(bytes - 1); }
+
+}  // namespace
+
+TransferTuner::Entry* TransferTuner::find(Collective kind, size_t bytes) {
+  const int size = size_class(bytes);
+  for (Entry& one : entries_) {
+    if (one.kind == kind && one.size == size) return &one;
+  }
+  return nullptr;
+}
+
+void TransferTuner::Entry::choose_next() {
+  const bool before = uses_cma;
+  on_trial = !on_trial;
+  if (on_trial) {
+    uses_cma = !uses_cma;
+    remaining = trials_of(size);
+  } else if (costs[0] > 0 && costs[1] > 0) {
+    uses_cma = costs[1] < costs[0];
+    const double worth = 50 * trials_of(size) * (costs[!uses_cma] / costs[uses_cma] - 1);
+    remaining = std::min(int(std::clamp(worth, fewest, most)), at_first(rows++));
+  } else {  // none could be measured to the end, or one alone
+    uses_cma = costs[0] > 0 || costs[1] > 0 ? costs[1] > 0 : prefers;
+    remaining = int(fewest);
+  }
+  settling = uses_cma != before;
+}
+
+bool TransferTuner::choose_cma(Collective kind, size_t bytes, bool prefers) {
+  Entry* entry = find(kind, bytes);
+  if (entry == nullptr) {
+    entries_.push_back({kind, size_class(bytes), prefers, prefers, at_first(0)});
+    entry = &entries_.back();
+  }
+  if (entry->remaining == 0) entry->choose_next();
+  entry->remaining--;
+  return entry->uses_cma;
+}
+
+void TransferTuner::record(Collective kind, size_t bytes, bool cma, double seconds) {
+  Entry* entry = find(kind, bytes);
+  if (entry == nullptr || entry->uses_cma != cma) return;  // it could not be as was wanted
+  const bool first = entry->on_trial && entry->remaining == trials_of(entry->size) - 2;  // that counts, of those that try
+  if (std::exchange(entry->settling, false)) return;
+  // One that was held up, by another program say, counts for little; several in a row do not.
+  double& cost = entry->costs[cma];
+  const double now = seconds / double(bytes);
+  if (cost == 0 || first || now < cost) cost = now;
+  else if (!entry->on_trial) cost += (std::min(now, 2 * cost) - cost) / 8;
+  if (!entry->on_trial && entry->costs[!cma] > 0 && cost > max_slowdown * entry->costs[!cma]) entry->remaining = 0;
+}
+
+}  // namespace ncclpy::host

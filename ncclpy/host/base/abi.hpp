@@ -1,5 +1,5 @@
-// NCCL's host functions as this library exports them: the prototypes come from the X-macro, so that a definition with
-// other parameters does not compile. What is declared here and not defined is not exported.
+// NCCL's host functions as this library exports them. The prototypes come from the X-macro, so a definition with other
+// parameters does not compile. A function that is declared here and not defined is not exported.
 #pragma once
 
 #include "nccl_abi.h"

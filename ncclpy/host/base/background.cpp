@@ -1,4 +1,4 @@
-// Jobs on threads of their own, and the one thread for what never waits.
+// Jobs on threads of their own, and the one thread for work that never waits.
 #include "background.hpp"
 
 #include <atomic>
@@ -12,7 +12,7 @@
 namespace ncclpy::host {
 namespace {
 
-// One thread and its queue; it lives as long as the process.
+// One thread and its queue. It lives as long as the process.
 class Worker {
  public:
   void add(std::function<void()> work) {
@@ -32,7 +32,7 @@ class Worker {
       queue_.pop_front();
       lock.unlock();
       work();
-      work = nullptr;  // what it owned goes without the lock
+      work = nullptr;  // destroys what the work owned while the lock is not held
       lock.lock();
     }
   }
@@ -54,7 +54,7 @@ void run_soon(std::function<void()> work) {
 
 void run_together(std::vector<std::function<void()>> works) {
   if (works.empty()) return;
-  // Each may wait for the others: they begin when all have a thread, or not at all.
+  // The works may wait for each other, so they start when all of them have a thread, or not at all.
   enum { waiting, go, stop };
   std::atomic<int> begin{waiting};
   FutexEvent changed;

@@ -1,4 +1,4 @@
-// Errors: a result code goes back to the caller, the sentence that explains it stays behind for ncclGetLastError.
+// Errors: the result code goes back to the caller; the sentence that explains it is kept for ncclGetLastError.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@ namespace ncclpy::host {
 // Keeps the sentence as the calling thread's last error and returns `result`.
 __attribute__((format(printf, 2, 3))) ncclResult_t fail(ncclResult_t result, const char* format, ...);
 
-// The calling thread's last error, "" when there was none. Work done on other threads hands its text on by hand.
+// The calling thread's last error, "" if there was none. Work that runs on another thread must pass its text on
+// explicitly.
 const std::string& last_error();
 void set_last_error(const std::string& text);
 

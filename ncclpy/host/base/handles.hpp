@@ -1,7 +1,7 @@
-// Handles that can be checked: a table from the opaque values that callers hold to the objects behind them.
+// Checked handles: a table from the opaque values that callers hold to the objects behind them.
 //
-// A handle holds an index and a generation, never an address. One that was destroyed, that belongs to another
-// library or that was never made is recognised, where following a pointer would crash. A look-up locks only the slot.
+// A handle holds an index and a generation, never an address. A handle that was destroyed, that belongs to another
+// library or that was never made is recognised; following a pointer would crash. A look-up locks only the slot.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,8 @@ namespace ncclpy::host {
 template <class Object>
 class HandleTable {
  public:
-  // `tag` (1 to 127) is the highest byte of every handle, so that no kind of handle is taken for another.
+  // `tag` (1 to 127) is the highest byte of every handle, so that a handle of one kind is not mistaken for one of
+  // another kind.
   explicit HandleTable(std::uint8_t tag) : tag_(tag) {}
 
   std::uint64_t add(std::shared_ptr<Object> object) {
@@ -29,7 +30,7 @@ class HandleTable {
     return std::uint64_t{tag_} << 56 | slot.generation << index_bits | index;
   }
 
-  // nullptr if there is no such object.
+  // Returns nullptr if there is no such object.
   std::shared_ptr<Object> find(std::uint64_t handle) {
     Slot* slot = slot_of(handle);
     if (slot == nullptr) return nullptr;
@@ -52,7 +53,7 @@ class HandleTable {
     return found;
   }
 
-  // As find; afterwards the handle is invalid.
+  // As find, and invalidates the handle.
   std::shared_ptr<Object> remove(std::uint64_t handle) {
     Slot* slot = slot_of(handle);
     if (slot == nullptr) return nullptr;

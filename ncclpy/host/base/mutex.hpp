@@ -1,5 +1,5 @@
-// The engine's mutexes, each of which has a place in the order of all locks; see ordered_mutex.h. A normal build has
-// those of the standard library.
+// The engine's mutexes, each with a place in the order of all locks (ordered_mutex.h). A normal build uses those of
+// the standard library.
 #pragma once
 
 #include <sched.h>
@@ -14,13 +14,13 @@
 
 namespace ncclpy::host {
 
-// For what is done in an instant, without a call that may wait: half of what the standard library's costs.
+// For critical sections of a few instructions without a call that may wait. Costs half of what std::mutex costs.
 class SpinLock {
  public:
   void lock() {
     for (int polls = 1; taken_.exchange(true, std::memory_order_acquire); ++polls) {
       if (polls % 64 == 0) {
-        sched_yield();  // to who has it, perhaps
+        sched_yield();  // the holder may share this core
       } else {
         relax();
       }

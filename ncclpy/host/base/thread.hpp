@@ -1,4 +1,4 @@
-// The engine's own threads, and how a thread spins.
+// Starting the engine's threads, and what a spinning thread executes.
 #pragma once
 
 #include <pthread.h>
@@ -11,13 +11,13 @@
 
 namespace ncclpy::host {
 
-// Signals are for the program's threads: Python's handlers want the main one.
+// The engine's threads take no signals: Python's handlers run on the main thread.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;
     sigfillset(&all);
-    // A crash is for whoever has a handler.
+    // A crash must still reach the program's handler.
     for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
@@ -30,7 +30,7 @@ class SignalsBlocked {
 };
 
 // Starts a thread that gets no signals; `name`, of up to 15 characters, is for debuggers. Throws std::system_error if
-// there can be no more threads.
+// no thread can be started.
 template <class Work>
 std::thread start_thread(const char* name, Work work) {
   SignalsBlocked blocked;
@@ -46,7 +46,7 @@ std::thread start_thread(const char* name, Work work) {
   }
 }
 
-// Between two looks of a thread that spins: leaves the core's other half alone.
+// Between two polls of a spinning thread: leaves the core's other hardware thread alone.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -55,7 +55,7 @@ inline void relax() {
 #endif
 }
 
-// Has a cache line come that is soon written, so that whoever writes does not wait for it.
+// Fetches a cache line for writing, so that a store to it soon afterwards does not stall.
 inline void prefetch_for_write([[maybe_unused]] const void* memory) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(memory)));

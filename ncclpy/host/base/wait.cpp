@@ -12,7 +12,7 @@
 
 namespace ncclpy::host {
 
-// Not FUTEX_PRIVATE: the same bell may be mapped at different addresses of several processes.
+// Not FUTEX_PRIVATE: one event may be mapped at different addresses in several processes.
 void FutexEvent::wake() { syscall(SYS_futex, &generation, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 void FutexEvent::sleep(uint32_t seen) {
@@ -21,16 +21,16 @@ void FutexEvent::sleep(uint32_t seen) {
     syscall(SYS_futex, &generation, FUTEX_WAIT, seen, nullptr, nullptr, 0);
     return;
   }
-  timespec timeout;  // relative, which futexes measure on the monotonic clock
+  timespec timeout;  // relative; the futex measures it on the monotonic clock
   timeout.tv_sec = time_t(seconds);
   timeout.tv_nsec = long((seconds - double(timeout.tv_sec)) * 1e9);
   syscall(SYS_futex, &generation, FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
 
-// A core that comes back later than this has been another rank's for an operation, or another program's.
+// A core that is given back later than this was used by another rank for an operation, or by another program.
 constexpr std::chrono::microseconds late{8};
 
-// Let the calling thread go on on the next of its cores, and leave it as free as it was.
+// Moves the calling thread to the next of its allowed cores, then restores its affinity mask.
 static void change_core() {
   cpu_set_t may, next;
   const int here = sched_getcpu();
@@ -42,7 +42,7 @@ static void change_core() {
   CPU_SET(core, &next);
   if (core == here || sched_setaffinity(0, sizeof next, &next) != 0) return;
   if (sched_setaffinity(0, sizeof may, &may) == 0) return;
-  std::memset(&may, 0xff, sizeof may);  // those are not its any more: whatever it has now
+  std::memset(&may, 0xff, sizeof may);  // the cpuset has changed meanwhile: allow all cores that it has now
   sched_setaffinity(0, sizeof may, &may);
 }
 
@@ -54,8 +54,8 @@ cpu_set_t own_cores() {
 
 using CoresOf = std::function<const cpu_set_t&(int)>;
 
-// Whether more ranks than a set has cores have no other core. CompletionCallback of each rank's set and of all together: what launchers give
-// are sets that are apart, the same, or within each other.
+// Whether more ranks are confined to `set` than it has cores. Evaluated for each rank's set and for the union of all:
+// the sets that launchers assign are disjoint, equal or nested.
 static bool are_too_many(const cpu_set_t& set, int ranks, const CoresOf& cores_of) {
   int within = 0;
   for (int rank = 0; rank < ranks; rank++) {
@@ -71,7 +71,8 @@ static bool are_crowded(int ranks, const CoresOf& cores_of) {
   CPU_ZERO(&all);
   for (int rank = 0; rank < ranks; rank++) {
     CPU_OR(&all, &all, &cores_of(rank));
-    const bool same = rank > 0 && CPU_EQUAL(&cores_of(rank), &cores_of(rank - 1));  // as threads of a process mostly have
+    // the usual case for threads of one process
+    const bool same = rank > 0 && CPU_EQUAL(&cores_of(rank), &cores_of(rank - 1));
     if (!same && are_too_many(cores_of(rank), ranks, cores_of)) return true;
   }
   return are_too_many(all, ranks, cores_of);
@@ -83,13 +84,13 @@ Spin::Spin(int ranks) {
 }
 
 void Spin::set_cores(int ranks, const CoresOf& cores_of) {
-  // The ranks of one process find the same, and the first may spin when the last one comes here.
+  // All ranks of one process compute the same, and the first one may already spin when the last one gets here.
   const bool crowded = are_crowded(ranks, cores_of);
   if (crowded != is_crowded()) polls_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }
 
 void Spin::yield() {
-  if (is_crowded()) {  // there is no core to go to
+  if (is_crowded()) {  // there is no free core to move to
     sched_yield();
     return;
   }
@@ -101,7 +102,7 @@ void Spin::yield() {
   if (late_.fetch_add(1, std::memory_order_relaxed) + 1 < needed) return;
   late_.store(0, std::memory_order_relaxed);
   late_needed_.store(std::min(2 * needed, many_late), std::memory_order_relaxed);
-  // Not both of two that share a core: they would meet on the other.
+  // Of two threads on one core only one should move, or they would meet again on the next core.
   if (ended.time_since_epoch().count() / 16 % 2 == 0) change_core();
 }
 

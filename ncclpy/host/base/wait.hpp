@@ -1,7 +1,8 @@
-// Waiting for another rank: a short spin while the answer is likely to be near, then sleep on a futex.
+// Waiting for another rank: a short spin while the answer is likely to come soon, then a sleep on a futex.
 //
-// A FutexEvent lies beside the data that it announces, in shared or private memory. Who changes the data rings; who waits
-// looks at the data again after every ring. Sleepers are counted so that a ring nobody hears costs no system call.
+// A FutexEvent lies beside the data that it announces, in shared or private memory. The thread that changes the data
+// calls notify(); a waiting thread reads the data again after every notification. Sleeping threads are counted, so
+// that notify() makes no system call when none sleeps.
 #pragma once
 
 #include <sched.h>
@@ -22,40 +23,42 @@ struct FutexEvent {
   std::atomic<uint32_t> waiters{0};
 
   void notify() {
-    // Both sides have a fence: either the ringer sees the sleeper, or the sleeper sees the new data. While nobody sleeps,
-    // a bell is only read, so that its cache line need not travel.
+    // Both sides have a fence: either the notifying thread sees the waiter, or the waiter sees the new data. While no
+    // thread waits, the event is only read, so that its cache line stays shared.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     notify_after_fence();
   }
-  // The same for who has had one behind the change.
+  // As notify(), for a caller that has executed a seq_cst fence after the change.
   void notify_after_fence() {
     if (waiters.load(std::memory_order_relaxed) == 0) return;
     generation.fetch_add(1, std::memory_order_seq_cst);
     wake();
   }
   void wake();
-  // Until the next ring, or until the thread's own WaitControl is due.
+  // Sleeps until the next notification, or until the thread's own WaitControl is due.
   void sleep(uint32_t seen);
 };
 
-// The cores that the calling thread may use; none if that cannot be found out, with which ranks count as too many.
+// The cores that the calling thread may use. An empty set if they cannot be found out; ranks then count as more than
+// cores.
 cpu_set_t own_cores();
 
-// Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for
-// each other in vain: the one that looks holds up the one it looks for. Several threads may use the same one.
+// Spins for as long as spinning has recently succeeded. Two ranks that share a core cannot succeed, even if another
+// core is free: the spinning rank holds up the rank that it waits for. Several threads may use one Spin.
 //
-// Such ranks stay where they are while they give the core to each other, and each operation takes the time of both. A
-// sleep does not help everywhere: to Linux in a virtual machine, a core that idles is one that the host has taken away, and
-// who wakes is not put there. So whoever has got the core back late some times goes to another one by itself.
+// The scheduler leaves such ranks on their core as long as they yield to each other, and each operation takes the time
+// of both. A sleep does not always separate them: to Linux in a virtual machine an idle core looks like one that the
+// host has taken away, so a woken thread is not placed there. A thread that has got its core back late several times
+// therefore moves itself to another one.
 class Spin {
  public:
-  // With more ranks than cores, spinning only delays the others: not one look. Until the ranks are known, all are taken to
-  // have this thread's cores.
+  // With more ranks than cores spinning only delays the others, so there is no poll at all. Until set_cores() all
+  // ranks are assumed to have this thread's cores.
   explicit Spin(int ranks);
-  // The cores that each of the ranks may use: launchers may give each a core of its own.
+  // Sets the cores that each rank may use: launchers may bind each rank to a core of its own.
   void set_cores(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
 
-  // Whether `done()` has become true.
+  // Returns whether `done()` has become true.
   template <class Done>
   bool until(Done done) {
     const int polls = polls_.load(std::memory_order_relaxed);
@@ -72,7 +75,7 @@ class Spin {
 
   // Whether there are more ranks than cores.
   bool is_crowded() const { return polls_.load(std::memory_order_relaxed) == 0; }
-  // Give the core away, or go to another one.
+  // Yields the core, or moves to another one.
   void yield();
 
  private:
@@ -87,21 +90,22 @@ class Spin {
   }
 
   std::atomic<int> polls_;
-  std::atomic<int> late_{0};                // how often the core came back late since a look was last in time
-  std::atomic<int> late_needed_{few_late};  // to go
+  std::atomic<int> late_{0};                // late returns of the core since the last successful spin
+  std::atomic<int> late_needed_{few_late};  // late returns before the thread moves
 };
 
-// How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
-// its gate, which is what a sleep and a wake-up cost; with many ranks a round through all of them takes as many yields.
+// Yields before the first sleep. A rank on the same core needs a few microseconds to reach its barrier, which is what
+// a sleep and a wake-up cost. With many ranks one round through all of them takes as many yields.
 constexpr int yields = 100;
-// With a core for each rank, it is given away for as long as a rank is busy with a megabyte: on a virtual machine to wake a core
-// takes half of that.
+// With a core for each rank, yields continue for as long as a rank is busy with 1 MB: on a virtual machine waking a
+// core takes half of that time.
 constexpr std::chrono::microseconds yield_for{300};
 
-// Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
+// Returns when `done()` is true. `done` is called again after every notification of `changed`, so it must cover abort
+// as well.
 template <class Done>
 void sleep_until(FutexEvent& changed, Done done) {
-  // `done` may do work and report that: a true answer counts, and is not asked for again.
+  // `done` may do work and report that: once it has returned true it is not called again.
   bool answer = done();
   while (!answer) {
     changed.waiters.fetch_add(1, std::memory_order_seq_cst);
@@ -115,7 +119,7 @@ void sleep_until(FutexEvent& changed, Done done) {
   }
 }
 
-// The same, after giving the core away: that lets a rank run that shares it, and a sleep costs two system calls and a
+// As sleep_until, after some yields: another rank on the same core can run, and a sleep costs two system calls and a
 // wake-up.
 template <class Done>
 void wait_until(FutexEvent& changed, Done done) {
@@ -126,7 +130,7 @@ void wait_until(FutexEvent& changed, Done done) {
   sleep_until(changed, done);
 }
 
-// The same, after spinning.
+// As above, after spinning.
 template <class Done>
 void wait_until(FutexEvent& changed, Spin& spin, Done done) {
   if (spin.until(done)) return;
@@ -135,7 +139,7 @@ void wait_until(FutexEvent& changed, Spin& spin, Done done) {
     if (done()) return;
     spin.yield();
     if (i % 16 != 0) continue;
-    WaitControl::poll();  // others may keep the core for long
+    WaitControl::poll();  // other threads may keep the core for long
     if (i >= yields && std::chrono::steady_clock::now() >= until) break;
   }
   sleep_until(changed, done);

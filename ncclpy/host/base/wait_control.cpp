@@ -17,7 +17,7 @@ WaitControl::WaitControl(double seconds)
 }
 
 double WaitControl::max_sleep() {
-  // Its time may be over where it could not leave, as the others count on it: so what it waits for ends soon.
+  // The limit may have passed where the thread could not leave because other ranks count on it; that wait ends soon.
   return current == nullptr || current->expired_ ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0);
 }
 
@@ -31,9 +31,10 @@ void WaitControl::poll() {
     mine->expired_ = true;
     return;
   }
-  current = nullptr;  // what is called may wait itself, and must not be called again by that
+  current = nullptr;  // the callback may wait, and must not be called again from that wait
   const double seconds = mine->tick_(mine->argument_);
-  mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);  // negative: to be left; what runs here has to end first
+  // negative: the wait should end, after what runs here has ended
+  mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);
   current = mine;
 }
 

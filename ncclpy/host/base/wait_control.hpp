@@ -1,30 +1,30 @@
-// Waits that their thread looks up from now and then.
+// Limits and callbacks of a thread's waits.
 #pragma once
 
 namespace ncclpy::host {
 
-// Either what a thread wants to look at now and then while it waits for another rank, a deadline or a signal, say: the
-// wait itself goes on, and ends early only if what was looked at ends it (an abort). Or the time that a thread has: when
-// it is over, it leaves what it is in, if that can be left.
+// While an object exists, it controls all waits of its thread for other ranks. Either a callback runs from time to
+// time, to check a deadline or signals; the wait continues unless the callback ends what is waited for (by an abort).
+// Or the thread has a time limit: once it has passed, the thread suspends the task it runs, if the task is
+// interruptible.
 class WaitControl {
  public:
-  // Returns in how many seconds it is to be called again; negative to have the wait ended. Called under no lock of the
-  // streams.
+  // Returns the seconds until the next call; negative if the wait should end. It is called while no lock of the
+  // streams is held.
   using Tick = double (*)(void*);
 
   WaitControl(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }
-  // For a thread that goes its way after so many seconds, whatever becomes of what it waits for: it runs what it can
-  // leave, and nothing else.
+  // For a thread that returns after `seconds` whether or not the wait is over: it runs interruptible tasks only.
   explicit WaitControl(double seconds);
   ~WaitControl() { current = outer_; }
   WaitControl(const WaitControl&) = delete;
   WaitControl& operator=(const WaitControl&) = delete;
 
-  // How long this thread may sleep, in seconds; negative without end.
+  // Seconds that this thread may sleep; negative: no limit.
   static double max_sleep();
-  // Looks, if it is time.
+  // Calls the callback if it is due, or notes that the time limit has passed.
   static void poll();
-  // Whether this thread has a time, and whether that is over.
+  // Whether this thread has a time limit, and whether it has passed.
   static bool has_time_limit();
   static bool must_leave();
 

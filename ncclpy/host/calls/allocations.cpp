@@ -1,4 +1,4 @@
-// NCCL's allocations, and the registration of buffers: recorded and checked, since CPU memory needs no preparation.
+// NCCL's allocations, and the registration of buffers, which is recorded and checked: CPU memory needs no preparation.
 #include "driver/memory.hpp"
 
 #include "call.hpp"
@@ -12,7 +12,7 @@ namespace ncclpy::host {
 namespace {
 
 ncclResult_t allocate_memory(void** pointer, size_t bytes) {
-  // NCCL hands what it cannot do to the CUDA runtime, whose errors come back as "unhandled".
+  // NCCL reports failures of the CUDA runtime as "unhandled".
   if (pointer == nullptr) return fail(ncclUnhandledCudaError, "ncclMemAlloc : ptr argument is NULL");
   NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemAlloc"));
   *pointer = nullptr;
@@ -35,8 +35,9 @@ ncclResult_t free_memory_at(void* pointer) {
   return ncclSuccess;
 }
 
-// NCCL counts registrations of one buffer, or of a part of one, and keeps the memory until each was given back; of what
-// overlaps otherwise it makes another registration. Either is nearly always a defect: one was forgotten.
+// NCCL counts registrations of the same buffer, or of a part of it, and keeps the memory until all are removed; for
+// memory that overlaps otherwise it makes another registration. Either is nearly always a defect: a missing
+// deregistration.
 ncclResult_t check_once(const Comm& comm, const char* function, const Range& wanted) {
   for (const auto& [handle, known] : comm.registrations) {
     if (!wanted.overlaps(known.memory, known.bytes)) continue;

@@ -7,7 +7,7 @@
 
 namespace ncclpy::host {
 
-// The communicator behind a handle, as look_up; then a fault plan may have its say.
+// Finds the communicator of a handle, as look_up does, then applies the fault plan.
 ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 
 }  // namespace ncclpy::host

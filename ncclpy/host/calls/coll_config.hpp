@@ -5,8 +5,8 @@
 
 namespace ncclpy::host {
 
-// Checks `given` (NULL is all defaults) against the communicator's configuration and takes out what has an effect on
-// the host: the event. CTAs and clusters are a GPU's, and the one way in which data move here stands for any algorithm.
+// Checks `given` (NULL: all defaults) against the communicator's configuration and extracts what has an effect on the
+// host: the event. CTAs and clusters concern GPUs, and the algorithm that a call selects is not used here.
 ncclResult_t parse_coll_config(const ncclCollConfig_t* given, const ncclConfig_t& comm, cudaEvent_t* launch_event);
 
 }  // namespace ncclpy::host

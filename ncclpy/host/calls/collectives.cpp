@@ -28,7 +28,7 @@ ncclResult_t check_values(const Request& request, Comm& comm) {
                 request.root, comm.nranks - 1);
   }
   if (size_of(request.dtype) == 0) return fail(ncclInvalidArgument, "%s : invalid type %d", request.name, request.dtype);
-  // The largest buffer is a block for each rank.
+  // The largest buffer has a block for each rank.
   if (request.count > SIZE_MAX / size_of(request.dtype) / size_t(comm.nranks)) {
     return fail(ncclInvalidArgument, "%s : count %zu is more than memory can hold for the blocks of %d ranks",
                 request.name, request.count, comm.nranks);
@@ -38,7 +38,7 @@ ncclResult_t check_values(const Request& request, Comm& comm) {
   return ncclSuccess;
 }
 
-// Sets the operator. The operator may be destroyed before the group ends, so its scalar is taken here.
+// Sets the operator. The scalar is read now, since the operator may be destroyed before the group ends.
 ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* operation) {
   if (request.op < ncclNumOps) {
     operation->op = Operator(request.op);
@@ -60,14 +60,15 @@ ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* ope
   return ncclSuccess;
 }
 
-// Where this rank reads or writes nothing a NULL is welcome; elsewhere it would be a crash on the stream's thread.
+// NULL is accepted where this rank reads or writes nothing; elsewhere it would crash the stream's thread.
 ncclResult_t check_buffers(const char* name, const Operation& operation, int rank) {
   if (operation.sends(rank)) NCCLPY_TRY(check_pointer(operation.sendbuff, name, "sendbuff"));
   if (operation.receives(rank)) NCCLPY_TRY(check_pointer(operation.recvbuff, name, "recvbuff"));
   return ncclSuccess;
 }
 
-// NCCL takes any two buffers, and the data are wrong where they overlap otherwise than it works in place.
+// NCCL accepts any two buffers, and gives wrong data if they overlap in another way than the collective's in-place
+// layout.
 ncclResult_t check_layout(const char* name, const Operation& operation, const Comm& comm) {
   if (operation.kind != Operation::collective || !operation.sends(comm.rank) || !operation.receives(comm.rank))
     return ncclSuccess;

@@ -1,4 +1,5 @@
-// The checks of NCCL's parseCommConfig, in the same order and with the same words, and what overrides a configuration.
+// The checks of NCCL's parseCommConfig, in the same order and with the same messages, and what overrides a
+// configuration.
 #include "config.hpp"
 
 #include <climits>
@@ -49,7 +50,7 @@ void fill_defaults(ncclConfig_t& config) {
   set_default(config.graphStreamOrdering, 1);
 }
 
-// As NCCL: the lines of its file go into the environment, where nothing else stands there.
+// As NCCL: the lines of its file are added to the environment, where a variable is not set yet.
 void read_file_into_environment() {
   const char* const name = std::getenv("NCCL_CONF_FILE");
   if (name == nullptr) return;
@@ -61,7 +62,7 @@ void read_file_into_environment() {
   }
 }
 
-// A value that overrides the configurations' of the whole process, or `undefined`.
+// A value that overrides the configurations of the whole process, or `undefined`.
 int override_by(const char* variable) {
   const char* const text = std::getenv(variable);
   if (text == nullptr || *text == 0) return undefined;
@@ -69,7 +70,7 @@ int override_by(const char* variable) {
   return value == 0 || value == 1 ? int(value) : undefined;
 }
 
-// NCCL's environment has the last word on these two; it is read once, as by NCCL.
+// NCCL's environment overrides these two fields; it is read once, as by NCCL.
 void override(ncclConfig_t& config) {
   struct Overrides {
     int blocking, split_share;
@@ -105,7 +106,7 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::
   std::memcpy(static_cast<void*>(config), given, size);
   if (config->magic != NCCL_API_MAGIC)
     return fail(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
-  // A field that the caller's release did not have holds whatever its struct's padding held.
+  // A field that the caller's release did not have holds its struct's padding.
   const int from = int(config->version);
   if (from < version(2, 14, 0)) config->blocking = undefined;
   if (from < version(2, 17, 0)) {

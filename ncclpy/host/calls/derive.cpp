@@ -1,4 +1,4 @@
-// Communicators made out of others: split, shrink, grow.
+// Communicators made from others: split, shrink, grow.
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +14,7 @@
 namespace ncclpy::host {
 namespace {
 
-// A child with the configuration given, or its parent's.
+// A child with the given configuration, or its parent's.
 ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t* config, std::shared_ptr<Comm>* child) {
   *child = new_child(parent);
   if (config != nullptr) return parse_config(config, &(*child)->config, &(*child)->name);
@@ -23,7 +23,8 @@ ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t*
   return ncclSuccess;
 }
 
-// `child` may be null: the rank takes part and gets nothing. The handle appears when the new communicator is complete.
+// `child` may be null: the rank takes part and gets no communicator. The handle is set when the new communicator is
+// complete.
 template <class Meet>
 ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, ncclComm_t* newcomm,
                           Meet meet_others) {
@@ -35,7 +36,8 @@ ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared
     child->health.follow(nullptr);
     child->parent.reset();
     *newcomm = add_handle(child);
-    // Whoever aborts the parent either finds the handle afterwards, or is seen here: it does not stay behind.
+    // A thread that aborts the parent either finds the handle afterwards, or its abort is seen here: the child never
+    // outlives the abort.
     if (!parent->health.aborted()) return ncclSuccess;
     ncclCommAbort(*newcomm);
     *newcomm = nullptr;
@@ -65,7 +67,7 @@ void find_place(const std::vector<Membership>& all, int me, int* rank, int* nran
   }
 }
 
-// The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
+// The parent's ranks exchange their colours and keys; the first rank of each new communicator makes its id.
 ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key,
                            uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
@@ -86,7 +88,7 @@ ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::share
   if (result == ncclSuccess && child != nullptr) result = join_communicator(child, nranks, rank, ids[size_t(leader)]);
   if (result == ncclSuccess) return result;
   if (leader == parent->rank) withdraw_unique_id(id);
-  // What failed may be the consequence of a death: that is what to report, on the parent.
+  // The failure may be the consequence of a death, which is then reported on the parent.
   const int dead = parent->segment->find_dead_ranks();
   if (dead < 0) return result;
   parent->mark_lost(dead);
@@ -126,28 +128,30 @@ ncclResult_t survivors_of(const Comm& parent, const int* excluded, int count, st
   return ncclSuccess;
 }
 
-// What the survivors recognise each other by: who they are, and how often they have shrunk to just these before.
+// The key by which survivors recognise each other: a hash of their ranks and of how many times they have shrunk to the
+// same set.
 uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
   uint64_t key = 0xcbf29ce484222325;  // FNV-1a
   auto add = [&key](uint64_t value) { key = (key ^ value) * 0x100000001b3; };
   for (int r : survivors) add(uint64_t(r));
   std::lock_guard lock(parent.mutex);
   add(uint64_t(++parent.shrunk_to[survivors]));
-  return key | 1;  // never 0, which is "no notice"
+  return key | 1;  // 0 means an empty board
 }
 
-// The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
+// The first survivor makes the id and publishes it on the board of its slot; excluded ranks take no part.
 ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
                             const std::vector<int>& survivors, uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
   const ControlCallScope scope(*parent, call);
-  const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
+  const uint64_t key = shrink_key(*parent, survivors);  // computed here: a call that its group drops is no attempt
   Segment& segment = *parent->segment;
   ShrinkBoard& board = segment.slot(survivors[0]).shrink;
   const bool leads = survivors[0] == parent->rank;
   if (leads) {
     const ncclResult_t made = create_unique_id(&board.id);
-    if (made != ncclSuccess) memset(&board.id, 0, sizeof board.id);  // an id that leads nowhere tells the others
+    // an unusable id ends the other survivors' attempt
+    if (made != ncclSuccess) memset(&board.id, 0, sizeof board.id);
     board.key.store(key, std::memory_order_release);
     segment.header().changed.notify();
     NCCLPY_TRY(made);
@@ -166,13 +170,14 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
   const ncclUniqueId id = board.id;
-  // The first survivor may have given up meanwhile, and write the id of its next attempt: then this is neither.
+  // The first survivor may have failed meanwhile, and be writing the id of its next attempt: the id read is then
+  // neither.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
   const ncclResult_t result = join_communicator(child, int(survivors.size()), rank, id);
   if (leads) {
-    // After a failure the board stays: whoever comes later finds an id that was given up, and need not wait.
+    // After a failure the board keeps the withdrawn id, so that a survivor that comes later need not wait.
     if (result != ncclSuccess) withdraw_unique_id(id);
     else board.key.store(0, std::memory_order_release);
   }
@@ -204,7 +209,8 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, call); });
 }
 
-// One rank of the parent makes the id; all of its ranks find it in the segment, the new ones are told by the program.
+// One rank of the parent makes the id; all of the parent's ranks find it in the segment, and the program tells the new
+// ranks.
 ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   const char* const function = "ncclCommGetUniqueId";
   std::shared_ptr<Comm> comm;
@@ -212,7 +218,7 @@ ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   NCCLPY_TRY(comm->health.ensure_ready());
   NCCLPY_TRY(check_pointer(id, function, "uniqueId"));
   GrowBoard& board = comm->segment->header().grow;
-  // Free when every rank of the parent has taken every id there was.
+  // The board is free once every rank of the parent has taken every id so far.
   uint64_t published = board.published.load(std::memory_order_acquire);
   if (published % 2 != 0 || board.taken.load(std::memory_order_acquire) != published / 2 * uint64_t(comm->nranks) ||
       !board.published.compare_exchange_strong(published, published + 1)) {

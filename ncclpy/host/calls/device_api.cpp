@@ -1,4 +1,4 @@
-// The device-side interface: what kernels on a GPU would use. The host engine has no kernels, and says so.
+// The device-side interface, for kernels on a GPU. The host engine has no such kernels and returns an error.
 #include "base/errors.hpp"
 
 namespace ncclpy::host {

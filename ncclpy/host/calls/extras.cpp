@@ -1,4 +1,4 @@
-// What the host engine exports beside NCCL's functions and the driver's: faults, and who is missing.
+// Exports of the host engine besides the functions of NCCL and of the driver: faults, window access, stragglers.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -14,7 +14,7 @@ using namespace ncclpy::host;
 
 namespace {
 
-// Who looks at a rank's part of a window: as long as this is there, it may look.
+// Keeps a rank's part of a window accessible while it exists.
 struct WindowHold {
   std::shared_ptr<Window> window;  // with the mappings of other processes' memory
   std::shared_ptr<void> memory;    // of ncclMemAlloc, of this process
@@ -24,12 +24,12 @@ struct WindowHold {
 
 extern "C" {
 
-// Replaces the plan and forgets what has happened; NULL or "" ends all faults. An error leaves the plan as it was.
+// Replaces the plan and forgets past faults; NULL or "" ends all faults. After an error the old plan stays in force.
 __attribute__((visibility("default"))) ncclResult_t ncclpyHostSetFaults(const char* text) {
   return guarded("ncclpyHostSetFaults", [&] { return set_faults(text); });
 }
 
-// What has happened, and which rules have done nothing. The text is the calling thread's until it asks again.
+// The injected faults, and the rules that have injected none. The text is valid until the calling thread's next call.
 __attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
   thread_local std::string text;
   text = faults_fired();
@@ -42,8 +42,8 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void)
   return text.c_str();
 }
 
-// Keeps what ncclGetPeerDevicePointer says of a rank where it is, until ncclpyHostLetWindowGo: also once the window is
-// deregistered, and, of a rank of this process, once ncclMemFree was called. NULL if there is no such window or rank.
+// Keeps the pointer of ncclGetPeerDevicePointer for a rank valid until ncclpyHostLetWindowGo, also after the window is
+// deregistered and, for a rank of this process, after ncclMemFree. Returns NULL if there is no such window or rank.
 __attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t handle, int rank) {
   WindowHold* hold = nullptr;
   guarded("ncclpyHostHoldWindow", [&] {
@@ -56,11 +56,13 @@ __attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t h
   return hold;
 }
 
-__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* hold) { delete static_cast<WindowHold*>(hold); }
+__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* hold) {
+  delete static_cast<WindowHold*>(hold);
+}
 
-// Writes who has come to what `comm` waits for, and who has not, as far as `size` bytes hold it with a zero at the end;
-// returns the length of the whole text, 0 if nothing is waited for. Never waits, also while other threads are stuck in
-// the communicator.
+// Writes which ranks have arrived at what `comm` waits for and which have not, truncated to `size` bytes including the
+// terminating zero. Returns the length of the whole text, 0 if the communicator waits for nothing. Never waits, even
+// if other threads are stuck in the communicator.
 __attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t handle, char* buffer, size_t size) {
   const std::string before = last_error();
   std::string text;

@@ -1,4 +1,4 @@
-// The ways to a first communicator: by unique id, and all devices at once.
+// The first communicators: by unique id, and of all devices at once.
 #include "init.hpp"
 
 #include <utility>
@@ -41,7 +41,8 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
   std::vector<std::shared_ptr<Comm>> all;
   {
     std::lock_guard lock(segment->mutex);
-    // One that was never complete, or that is destroyed twice in a group, must not count for another.
+    // A communicator that was never complete, or that is destroyed twice in a group, must not be counted for another
+    // one.
     if (!std::exchange(comm->counted, false)) return;
     if (++segment->local_departed < segment->local.size()) return;
     all.swap(segment->local);
@@ -54,7 +55,7 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
 
 ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
   comm->nranks = nranks;
-  // A communicator that already has a handle knows its rank, which other threads may be reading.
+  // The rank of a communicator that has a handle is already set, and other threads may be reading it.
   if (comm->rank != rank) comm->rank = rank;
   std::shared_ptr<Segment> segment;
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
@@ -64,7 +65,7 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
       watch_others(segment, mark_comms_lost);
       return segment->complete() || comm->health.stopped() || segment->first_dead() >= 0;
     });
-  } catch (...) {  // no thread to watch with: the others must not count on this rank
+  } catch (...) {  // no thread can watch the other processes: the others must not count on this rank
     segment->mark_dead(rank);
     segment->end_meeting();
     throw;
@@ -83,7 +84,7 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
     return different;
   }
   enter_segment(comm);
-  if (comm->health.aborted()) depart(comm, false);  // perhaps before it was there to depart from
+  if (comm->health.aborted()) depart(comm, false);  // the abort may have come before enter_segment
   if (segment->first_dead() >= 0) comm->mark_lost(segment->first_dead());
   comm->health.set_initialised();
   return ncclSuccess;
@@ -118,8 +119,8 @@ ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, in
   }
   Job job;
   job.comm = comm;
-  // One id is enough for all ranks of a machine; NCCL spreads them over as many as it is given. The ranks agree on the
-  // order of the ids, so they meet at the first, and the others have served as well.
+  // One id is enough for all ranks of a machine; NCCL spreads the ranks over as many ids as it is given. The ranks
+  // agree on the order of the ids, so they meet at the first; the others are withdrawn.
   job.run = [comm, newcomm, nranks, rank, given = std::vector<ncclUniqueId>(ids, ids + nids)] {
     const ncclResult_t result = join_communicator(comm, nranks, rank, given[0]);
     for (size_t i = 1; result == ncclSuccess && i < given.size(); i++) withdraw_unique_id(given[i]);

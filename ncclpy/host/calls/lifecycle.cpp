@@ -1,4 +1,4 @@
-// The end of communicators, and what can be asked of them.
+// The end of communicators, and queries.
 #include "call.hpp"
 #include "driver/memory_use.hpp"
 #include "faults/strict_ends.hpp"
@@ -9,7 +9,7 @@
 namespace ncclpy::host {
 namespace {
 
-// It is gone: what it had registered may be given back.
+// The communicator is gone: memory that it had registered may be freed.
 void release_memory_use(Comm& comm) {
   if (!checks) return;
   std::lock_guard lock(comm.mutex);
@@ -66,7 +66,7 @@ ncclResult_t destroy(ncclComm_t handle) {
   return submit(std::move(job));
 }
 
-// The operations end at once; when none runs any more the communicator can be split, shrunk, destroyed or aborted.
+// Ends the operations; when none runs any more the communicator can be split, shrunk, destroyed or aborted.
 ncclResult_t revoke(ncclComm_t handle, int flags) {
   const char* const function = "ncclCommRevoke";
   if (handle == nullptr) return ncclSuccess;
@@ -98,7 +98,7 @@ ncclResult_t abort(ncclComm_t handle) {
   close_parts(*comm);
   depart(comm, false);
   release_memory_use(*comm);
-  // If it ends because of another rank's death, the end of its process is no news.
+  // After another rank's death the end of this process must not be reported as one more.
   const auto segment = comm->shared_segment();
   if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).closed.store(1);
   return ncclSuccess;
@@ -160,7 +160,7 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 }
 
 const char* ncclGetLastError(ncclComm_t handle) {
-  // A copy of the thread's own: another thread may replace the communicator's text while the caller reads.
+  // A copy for the thread: another thread may replace the communicator's text while the caller reads.
   thread_local std::string text;
   std::shared_ptr<Comm> comm;
   const std::string own = last_error();

@@ -1,6 +1,6 @@
-// Parameters: what the environment, or a call for the whole process, has set. NCCL's own variables steer its transports
-// and algorithms, of which the host engine has none, but for two that override configurations (config.cpp); the keys
-// here are the engine's.
+// Parameters: settings of the environment, or of a call for the whole process. NCCL's own variables control its
+// transports and algorithms, which the host engine does not have, except two that override configurations
+// (config.cpp); the keys here are the engine's.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -27,7 +27,7 @@ std::string environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// An integer of 32 bits, or a text.
+// A 32-bit integer, or a text.
 struct Parameter {
   const char* key;
   int32_t (*number)();
@@ -53,7 +53,7 @@ const Parameter* find(const char* key) {
   return nullptr;
 }
 
-// The parameter behind a handle, which is its address.
+// The parameter of a handle, which is its address.
 ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const void* out, const Parameter** parameter) {
   NCCLPY_TRY(check_pointer(out, function, "out"));
   for (const Parameter& one : parameters) {
@@ -186,8 +186,8 @@ void ncclParamDumpAll(void) {
   });
 }
 
-// There are no sockets to encrypt: the ranks meet in memory that is the user's own. The request is checked and kept, so
-// that a program that makes it runs here as well.
+// There are no sockets to encrypt: the ranks meet in memory of one user. The request is checked and stored, so that
+// programs that make it run here.
 ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config) {
   NCCLPY_TRY(check_pointer(config, "ncclSetEncryption", "config"));
   if (config->magic != NCCL_API_MAGIC || config->size < sizeof *config) {

@@ -1,5 +1,5 @@
-// What a communicator is able to, and the teams of its ranks. All ranks share the memory of one machine, so they form
-// one team of those that reach each other by load and store; there is nothing that a GPU kernel could use.
+// The properties of a communicator, and the teams of its ranks. All ranks share the memory of one machine, so they
+// form one team of ranks that access each other by load and store; there is nothing for GPU kernels.
 #include <cstring>
 
 #include "call.hpp"
@@ -30,12 +30,13 @@ ncclResult_t properties(ncclComm_t handle, ncclCommProperties_t* out) {
   all.ginType = all.railedGinType = NCCL_GIN_TYPE_NONE;
   all.ginConnectionType = NCCL_GIN_CONNECTION_NONE;
   std::memcpy(&all.commHash, comm->segment->header().nonce, sizeof all.commHash);
-  // The caller's struct may be an older, shorter one.
+  // The caller's struct may be that of an older release, and shorter.
   std::memcpy(static_cast<void*>(out), &all, all.size < sizeof all ? all.size : sizeof all);
   return ncclSuccess;
 }
 
-// The functions of teams return no code: what is no communicator has an empty team, and a text for ncclGetLastError.
+// The team functions return no result code: for an invalid communicator they return an empty team and set
+// ncclGetLastError's text.
 template <class Team>
 ncclTeam_t team_of(ncclComm_t handle, const char* function, Team team) {
   ncclTeam_t made = {};
@@ -53,7 +54,7 @@ ncclTeam_t world_team(const Comm& comm) { return {comm.nranks, comm.rank, 1}; }
 
 ncclTeam_t single_team(const Comm&) { return {1, 0, 1}; }
 
-// A team holds every stride-th rank around its own member `team.rank`, which is the caller.
+// A team has every stride-th rank around its member `team.rank`, which is the caller.
 int rank_in_world(ncclComm_t handle, const char* function, ncclTeam_t team, int rank) {
   int found = -1;
   guarded(function, [&] {
@@ -90,7 +91,7 @@ int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int rank) {
   return rank_in_world(comm, "ncclTeamRankToWorld", team, rank);
 }
 
-// The team of load and store is the world.
+// The team of load and store has all ranks.
 int ncclTeamRankToLsa(ncclComm_t comm, ncclTeam_t team, int rank) {
   return rank_in_world(comm, "ncclTeamRankToLsa", team, rank);
 }

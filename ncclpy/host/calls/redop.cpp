@@ -1,4 +1,4 @@
-// PreMulSum: operators that multiply each rank's input by a scalar of its own before the sum.
+// PreMulSum: operators that multiply each rank's input by the rank's scalar before the sum.
 #include <cstring>
 
 #include "call.hpp"
@@ -7,7 +7,7 @@
 namespace ncclpy::host {
 namespace {
 
-// Operators of different communicators have different values, so that one is not taken for another's.
+// Operators of different communicators have different values, so that they cannot be mixed up.
 std::atomic<int> next_operator{ncclNumOps};
 
 ncclResult_t create(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype, ncclScalarResidence_t residence,

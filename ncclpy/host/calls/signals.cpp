@@ -8,7 +8,7 @@
 namespace ncclpy::host {
 namespace {
 
-// Which counter a context and an index stand for.
+// Finds the counter of a context and a signal index.
 ncclResult_t find_counter(const Comm& comm, const char* function, int index, int context, int* counter) {
   const int contexts = comm.config.numRmaCtx, indices = comm.config.numRmaSig;
   if (context < 0 || context >= contexts)
@@ -96,13 +96,13 @@ ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t han
     NCCLPY_TRY(find_counter(*comm, function, wanted[i].sigIdx, wanted[i].ctx, &operation.counter));
     operations.push_back(operation);
   }
-  // One launch, however many are waited for.
+  // One launch for all descriptors.
   group_start();
   for (const Operation& operation : operations) note_group_error(submit(comm, operation));
   return group_end();
 }
 
-// As with collectives: a nonblocking communicator's state is the answer.
+// As for collectives, a nonblocking communicator returns its state.
 template <class Body>
 ncclResult_t call(const char* function, ncclComm_t handle, Body body) {
   return guarded(function, [&] {

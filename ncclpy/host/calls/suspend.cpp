@@ -1,4 +1,4 @@
-// Suspending a communicator: the memory through which its data pass goes back to the system until it is resumed.
+// Suspending a communicator: its data buffers are returned to the system until it is resumed.
 #include "call.hpp"
 #include "comm/stragglers.hpp"
 #include "launch/group.hpp"
@@ -7,13 +7,13 @@
 namespace ncclpy::host {
 namespace {
 
-// All ranks wait for each other here: nobody reads what one of them gives back.
+// All ranks wait for each other here: no rank reads a buffer that another one releases.
 ncclResult_t meet_all(Comm& comm, uint64_t call) {
   std::lock_guard one_at_a_time(comm.control);
   const ControlCallScope scope(comm, call);
-  // What was revoked is read by nobody any more.
+  // After a revoke no rank reads the buffers any more.
   if (!comm.health.revoked()) {
-    // What has stopped may still be about to leave the rendezvous.
+    // A launch that has stopped may still be about to leave the rendezvous.
     if (comm.health.stopped() || await_all_passed(comm) != WaitResult::ok) return comm.stop_reason("the other ranks");
   }
   const char nothing = 0;

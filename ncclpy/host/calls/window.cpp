@@ -1,5 +1,5 @@
-// Registering windows. Ranks of one process reach each other's memory as it is. Of another process only memory of
-// ncclMemAlloc can be reached: it lies in a memfd, which is opened through /proc, as the segment is.
+// Registering windows. Ranks of one process access each other's memory directly. Of another process only memory from
+// ncclMemAlloc can be accessed: it lies in a memfd, which is opened through /proc, as the segment is.
 #include "window.hpp"
 
 #include <fcntl.h>
@@ -33,16 +33,16 @@ Window::~Window() {
 
 namespace {
 
-// What a rank tells the others of its part.
+// What a rank tells the others about its part.
 struct Offer {
   char* base;
   uint64_t bytes;
   int32_t flags;
   int32_t descriptor;  // -1: cannot be mapped by another process
   uint64_t offset;     // of the part in the allocation
-  uint64_t whole;      // the allocation's size
+  uint64_t whole;      // the size of the allocation
   uint64_t device, inode;
-  uint64_t gate;  // its number among those of its process
+  uint64_t gate;  // number of the PutGate in its process
 };
 static_assert(sizeof(Offer) <= exchange_bytes);
 
@@ -59,20 +59,20 @@ Offer offer_of(char* memory, size_t bytes, int flags, uint64_t gate) {
   return offer;
 }
 
-// All windows, by their handles.
+// All windows, by handle.
 struct Windows {
   Mutex<NCCLPY_LOCK_HANDLES> mutex;
   std::map<ncclWindow_t, std::weak_ptr<Window>> by_handle;
-  std::map<uint64_t, std::weak_ptr<PutGate>> gates;  // by their numbers
+  std::map<uint64_t, std::weak_ptr<PutGate>> gates;  // by number
   uint64_t next = 1;
 };
 
 Windows& windows() {
-  static auto* const all = new Windows;  // never destroyed: used until the process is gone
+  static auto* const all = new Windows;  // never destroyed: threads may run while the process exits
   return *all;
 }
 
-// Those that went with their communicators.
+// Removes the entries of communicators that are gone.
 template <class Map>
 void forget_expired(Map& map) {
   for (auto at = map.begin(); at != map.end();) at = at->second.expired() ? map.erase(at) : std::next(at);
@@ -121,8 +121,8 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   return ncclSuccess;
 }
 
-// What is nearly always a defect: windows of several sizes, of which all ranks say the same, and memory in two windows
-// of one kind.
+// Errors that are nearly always defects: parts of different sizes, of which all ranks report the same ones, and memory
+// in two windows of the same flags.
 ncclResult_t check_parts(Comm& comm, const std::vector<Offer>& offers, const Window& window) {
   const char* const function = "ncclCommWindowRegister";
   for (int r = 1; r < comm.nranks; r++) {
@@ -170,7 +170,7 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
   return ncclSuccess;
 }
 
-// Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
+// Collective. At the end the ranks agree on whether all have succeeded, so that no rank has a window that others lack.
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t call, ncclWindow_t* out) {
   std::lock_guard one_at_a_time(comm.control);
   const ControlCallScope scope(comm, call);
@@ -221,7 +221,7 @@ ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, nccl
   return submit(std::move(job));
 }
 
-// Waits for what was issued: it may still write through the window.
+// Waits for issued operations, which may still write through the window.
 ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   const char* const function = "ncclCommWindowDeregister";
   std::shared_ptr<Comm> comm;
@@ -233,13 +233,13 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   job.comm = comm;
   job.run = [comm, window] {
     comm->queue.drain();
-    if (comm->health.stopped()) comm->queue.await_launches();  // one that was in the middle may still write
-    std::shared_ptr<Window> gone;  // is let go of without the lock
+    if (comm->health.stopped()) comm->queue.await_launches();  // an operation that was running may still write
+    std::shared_ptr<Window> gone;  // destroyed after the lock is released
     std::lock_guard lock(comm->mutex);
     const auto entry = comm->windows.find(window);
     if (entry == comm->windows.end()) return ncclSuccess;
     entry->second->parts[size_t(comm->rank)].gate->close();
-    entry->second->memory_use.reset();  // who looks at a part keeps the window, not the registration
+    entry->second->memory_use.reset();  // holders of a part keep the window alive, not the registration
     gone = std::move(entry->second);
     comm->windows.erase(entry);
     return ncclSuccess;
@@ -258,7 +258,7 @@ ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer
   return ncclSuccess;
 }
 
-// Of the rank's part as this process reaches it: who can register can reach all.
+// The address of the rank's part in this process: a process that can register can access all parts.
 ncclResult_t part_pointer(ncclWindow_t handle, size_t offset, int rank, void** pointer, const char* function) {
   NCCLPY_TRY(check_pointer(handle, function, "window"));
   NCCLPY_TRY(check_pointer(pointer, function, "outPtr"));

@@ -1,4 +1,4 @@
-// Windows: memory of every rank that the others may write to, registered by all of them together.
+// Windows: memory of every rank that the other ranks may write to, registered by all of them together.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@
 namespace ncclpy::host {
 
 struct Window {
-  // A rank's part of the window, as this process reaches it.
+  // One rank's part of the window, as this process accesses it.
   struct Part {
     char* base = nullptr;
     size_t bytes = 0;
-    void* mapping = nullptr;  // of another process's memory; to be unmapped with the window
+    void* mapping = nullptr;  // of another process's memory; unmapped with the window
     size_t mapped = 0;
     std::shared_ptr<PutGate> gate;
   };
@@ -23,17 +23,17 @@ struct Window {
 
   void* user = nullptr;
   int flags = 0;
-  std::shared_ptr<const MemoryUse> memory_use;  // with checks, on this rank's memory
+  std::shared_ptr<const MemoryUse> memory_use;  // with NCCLPY_HOST_CHECKS=1, of this rank's memory
   std::vector<Part> parts;
 };
 
-// The window behind a handle of this communicator, or an error.
+// Finds a window of this communicator by its handle, or returns an error.
 ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window);
 
-// The same in whichever communicator, or nullptr: the functions that find it so are given no communicator.
+// Finds a window of any communicator, or returns nullptr: the callers are not given a communicator.
 std::shared_ptr<Window> window_behind(ncclWindow_t handle);
 
-// Returns when no other rank writes into this one's parts any more, nor will.
+// Returns when no rank of this process writes into this rank's parts, now or later.
 void close_parts(Comm& comm);
 
 // Whether the memory lies in a symmetric window of the communicator.

@@ -1,4 +1,4 @@
-// A communicator's end, and what is known of it.
+// The end of a communicator, and queries of its state.
 #include "comm.hpp"
 
 #include <algorithm>

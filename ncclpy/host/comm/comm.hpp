@@ -1,7 +1,8 @@
-// One rank's communicator: its health, the queue of its launches, its rendezvous with the other ranks, and what it owns.
+// One rank's communicator: its health, the queue of its launches, its rendezvous with the other ranks, and what it
+// owns.
 //
-// Handles are numbers in a checked table; a destroyed communicator is recognised, and one that is aborted while another
-// thread is inside a call on it lives until that thread has left.
+// Handles are numbers in a checked table: the handle of a destroyed communicator is recognised, and a communicator
+// that is aborted while another thread is inside a call on it lives until that thread has returned.
 #pragma once
 
 #include <atomic>
@@ -26,14 +27,14 @@ namespace ncclpy::host {
 class MemoryUse;
 struct Window;
 
-// A buffer that is registered.
+// A registered buffer.
 struct Registration {
   const void* memory;
   size_t bytes;
-  std::shared_ptr<const MemoryUse> memory_use;  // with checks
+  std::shared_ptr<const MemoryUse> memory_use;  // with NCCLPY_HOST_CHECKS=1
 };
 
-// A PreMulSum operator: the scalar, or where it lies.
+// A PreMulSum operator: the scalar, or its address.
 struct UserOperator {
   ncclDataType_t dtype;
   uint64_t scalar;
@@ -48,80 +49,81 @@ class Comm : public std::enable_shared_from_this<Comm> {
   ncclConfig_t config = {};
   std::string name;  // the configuration's, or ""
   ncclComm_t handle = nullptr;
-  std::shared_ptr<Segment> segment;  // set by the initialisation under `mutex`; from then on read without it
-  std::shared_ptr<Comm> parent;      // while this one is made of it: its end is ours
+  std::shared_ptr<Segment> segment;  // set by the initialisation under `mutex`; read without it afterwards
+  std::shared_ptr<Comm> parent;      // while this one is initialised from it: the parent's end ends it too
   Health health;
   Queue queue{health};
   Rendezvous rendezvous{health};
 
   bool blocking() const { return config.blocking != 0; }
 
-  // For messages that all ranks give: what they all call this communicator.
+  // The name in messages of the ranks: the same text on all ranks.
   std::string title() const;
 
-  // Ends every wait of this rank. Waits until none of its operations touches memory any more.
+  // Ends every wait of this rank. Returns when none of its operations touches memory any more.
   void abort();
-  // A rank is dead: ends every wait as well, and is what the communicator reports from now on.
+  // Records a dead rank, which the communicator reports from now on, and ends the waits of its calls.
   void mark_lost(int dead_rank);
-  // Ends the operations, for good; what waits for other ranks otherwise goes on. As abort(), waits until none of them
-  // touches memory any more.
+  // Ends the operations for good; other waits for ranks continue. Returns, as abort(), when no operation touches
+  // memory any more.
   void revoke();
-  // From now on, and before anything was issued, an abort of `other` ends this one as well, and the other way round.
+  // Makes an abort of `other` abort this communicator as well, and vice versa. Must precede the first operation.
   void share_abort(const std::shared_ptr<Comm>& other);
-  // Why a wait has ended early, as an error of the calling thread.
+  // The reason why a wait has ended early, as the calling thread's error.
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
 
-  // A call is made: the word for it, which everybody can see from now on.
+  // Records a call and returns its word. All ranks can read the word from now on.
   uint64_t note_call(CallKind kind);
-  // For stragglers.hpp: the ranks that are waited for, and the children whose initialisation is under way.
+  // For stragglers.hpp: the ranks that this rank waits for, and the children that are being initialised.
   void set_awaited(Side side, std::vector<int> ranks);
   std::vector<int> awaited(Side side);
   std::vector<std::shared_ptr<Comm>> initialising_children();
 
   Mutex<NCCLPY_LOCK_STATE> mutex;
-  Mutex<NCCLPY_LOCK_CONTROL> control;  // one exchange, split or the like at a time
+  Mutex<NCCLPY_LOCK_CONTROL> control;  // held by one control call (exchange, split and the like) at a time
   std::map<int, UserOperator> operators;
   std::map<void*, Registration> registrations;
-  std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
-  uint64_t grown = 0;                         // how often; guarded by control
+  std::map<std::vector<int>, int> shrunk_to;  // number of shrinks, by survivors
+  uint64_t grown = 0;                         // number of grows; guarded by control
   bool finalized = false;
-  bool disconnected = false;  // its end has begun, or it was revoked: with strict_ends, NCCL asks no peer any more
-  bool counted = false;  // among segment->local; guarded by its mutex
+  bool disconnected = false;  // destroyed or revoked: with strict_ends, NCCL would no longer ask peers
+  bool counted = false;  // in segment->local; guarded by its mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 
-  // The stream tasks' own state, handed from one task to the next in issue order.
+  // State of the stream tasks, handed from one task to the next in the order of issue.
   std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
-  std::optional<bool> reads_peers;  // see peer_memory.hpp, once it was asked
+  std::optional<bool> reads_peers;  // result of peer_memory.hpp's reads_peers, once known
   TransferTuner tuner;
 
  private:
   void notify_waiters();
 
-  std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
+  std::vector<std::weak_ptr<Comm>> children_;  // those being initialised by a split
   std::atomic<uint32_t> calls_[size_t(CallKind::kinds)] = {};
   Mutex<NCCLPY_LOCK_AWAITED> awaited_mutex_;
   std::vector<int> awaited_[sides];
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };
 
-// What is said of a dead rank.
+// The text that reports a dead rank.
 std::string death_notice(Segment& segment, int rank);
 
-// A rank of the segment is dead: tells this process's communicators on it.
+// Records a dead rank in all communicators of this process on the segment.
 void mark_comms_lost(Segment& segment, int dead_rank);
 
-// Makes a handle for `comm`; NULL handles, handles of destroyed communicators and other nonsense give an error.
+// Makes a handle for `comm`. look_up gives an error for NULL, for handles of destroyed communicators and for invalid
+// values.
 ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);
 ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 void remove_handle(ncclComm_t handle);
-// Those of this process that have a handle.
+// All communicators of this process that have a handle.
 std::vector<std::shared_ptr<Comm>> all_comms();
 
 ncclResult_t check_pointer(const void* pointer, const char* function, const char* name);
 
-// A communicator being made from `parent`; the parent's abort ends its initialisation.
+// A communicator that is being made from `parent`; an abort of the parent ends its initialisation.
 std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent);
 
 }  // namespace ncclpy::host

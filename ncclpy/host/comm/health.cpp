@@ -1,4 +1,4 @@
-// Errors stay, deaths before all others; what is in progress passes.
+// Errors are permanent, and a dead rank takes precedence over all others; ncclInProgress is temporary.
 #include "health.hpp"
 
 #include <mutex>
@@ -22,9 +22,9 @@ void Health::end_progress(ncclResult_t result, const std::string& text) {
 }
 
 void Health::set_async_locked(ncclResult_t result, const std::string& text) {
-  // A rank that has died does not come back, whatever else is reported later.
+  // The error of a dead rank is never replaced.
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !remote_error_cleared_) return;
-  // What was in progress is over; an error that came meanwhile, or before, stays.
+  // The end of a background call does not clear an error, and its begin does not hide one.
   const ncclResult_t now = async_.load(std::memory_order_relaxed);
   if (result == ncclSuccess && now != ncclInProgress) return;
   if (result == ncclInProgress && now != ncclSuccess) return;
@@ -44,7 +44,7 @@ ncclResult_t Health::poll() {
 
 void Health::pretend_busy(uint64_t polls, double seconds) {
   std::lock_guard lock(mutex_);
-  // The poll that finds it over is one more.
+  // The poll that ends the state counts as well.
   busy_polls_ = polls > 0 ? polls + 1 : 0;
   busy_until_ = std::chrono::steady_clock::now() +
                 std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));

@@ -1,4 +1,4 @@
-// How one rank's communicator is: whether it may be used, what has gone wrong with it, and whether it is at its end.
+// The state of one rank's communicator: whether it may be used, what has gone wrong, and whether it has ended.
 #pragma once
 
 #include <atomic>
@@ -15,40 +15,40 @@ namespace ncclpy::host {
 
 class Comm;
 
-// Whether an abort has ended a communicator. With splitShare (shrinkShare) the children of a communicator share its
-// fate, as they share NCCL's abort flag: aborting one stops what runs on any of them.
+// Whether communicators were aborted. With splitShare (shrinkShare) the children of a communicator share this flag, as
+// they share NCCL's abort flag: aborting one stops what runs on any of them.
 struct SharedAbort {
   std::atomic<bool> aborted{false};
   Mutex<NCCLPY_LOCK_FATE> mutex;
-  std::vector<std::weak_ptr<Comm>> members;  // that wait for news of it, beside the one that made it
+  std::vector<std::weak_ptr<Comm>> members;  // to be notified of an abort, besides the one that made this object
 };
 
 class Health {
  public:
-  bool ignores_dead_ranks = false;  // made by a shrink: the parent's dead ranks do not matter
+  bool ignores_dead_ranks = false;  // made by a shrink: dead ranks of the parent do not matter
 
-  // What ncclCommGetAsyncError says, and the sentence behind an error.
+  // The result of ncclCommGetAsyncError; async_text() explains an error.
   ncclResult_t async() {
     if (has_disagreement()) adopt_disagreement();
     return busy_.load(std::memory_order_acquire) ? ncclInProgress : async_.load(std::memory_order_acquire);
   }
-  // As async(), for those who poll.
+  // As async(), counted as a poll of pretend_busy.
   ncclResult_t poll();
-  // A fault: in progress for so many polls, or, with 0, for so long.
+  // Injected fault: reports ncclInProgress for `polls` polls or, if that is 0, for `seconds`.
   void pretend_busy(uint64_t polls, double seconds);
   void set_async(ncclResult_t result, const std::string& text = {});
-  // A call goes on in the background, and has ended. While others still do, it is in progress.
+  // A call continues in the background, and has ended. While any call does, the communicator is in progress.
   void begin_progress();
   void end_progress(ncclResult_t result, const std::string& text);
   std::string async_text();
-  // NCCL's rule before any use: not while something is in progress, not after an error.
+  // NCCL's rule before any use: an error while a call is in progress, and after an error.
   ncclResult_t ensure_ready();
-  // The same before an operation, which a revoked or a suspended communicator does not take either.
+  // As ensure_ready, before an operation: a revoked or suspended communicator also refuses.
   ncclResult_t ensure_open(const char* function);
-  // The initialisation is over and what it has filled in may be read by any thread.
+  // The initialisation is over: any thread may read what it has filled in.
   void set_initialised() { initialised_.store(true, std::memory_order_release); }
   bool initialised() const { return initialised_.load(std::memory_order_acquire); }
-  // Where the ranks tell each other that they do not agree.
+  // Sets the place where ranks report that they do not agree.
   void observe(const Disagreement* disagreement) { disagreement_.store(disagreement, std::memory_order_release); }
   bool has_disagreement() const {
     const Disagreement* const disagreement = disagreement_.load(std::memory_order_acquire);
@@ -57,45 +57,46 @@ class Health {
   void set_suspended(bool suspended) { suspended_.store(suspended); }
   bool suspended() const { return suspended_.load(); }
 
-  // While it is made of another one, whose end is its end.
+  // While this communicator is initialised from another one, the end of `parent` ends it too.
   void follow(const Health* parent) { parent_.store(parent, std::memory_order_release); }
   void set_aborted() { shared_abort_->aborted.store(true, std::memory_order_seq_cst); }
   void set_revoked() { revoked_.store(true, std::memory_order_seq_cst); }
-  // A rank is dead, of which `notice` tells. False if one was before.
+  // Records a dead rank; `notice` is the error text. Returns false if a rank was dead before.
   bool set_lost(const std::string& notice);
-  // A shrink leaves the dead behind: the error that they have caused is over.
+  // Clears the error of a dead rank: a shrink excludes dead ranks.
   void clear_remote_error();
 
   bool aborted() const { return shared_abort_->aborted.load(std::memory_order_acquire); }
   bool revoked() const { return revoked_.load(std::memory_order_acquire); }
-  // Whether nothing of this communicator can come to an end any more.
+  // Whether no operation of this communicator can complete any more.
   bool ended() const {
     if (aborted() || lost_.load(std::memory_order_acquire)) return true;
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && (ignores_dead_ranks ? parent->aborted() : parent->ended());
   }
-  // Whether its operations are to stop.
+  // Whether its operations must stop.
   bool stopped() const { return revoked() || has_disagreement() || ended(); }
-  // Whether a rank is dead and nothing else has ended it: what waits for that rank waits on, as a kernel of NCCL does.
+  // Whether a rank is dead and nothing else has ended the communicator: waits for that rank hang, as a kernel of NCCL
+  // does.
   bool hangs_on_dead_rank() const {
     return lost_.load(std::memory_order_acquire) && !aborted() && !revoked() && !has_disagreement();
   }
-  // Whether its end is its parent's.
+  // Whether its end is the end of its parent.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && parent->ended() && !ignores_dead_ranks;
   }
 
-  // From now on, and before anything was issued, an abort of `other` ends this one as well, and the other way round.
+  // Makes an abort of `other` abort this communicator as well, and vice versa. Must precede the first operation.
   void share_abort(const Health& other) { shared_abort_ = other.shared_abort_; }
   SharedAbort& shared_abort() { return *shared_abort_; }
 
  private:
-  // Makes what was told this communicator's error, unless it has one.
+  // Makes the reported disagreement this communicator's error, unless it has one.
   void adopt_disagreement();
   void set_async_locked(ncclResult_t result, const std::string& text);
 
-  Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards the text, and changes of what is not atomic
+  Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards the text, and changes of the fields that are not atomic
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
   int in_progress_ = 0;  // calls in the background; guarded by mutex_
@@ -107,7 +108,7 @@ class Health {
   std::atomic<bool> revoked_{false};
   std::atomic<bool> suspended_{false};
   bool remote_error_cleared_ = false;
-  std::atomic<bool> busy_{false};  // by pretend_busy, with the next two
+  std::atomic<bool> busy_{false};  // pretend_busy is in effect, by the next two fields
   uint64_t busy_polls_ = 0;
   std::chrono::steady_clock::time_point busy_until_;
 };

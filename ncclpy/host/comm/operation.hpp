@@ -1,4 +1,4 @@
-// One operation as the caller asked for it, checked and ready to run on a stream.
+// One operation of a caller, checked and ready to run on a stream.
 #pragma once
 
 #include <cstdint>
@@ -25,17 +25,17 @@ struct Operation {
   Collective collective_kind;
   ncclDataType_t dtype;
   Operator op;
-  int root;  // or the peer
-  size_t count;    // elements; of wait_signal: signals
+  int root;      // or the peer
+  size_t count;  // elements; of wait_signal: signals
   const void* sendbuff;
   void* recvbuff;
-  uint64_t scalar;            // of PreMulSum
-  const void* scalar_memory;  // where to read it when the operation runs, if not NULL
-  int counter;                // of one-sided calls: which signal
-  uint64_t call;              // which call it was, see call_kind.hpp
-  std::shared_ptr<PutGate> gate;  // of put: before the peer's part; it keeps the window
-  cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
-  cudaStream_t stream;        // of the caller's; a default one is that of the communicator's device
+  uint64_t scalar;                // of PreMulSum
+  const void* scalar_memory;      // read when the operation runs, if not NULL
+  int counter;                    // of one-sided calls: the signal
+  uint64_t call;                  // the call's word, see call_kind.hpp
+  std::shared_ptr<PutGate> gate;  // of put: guards the peer's part; keeps the window alive
+  cudaEvent_t launch_event;       // recorded when the operation begins, if not NULL
+  cudaStream_t stream;            // as the caller gave it; a default stream is that of the communicator's device
 };
 
 }  // namespace ncclpy::host

@@ -1,5 +1,5 @@
-// A gate before a rank's part of a window, for the other ranks of its process: who writes into it is inside, and who gives
-// the memory up closes it. (Of other processes the mapping keeps the memory.)
+// Guards a rank's part of a window against the other ranks of its process: they write to it between enter() and
+// leave(), and close() precedes the release of the memory. (In another process the mapping keeps the memory.)
 #pragma once
 
 #include <sched.h>
@@ -11,7 +11,7 @@ namespace ncclpy::host {
 
 class PutGate {
  public:
-  // False if it is closed; else leave() it.
+  // Returns false if the gate is closed; otherwise leave() must follow.
   bool enter() {
     inside_.fetch_add(1, std::memory_order_seq_cst);
     if (!closed_.load(std::memory_order_seq_cst)) return true;
@@ -19,7 +19,7 @@ class PutGate {
     return false;
   }
   void leave() { inside_.fetch_sub(1, std::memory_order_seq_cst); }
-  // Returns when nobody is inside; they copy, and wait for nobody.
+  // Returns when no rank is inside. Ranks inside only copy, and wait for nothing.
   void close() {
     closed_.store(true, std::memory_order_seq_cst);
     while (inside_.load(std::memory_order_seq_cst) != 0) sched_yield();

@@ -1,4 +1,4 @@
-// Turns.
+// The order of launches.
 #include "queue.hpp"
 
 namespace ncclpy::host {
@@ -19,7 +19,7 @@ void Queue::end_run() {
 }
 
 void Queue::leave(uint64_t ticket) {
-  // After an abort the order is void; the count only has to reach what was issued.
+  // After an abort the order does not matter; the count only has to reach issued_.
   if (executed_.load(std::memory_order_acquire) == ticket) executed_.store(ticket + 1, std::memory_order_release);
   end_run();
 }

@@ -1,4 +1,4 @@
-// The order of one communicator's launches, over all of its streams, and what is still under way of them.
+// The order of one communicator's launches over all of its streams, and the launches that are still running.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,16 @@ namespace ncclpy::host {
 
 enum class Turn {
   ready,
-  stopped,  // before that
-  suspended,     // by this thread, which goes its way
+  stopped,    // before its turn
+  suspended,  // the calling thread's time limit has passed
 };
 
 class Queue {
  public:
   explicit Queue(const Health& health) : health_(health) {}
 
-  // Calls `put(ticket)`, which puts a launch on its streams, where no other thread can get between: the order on the
-  // streams is that of the tickets. What `put` throws takes no ticket.
+  // Calls `put(ticket)`, which puts a launch on its streams, under a lock: the order on the streams is the order of
+  // the tickets. If `put` throws, no ticket is taken.
   template <class Put>
   void issue(Put put) {
     std::lock_guard lock(issuing_);
@@ -29,27 +29,28 @@ class Queue {
     put(ticket);
     issued_.store(ticket + 1, std::memory_order_release);
   }
-  // A place in the order for a launch that was put on its streams before.
+  // A place in the order for a launch that is already on its streams.
   uint64_t take_ticket() {
     std::lock_guard lock(issuing_);
     return issued_.fetch_add(1, std::memory_order_acq_rel);
   }
 
-  // Waits for this launch's turn. One that was not left must leave() it; one that was has not been here.
+  // Waits for this launch's turn. After `ready` or `stopped` the caller must call leave(), or end_run() if it suspends
+  // the launch; after `suspended` neither.
   Turn enter(uint64_t ticket);
   void leave(uint64_t ticket);
-  // Is at a launch no longer: that has left, or is to enter again.
+  // Ends the thread's work on a launch that has completed or that will enter again.
   void end_run();
-  // Waits until everything issued has run, or for its end.
+  // Waits until everything issued so far has run, or until the communicator has stopped.
   void drain();
 
-  // A job in the background is about to work on the communicator, and has done so: an abort waits for that, as NCCL's.
+  // A background job starts, and ends, to work on the communicator: an abort waits for the job, as in NCCL.
   void begin_job() { jobs_.fetch_add(1, std::memory_order_seq_cst); }
   void end_job() {
     jobs_.fetch_sub(1, std::memory_order_seq_cst);
     changed.notify();
   }
-  // Wait until no launch touches memory any more; and until no job works on it.
+  // Wait until no launch touches memory any more; await_all also until no job works on the communicator.
   void await_launches() {
     wait_until(changed, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
   }

@@ -1,4 +1,4 @@
-// Records, gates, and the words that pass through them.
+// Records, barriers and exchanges.
 #include "rendezvous.hpp"
 
 #include <algorithm>
@@ -10,10 +10,12 @@
 
 namespace ncclpy::host {
 namespace {
-constexpr int few_polls = 64;  // so often who waits for room asks for more than it needs
+// polls after which a waiting rank looks for a mismatch, or settles for the record space it needs
+constexpr int few_polls = 64;
 }
 
-// Not taken back by an abort: the rank has come, and nothing follows. Nor where a thread leaves: another one comes.
+// The published count is not taken back: after an abort nothing follows, and after a suspension the resuming thread
+// arrives again.
 void Rendezvous::arrive(Side side) {
   segment_->slot(rank_).arrived[side].store(++arrivals_[side], std::memory_order_relaxed);
 }
@@ -26,7 +28,8 @@ void Rendezvous::describe() {
   arrive(data_side);
   record.passed = slot.passed.load(std::memory_order_relaxed);
   record.number.store(described_, std::memory_order_release);
-  // Of two who come last at least one sees the other, and rings; and whoever falls asleep is seen, or sees this.
+  // Of two ranks that describe last, at least one sees the other's record and notifies. A thread that falls asleep is
+  // either seen here or sees this record.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (header.record_waiters.load(std::memory_order_relaxed) != 0) segment_->notify_all();
   PlacedRecord& next = slot.placed[next_place()];
@@ -34,7 +37,7 @@ void Rendezvous::describe() {
   prefetch_for_write(next.inline_data);
 }
 
-// First described and then passed: who sees that it has passed can see what it has described.
+// In this order: a rank that sees `passed` also sees the record.
 void Rendezvous::post_record() {
   describe();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
@@ -50,8 +53,10 @@ WaitResult Rendezvous::pass_barrier(Barrier& barrier, uint64_t& generation, Side
     changed.notify();
     return WaitResult::ok;
   }
-  // A revoked communicator can still be split: only its data stop.
-  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.has_disagreement() || health_.ended(); };
+  // A revoked communicator can still be split: the revoke ends the data's waits only.
+  const auto ended = [&] {
+    return side == data_side ? health_.stopped() : health_.has_disagreement() || health_.ended();
+  };
   const auto corrupted = [&] { return side == data_side && is_corrupted(*segment_, rank_, described_); };
   wait_until(changed, segment_->spin(),
              [&] { return barrier.open(target) || ended() || corrupted() || WaitControl::must_leave() || done(); });
@@ -70,7 +75,7 @@ WaitResult Rendezvous::meet(Comm& comm, Agree agree) {
   return agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
-// Who does not agree with the root waits for all, and hears then.
+// A rank that does not agree with the root waits for all ranks, and learns of the mismatch then.
 WaitResult Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
   bool root_agrees = false;
@@ -88,7 +93,8 @@ WaitResult Rendezvous::meet_at_barrier(Comm& comm, Agree agree) {
     describe();
     segment_->header().changed.notify_after_fence();
   }
-  // Who does not agree may not come to the gate: he has called for less, or has ended what came before.
+  // A rank that does not agree may never arrive at the barrier: its call may be an inline one, or it has ended in an
+  // earlier collective.
   bool agreed = true;
   int polls = 0;
   const WaitResult result = pass_barrier(segment_->header().data, data_generation_, data_side, [&] {
@@ -105,7 +111,7 @@ WaitResult Rendezvous::meet_at_barrier(Comm& comm, Agree agree) {
   return agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
-// While a rank writes over what it has passed, its place has no number.
+// While a rank overwrites a record that it has passed, the place has no number.
 bool Rendezvous::all_have(uint64_t number) const {
   for (int rank = 0; rank < segment_->nranks(); rank++) {
     if (number_of(rank, number) >= number) continue;
@@ -120,7 +126,7 @@ bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
   return false;
 }
 
-// Others may wait for what this rank does not come to, and find the reason when they look.
+// Other ranks may wait for what this rank will not reach; they find the mismatch when they compare.
 void Rendezvous::mark_disagreed() {
   disagreed_.store(true, std::memory_order_relaxed);
   segment_->notify_all();
@@ -133,7 +139,8 @@ bool Rendezvous::have_mismatch(Comm& comm, Agree agree) const {
   return false;
 }
 
-// While it waits it looks at what it went on from: who did not agree then does not come.
+// While it waits it compares the records of collectives from which it continued: a rank that did not agree on one of
+// them will not arrive.
 template <class Enough>
 WaitResult Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   Header& header = segment_->header();
@@ -142,13 +149,13 @@ WaitResult Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
     for (; rank < segment_->nranks(); rank++) {
       if (number_of(rank, described_) != described_) return false;
     }
-    // Those that were there first may have been taken back.
+    // Records that were found first may have been withdrawn meanwhile.
     for (rank = 0; rank < segment_->nranks(); rank++) {
       if (number_of(rank, described_) != described_) return false;
     }
     return true;
   };
-  if (all_are_here()) {  // who comes last tells those who sleep
+  if (all_are_here()) {  // the last rank to arrive notifies sleeping ones
     header.changed.notify_after_fence();
     return WaitResult::ok;
   }
@@ -169,7 +176,8 @@ WaitResult Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   return WaitResult::corrupted;
 }
 
-// When all have described theirs. What they do not agree on is not passed, and ends all that follows.
+// Called once all ranks have described the collective. After a mismatch the collective is not passed, and nothing
+// later runs.
 bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   uint64_t passed = described_;
   for (int rank = 0; rank < segment_->nranks(); rank++) {
@@ -182,8 +190,8 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   return true;
 }
 
-// Who comes later waits in vain, as for a rank that has not come. Who has come has all that it needs. Of a child that ends with
-// this one the record stays: what it gives is there all the same.
+// A rank that has not seen the record waits as for a rank that has not arrived; a rank that has seen it has all that
+// it needs. Records of children that end with this communicator stay: their contributions are complete.
 void Rendezvous::withdraw_record() {
   if (waiting_) segment_->slot(rank_).placed[place_of(described_)].number.store(0, std::memory_order_relaxed);
 }
@@ -191,7 +199,7 @@ void Rendezvous::withdraw_record() {
 void Rendezvous::mark_passed() {
   Header& header = segment_->header();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // who sleeps until it is seen, or sees this
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // a sleeping thread is seen here, or sees `passed`
   if (header.record_waiters.load(std::memory_order_relaxed) != 0) header.changed.notify_after_fence();
 }
 
@@ -207,10 +215,11 @@ WaitResult Rendezvous::await_record_space(size_t bytes, Comm& comm, Agree agree)
   if (has_disagreed()) return WaitResult::ended;
   const uint64_t next = described_ + 1, depth = bytes <= record_inline_bytes ? record_places : inline_buffers;
   if (next <= all_passed_ + depth) return WaitResult::ok;
-  // Room for some more at once: to look at what others write costs both.
+  // Waits for more places than needed: reading what other ranks write costs both sides.
   const uint64_t needed = next - depth;
   const WaitResult result = await_passed(needed + depth / 2 - 1, needed, next, comm, agree);
-  if (result == WaitResult::corrupted) described_++;  // for this rank alone: it has completed, and the next one has its number
+  // for this rank alone the collective is complete, and has used its number
+  if (result == WaitResult::corrupted) described_++;
   return result;
 }
 
@@ -221,7 +230,7 @@ WaitResult Rendezvous::await_all_passed(Comm& comm, Agree agree) {
 WaitResult Rendezvous::await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree) {
   Header& header = segment_->header();
   bool agreed = true;
-  // What others have passed is read before what they have described is compared: it may be gone afterwards.
+  // Reads what other ranks have passed before it compares their records, which they may overwrite afterwards.
   const auto have_passed = [&](uint64_t number) {
     uint64_t passed = described_;
     for (int rank = 0; rank < segment_->nranks(); rank++) {
@@ -253,7 +262,8 @@ WaitResult Rendezvous::data_barrier() {
 
 WaitResult Rendezvous::await_end() {
   const auto corrupted = [&] { return is_corrupted(*segment_, rank_, described_); };
-  wait_until(segment_->header().changed, [&] { return health_.stopped() || corrupted() || WaitControl::must_leave(); });
+  wait_until(segment_->header().changed,
+             [&] { return health_.stopped() || corrupted() || WaitControl::must_leave(); });
   if (health_.stopped()) return WaitResult::ended;
   return corrupted() ? WaitResult::corrupted : WaitResult::suspended;
 }
@@ -273,13 +283,14 @@ bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm,
     segment_->notify_all();
     return true;
   };
-  // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.
+  // Checked before arriving as well: ranks that have not compared yet must not take this rank for one that agrees.
   if (finds_disagreement()) return false;
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
   int polls = 0;
   const auto gives_up = [&] { return ++polls > few_polls && finds_disagreement(); };
-  if (pass_barrier(segment_->header().control, control_generation_, control_side, gives_up) != WaitResult::ok) return false;
+  const WaitResult result = pass_barrier(segment_->header().control, control_generation_, control_side, gives_up);
+  if (result != WaitResult::ok) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

@@ -1,4 +1,4 @@
-// Reading from the shared memory what every rank has called, is doing, and has come to.
+// Reads from the shared memory what every rank has called, is running, and has arrived at.
 #include "stragglers.hpp"
 
 #include <algorithm>
@@ -29,7 +29,9 @@ ControlCallScope::ControlCallScope(Comm& comm, uint64_t call) : comm_(comm) {
   comm.segment->slot(comm.rank).current_call[control_side].store(call, std::memory_order_relaxed);
 }
 
-ControlCallScope::~ControlCallScope() { comm_.segment->slot(comm_.rank).current_call[control_side].store(0, std::memory_order_relaxed); }
+ControlCallScope::~ControlCallScope() {
+  comm_.segment->slot(comm_.rank).current_call[control_side].store(0, std::memory_order_relaxed);
+}
 
 void AwaitedRanks::set(std::vector<int> ranks) {
   set_ = true;
@@ -54,7 +56,7 @@ std::string listed(const std::vector<int>& ranks) {
 
 std::string kind_name(uint64_t call) { return name_of(kind_in(call)); }
 
-// A call of a rank that is missing at another one: by how many of its kind they are apart.
+// The call of a straggler relative to the awaited call: by how many calls of the kind they differ.
 std::string relative_to(uint64_t call, uint64_t awaited) {
   const int64_t apart = int64_t(number_in(call)) - int64_t(number_in(awaited));
   if (kind_in(call) != kind_in(awaited)) return kind_name(call);
@@ -62,7 +64,7 @@ std::string relative_to(uint64_t call, uint64_t awaited) {
   return kind_name(call) + ", " + std::to_string(std::abs(apart)) + (apart < 0 ? " before" : " after") + " this one";
 }
 
-// What a rank of this process does that is in nothing of a communicator: what its device is in on another one.
+// For a rank of this process that is in no call of the communicator: the call that its device is in on another one.
 std::string blocked_elsewhere(Segment& segment, int rank) {
   if (!segment.is_local(rank)) return {};
   for (const auto& comm : all_comms()) {
@@ -77,7 +79,7 @@ std::string blocked_elsewhere(Segment& segment, int rank) {
   return {};
 }
 
-// What a rank that has not come does instead.
+// The state of a rank that has not arrived.
 std::string state_of(Segment& segment, int rank, uint64_t awaited) {
   const RankSlot& slot = segment.slot(rank);
   const uint64_t called = slot.last_call.load(std::memory_order_relaxed);
@@ -88,7 +90,7 @@ std::string state_of(Segment& segment, int rank, uint64_t awaited) {
   if (slot.closed.load(std::memory_order_acquire)) return "closed";
   if (running != 0) return "in " + relative_to(running, awaited);
   if (scope != 0) return "in " + relative_to(scope, awaited);
-  // The last call may be one that runs on a stream, or one that was over when it returned.
+  // A control call was over when it returned; an operation may still be waiting in its stream.
   const bool runs = kind_in(called) != CallKind::none && kind_in(called) < CallKind::split;
   if (runs && slot.last_done.load(std::memory_order_relaxed) != called) return "which its stream has not begun";
   const std::string blocked = blocked_elsewhere(segment, rank);
@@ -103,7 +105,7 @@ std::string described(Segment& segment, int rank, uint64_t awaited) {
          state_of(segment, rank, awaited) + ")";
 }
 
-// So many are described one by one.
+// Ranks that are described one by one.
 constexpr size_t max_described = 8;
 
 std::string describe_absent(Comm& comm, const std::vector<int>& ranks, uint64_t call) {
@@ -125,7 +127,7 @@ std::string describe_absent(Comm& comm, const std::vector<int>& ranks, uint64_t 
   return text;
 }
 
-// Before all ranks are there: nothing is known of those that have not come.
+// Before all ranks have joined nothing is known about the others.
 std::string stragglers_in_init(Segment& segment, const char* what) {
   std::vector<int> arrived, absent;
   for (int rank = 0; rank < segment.nranks(); rank++) {
@@ -145,7 +147,8 @@ std::string stragglers_at(Comm& comm, Side side) {
   const bool meets = side == control_side ? kind_in(call) != CallKind::grow : kind_in(call) < CallKind::send;
   if (!meets) {
     if (kind_in(call) == CallKind::grow)
-      return kind_name(call) + ": missing: the id, which one rank makes with ncclCommGetUniqueId (Communicator.grow_id)";
+      return kind_name(call) +
+             ": missing: the id, which one rank makes with ncclCommGetUniqueId (Communicator.grow_id)";
     return kind_name(call) + " is under way";
   }
   const uint64_t target = mine.arrived[side].load(std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Who has come to what a communicator is waiting for, and who has not: for people whose deadline has passed.
+// Reports which ranks have arrived at what a communicator waits for and which have not, for error texts of deadlines.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 
 namespace ncclpy::host {
 
-// "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if nothing is
-// waited for.
-// Looks at memory only: it may be asked while other threads are stuck in the communicator, and never waits for them.
+// "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if the
+// communicator waits for nothing. Only reads memory: it may be called while other threads are stuck in the
+// communicator, and never waits for them.
 std::string straggler_report(Comm& comm);
 
-// While it lives, the communicator is making a call in which all ranks meet.
+// While it exists, the communicator is in a control call, in which all ranks meet.
 class ControlCallScope {
  public:
   ControlCallScope(Comm& comm, uint64_t call);
@@ -25,7 +25,7 @@ class ControlCallScope {
   Comm& comm_;
 };
 
-// While it lives and has been told them, the communicator waits for these ranks.
+// From set() until its destruction, the communicator waits for these ranks.
 class AwaitedRanks {
  public:
   AwaitedRanks(Comm& comm, Side side) : comm_(comm), side_(side) {}

@@ -1,4 +1,4 @@
-// Trying, and remembering.
+// Measures both transports, and remembers.
 #include "transfer_tuner.hpp"
 
 #include <algorithm>
@@ -7,15 +7,15 @@
 namespace ncclpy::host {
 namespace {
 
-// How often in a row a way is tried. The first one finds caches as the other way has left them, and does not count. What is so
-// much that caches do not matter is known at the second time.
+// Collectives of one trial. The first one finds the caches as the other transport left them and does not count. For
+// sizes beyond the caches the second one is reliable.
 constexpr int trials_of(int size) { return size < 22 ? 3 : 2; }
-// So often in a row the better way is taken, at least and at most, before the other one is tried.
+// The least and most collectives for which the better transport is used before the other one is tried.
 constexpr double fewest = 100, most = 3000;
-// At first less often: what has been learnt then may be what it takes to find pages. And before the first try: a program of a
-// few operations is to lose nothing by it.
+// Fewer at first, since the first measurements may be those of page faults; also before the first trial, which a
+// program of a few operations should never reach.
 int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
-// A way that has become so much worse than the other one was is not taken to the end of its row.
+// A transport that has become slower than the other one's last measurement by this factor is given up at once.
 constexpr double max_slowdown = 1.25;
 
 int size_class(size_t bytes) { return bytes < 2 ? 0 : 64 - __builtin_clzll(bytes - 1); }
@@ -40,7 +40,7 @@ void TransferTuner::Entry::choose_next() {
     uses_cma = costs[1] < costs[0];
     const double worth = 50 * trials_of(size) * (costs[!uses_cma] / costs[uses_cma] - 1);
     remaining = std::min(int(std::clamp(worth, fewest, most)), at_first(rows++));
-  } else {  // none could be measured to the end, or one alone
+  } else {  // at most one was measured
     uses_cma = costs[0] > 0 || costs[1] > 0 ? costs[1] > 0 : prefers;
     remaining = int(fewest);
   }
@@ -60,10 +60,12 @@ bool TransferTuner::choose_cma(Collective kind, size_t bytes, bool prefers) {
 
 void TransferTuner::record(Collective kind, size_t bytes, bool cma, double seconds) {
   Entry* entry = find(kind, bytes);
-  if (entry == nullptr || entry->uses_cma != cma) return;  // it could not be as was wanted
-  const bool first = entry->on_trial && entry->remaining == trials_of(entry->size) - 2;  // that counts, of those that try
+  if (entry == nullptr || entry->uses_cma != cma) return;  // the ranks could not use the choice
+  // the first one of the trial that counts
+  const bool first = entry->on_trial && entry->remaining == trials_of(entry->size) - 2;
   if (std::exchange(entry->settling, false)) return;
-  // One that was held up, by another program say, counts for little; several in a row do not.
+  // A single slow collective, held up by another program for example, changes the cost little; several in a row change
+  // it.
   double& cost = entry->costs[cma];
   const double now = seconds / double(bytes);
   if (cost == 0 || first || now < cost) cost = now;

@@ -1,9 +1,11 @@
-// Which of two ways the data of large collectives take: in steps through the segment, or read where they lie (pulled).
+// The choice between two transports for large collectives among processes: staging through shared memory, or
+// Cross-Memory Attach (CMA, process_vm_readv).
 //
-// Which takes less time depends on the operation, its size and the number of ranks, and on the machine: how far its cores are
-// from each other, and how long the kernel takes for a page. A virtual machine's cores are moved while a program runs, and what
-// was twice as fast may then take four times as long. So both ways are tried, the better one is taken, and the other one now
-// and then, which costs about a fiftieth of the time. The result is the same, bit for bit.
+// The faster one depends on the operation, its size and the number of ranks, and on the machine: the distance between
+// its cores, and the kernel's time for a page. A virtual machine's cores are moved while a program runs, and what was
+// twice as fast may then take four times as long. So both transports are measured, the better one is used, and the
+// other one is tried again from time to time, which costs about a fiftieth of the time. The result is the same, bit
+// for bit.
 #pragma once
 
 #include <vector>
@@ -12,28 +14,28 @@
 
 namespace ncclpy::host {
 
-// Of one communicator, at a rank that decides for all.
+// Belongs to one communicator, and is used by the rank that decides for all.
 class TransferTuner {
  public:
-  // Whether the next one is to be pulled. `prefers` is what it begins with, before anything is known.
+  // Whether the next collective shall use CMA. `prefers` is the choice before anything is measured.
   bool choose_cma(Collective kind, size_t bytes, bool prefers);
-  // What one of them took, in seconds, from when all had come until this rank was through.
+  // Records the duration of a collective in seconds, from the arrival of all ranks until this rank was through.
   void record(Collective kind, size_t bytes, bool cma, double seconds);
 
  private:
-  // What is known of one kind and of sizes up to the next power of two.
+  // Measurements of one kind of collective, for sizes up to the next power of two.
   struct Entry {
     Collective kind;
     int size;
     bool prefers;
-    bool uses_cma;               // that is taken now,
-    int remaining;               // so often yet
-    bool on_trial = false;    // to learn what it takes, and not because it is the better one
-    bool settling = true;   // it has just been changed to
-    int rows = 1;           // so often it was, the one that is preferred at first
-    double costs[2] = {};   // seconds a byte that each way takes, when nothing holds it up; 0 is not known
+    bool uses_cma;          // the current choice
+    int remaining;          // collectives until the next choice
+    bool on_trial = false;  // chosen to measure it, not because it is better
+    bool settling = true;   // the choice has just changed
+    int rows = 1;           // choices of the better transport so far, the preferred one at first included
+    double costs[2] = {};   // seconds a byte, by uses_cma, of undisturbed collectives; 0: unknown
 
-    void choose_next();  // what is taken next, and how often
+    void choose_next();
   };
   Entry* find(Collective kind, size_t bytes);
 

@@ -16,7 +16,7 @@ namespace {
 
 std::atomic<bool> was_initialised{false};
 
-constexpr int shown_driver_version = 13000;  // the CUDA version whose contract these calls keep
+constexpr int shown_driver_version = 13000;  // these calls keep the contract of this CUDA version
 
 struct ErrorText {
   CUresult code;
@@ -60,7 +60,7 @@ const ErrorText* find_error(CUresult code) {
   return found == std::end(error_names) ? nullptr : found;
 }
 
-// What is wrong with NCCLPY_HOST_DEVICES; nullptr if nothing is.
+// The text of an invalid NCCLPY_HOST_DEVICES; nullptr if the variable is valid.
 const char* environment_error() {
   static const std::string* const error = []() -> std::string* {
     try {
@@ -73,7 +73,7 @@ const char* environment_error() {
   return error == nullptr ? nullptr : error->c_str();
 }
 
-// As driver_call, for a body that writes to `out` what it learns of `device`.
+// As driver_call, for a body that writes a property of `device` to `out`.
 template <class Out, class Body>
 CUresult device_call(Out* out, CUdevice device, Body body) {
   return driver_call([&]() -> CUresult {
@@ -83,7 +83,7 @@ CUresult device_call(Out* out, CUdevice device, Body body) {
   });
 }
 
-// Every call of the list, so that the link fails if one has no definition.
+// Refers to every call of the list, so that the link fails if one has no definition.
 [[gnu::used]] const ncclpy_driver_table all_calls = {
 #define NCCLPY_NAME(ret, name, params) name,
     NCCLPY_DRIVER_FUNCTIONS(NCCLPY_NAME)
@@ -115,7 +115,7 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
   return known == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
-// There always is a device, unless the environment asks for an impossible number of them: then its text says so.
+// There is always a device, unless the environment asks for an impossible number of them; then the text says so.
 CUresult cuGetErrorString(CUresult error, const char** text) {
   if (text == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const ErrorText* known = find_error(error);
@@ -170,7 +170,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
       case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
         *value = device_pci_address(device).device;
         return CUDA_SUCCESS;
-      case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:  // no GPU, so no capability
+      case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:  // no GPU
       case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
         *value = 0;
         return CUDA_SUCCESS;
@@ -189,7 +189,7 @@ CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
 CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   return device_call(can, device, [&] {
     if (peer < 0 || peer >= device_count()) return CUDA_ERROR_INVALID_DEVICE;
-    *can = device != peer;  // as CUDA: no device is its own peer
+    *can = device != peer;  // as in CUDA: no device is its own peer
     return CUDA_SUCCESS;
   });
 }
@@ -246,7 +246,7 @@ CUresult cuCtxSynchronize(void) {
   });
 }
 
-// Priorities are accepted and change nothing: the machine's scheduler is fair.
+// Priorities are accepted and have no effect: the machine's scheduler treats all threads alike.
 CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   return driver_call([&] {
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;

@@ -74,7 +74,7 @@ CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
   return stream_call(stream, [&](Stream& target) -> CUresult {
     const auto found = execs().find(reinterpret_cast<std::uint64_t>(exec));
     if (found == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    // A graph inside a graph is not supported here; CUDA would add it as a node.
+    // Child graphs are not supported here; CUDA would add the graph as a node.
     const CUresult captured = forbid_capture(target);
     if (captured != CUDA_SUCCESS) return captured;
     found->launch(target);

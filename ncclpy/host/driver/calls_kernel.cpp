@@ -1,6 +1,6 @@
-// Driver calls about kernels, of which this engine knows one: the copies of copy_many.h.
+// Driver calls about kernels. The engine has one kernel, the copies of copy_many.h.
 //
-// A module is any text; what it says is for GPUs.
+// A module may be any text: its contents are for GPUs and are ignored.
 #include <cstring>
 #include <memory>
 #include <string_view>
@@ -25,7 +25,9 @@ Task copies_of(const ncclpy_copies& copies) {
       if (copies.from[i] != 0) ranges.push_back({reinterpret_cast<void*>(copies.from[i]), copies.bytes[i]});
     }
   }
-  auto use = checks ? std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), "cuLaunchKernel uses") : nullptr;
+  auto use = checks
+                 ? std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), "cuLaunchKernel uses")
+                 : nullptr;
   return [table = std::make_unique<const ncclpy_copies>(copies), use = std::move(use)] {
     for (uint32_t i = 0; i < table->count; ++i) {
       void* const to = reinterpret_cast<void*>(table->to[i]);
@@ -73,7 +75,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int gridX, unsigned int gr
     std::memcpy(&copies, parameters[0], sizeof(copies));
     if (copies.count > NCCLPY_COPIES_MAX) return CUDA_ERROR_INVALID_VALUE;
     uint64_t blocks = 0;
-    for (uint32_t i = 0; i < copies.count; ++i) {  // as the kernel would find them
+    for (uint32_t i = 0; i < copies.count; ++i) {  // check the table as the kernel would read it
       if (copies.first[i] != blocks) return CUDA_ERROR_INVALID_VALUE;
       blocks += (copies.bytes[i] + NCCLPY_COPY_CHUNK - 1) / NCCLPY_COPY_CHUNK;
     }

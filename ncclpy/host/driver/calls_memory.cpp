@@ -1,8 +1,8 @@
 // Driver calls about memory.
 //
-// Copies are queued, and keep CUDA's promises about pageable memory, that is, memory not allocated here: when the call
-// returns, the caller may free a pageable source, and a pageable destination holds its data. Pageable memory can be
-// copied from and to, but not set, as with CUDA.
+// Copies are queued and follow CUDA's rules for pageable memory, that is, memory that was not allocated here: when the
+// call returns, the caller may free a pageable source, and a pageable destination holds its data. As in CUDA, pageable
+// memory can be copied from and to, but not set.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -17,22 +17,25 @@ using namespace ncclpy::host;
 
 namespace {
 
-constexpr size_t staged_bytes = size_t{64} << 10;  // pageable sources up to this size are staged, as CUDA does
+constexpr size_t staged_bytes = size_t{64} << 10;  // pageable sources up to this size are staged, as in CUDA
 
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
-// Whether a range that begins in an allocation ends in it.
+// Whether a range that begins in an allocation also ends in it.
 bool fits(const Allocation& allocation, const void* address, size_t bytes) {
   const size_t offset = static_cast<const char*>(address) - static_cast<const char*>(allocation.base);
   return bytes <= allocation.bytes - offset;
 }
 
 std::shared_ptr<const MemoryUse> copy_use(const char* function, std::vector<Range> ranges) {
-  return checks ? std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), std::string(function) + " uses") : nullptr;
+  if (!checks) return nullptr;
+  return std::make_shared<const MemoryUse>(MemoryUse::copies, std::move(ranges), std::string(function) + " uses");
 }
 
 Task copy_of(void* to, const void* from, size_t bytes) {
-  return [to, from, bytes, use = copy_use("cuMemcpyAsync", {{to, bytes}, {from, bytes}})] { std::memmove(to, from, bytes); };
+  return [to, from, bytes, use = copy_use("cuMemcpyAsync", {{to, bytes}, {from, bytes}})] {
+    std::memmove(to, from, bytes);
+  };
 }
 
 CUresult free_tagged(void* base, bool pinned) {
@@ -47,7 +50,7 @@ CUresult free_tagged(void* base, bool pinned) {
       last_free_refusal = MemoryUse::conflict(found, true);
       if (!last_free_refusal.empty()) return CUDA_ERROR_ILLEGAL_STATE;
     }
-    synchronize_device(found.device);  // as CUDA: queued work may still use it
+    synchronize_device(found.device);  // as in CUDA: queued work may still use it
     return deallocate(base, pinned) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
   });
 }
@@ -68,7 +71,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
 CUresult cuMemFree_v2(CUdeviceptr address) { return free_tagged(pointer(address), false); }
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
-  constexpr unsigned int portable_mapped_write_combined = 0x7;  // all host memory is all of this, or as good as
+  constexpr unsigned int portable_mapped_write_combined = 0x7;  // all host memory has these properties
   return driver_call([&] {
     if (pointer == nullptr || (flags & ~portable_mapped_write_combined) != 0) return CUDA_ERROR_INVALID_VALUE;
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;

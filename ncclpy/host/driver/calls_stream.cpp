@@ -1,7 +1,7 @@
 // Driver calls about streams and events.
 //
-// An event remembers the place in a stream's queue where it was last recorded. Recording again makes a new record, so
-// that a stream that waits for the old one is not held up by the new one.
+// An event refers to the position in a stream's queue where it was last recorded. Recording it again makes a new
+// record, so that a stream that waits for the old record is not delayed by the new one.
 #include <chrono>
 #include <utility>
 
@@ -15,7 +15,7 @@ using namespace ncclpy::host;
 namespace {
 
 struct Record {
-  std::shared_ptr<Capture> capture;  // recorded while capturing: the place in the graph
+  std::shared_ptr<Capture> capture;  // set if recorded during a capture
   std::vector<std::size_t> nodes;
   Point point;
   std::chrono::steady_clock::time_point time;  // valid when the point is reached
@@ -40,7 +40,7 @@ HandleTable<Event>& events() {
   return *table;
 }
 
-// As driver_call, for a body that takes the Event& behind a handle.
+// As driver_call, for a body that takes the Event& of a handle.
 template <class Body>
 CUresult event_call(CUevent handle, Body body) {
   return driver_call([&]() -> CUresult {
@@ -49,7 +49,8 @@ CUresult event_call(CUevent handle, Body body) {
   });
 }
 
-// Whether an event may be asked for now: not one that stands for a place in a graph, and not while others capture.
+// Whether an event may be queried now: neither an event of a capture, nor while unsafe calls are forbidden by a
+// capture.
 CUresult unsafe_to_ask(const std::shared_ptr<Record>& record) {
   if (record == nullptr || record->capture == nullptr) return unsafe_while_capturing();
   invalidate_capture(record->capture);
@@ -86,8 +87,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
   });
 }
 
-// As cuStreamSynchronize, and `tick` is called now and then while it waits: a wait that a deadline or a signal can end,
-// by an abort of what runs on the stream. No call of CUDA's.
+// As cuStreamSynchronize, and calls `tick` from time to time during the wait, so that a deadline or a signal can end
+// the wait by aborting what runs on the stream. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostStreamWait(CUstream stream,
                                                                                 double (*tick)(void*), void* argument) {
   const WaitControl control(tick, argument);
@@ -111,7 +112,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
       const std::shared_ptr<Record> record = awaited.latest();
       const bool captured = record != nullptr && record->capture != nullptr;
       if (captured || waiter.capturing.load(std::memory_order_acquire)) {
-        if (record == nullptr) return CUDA_SUCCESS;  // an event that was never recorded is not waited for
+        if (record == nullptr) return CUDA_SUCCESS;  // a wait for an event that was never recorded has no effect
         return capture_wait(waiter.shared_from_this(), record->capture, record->nodes);
       }
       if (record != nullptr && !record->point.reached()) waiter.enqueue([record] { record->point.wait(); });
@@ -163,7 +164,8 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
         return CUDA_SUCCESS;
       }
       record->point.stream = found.shared_from_this();
-      record->point.number = found.enqueue_short(Task::interruptible([record] { record->time = std::chrono::steady_clock::now(); }));
+      record->point.number = found.enqueue_short(
+          Task::interruptible([record] { record->time = std::chrono::steady_clock::now(); }));
       std::lock_guard lock(recorded.mutex);
       recorded.record = std::move(record);
       return CUDA_SUCCESS;
@@ -193,8 +195,8 @@ CUresult cuEventSynchronize(CUevent event) {
   });
 }
 
-// As cuEventQuery, but the caller runs itself what is yet to be run before the event, for at most so many seconds and as
-// far as that can be left. No call of CUDA's.
+// As cuEventQuery, but the caller runs the tasks before the event itself, for at most `seconds` and only interruptible
+// ones. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(CUevent event, double seconds) {
   return event_call(event, [&](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
@@ -207,19 +209,21 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(C
   });
 }
 
-// As cuEventQuery; and if it is not ready, `tell` is called once it is, by a thread of the engine's or of its users'. It must
-// not call the engine. So nobody needs to ask again and again, on the cores that do the work. No call of CUDA's.
+// As cuEventQuery; if the event is not ready, `tell` is called once it is, from a thread of the engine or from a
+// helping caller. `tell` must not call the engine. It replaces polling, which would use the cores that run the work.
+// Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void*), void* argument) {
   return event_call(event, [&](Event& found) -> CUresult {
     const std::shared_ptr<Record> record = found.latest();
     const CUresult unsafe = unsafe_to_ask(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
-    return record->point.stream->notify_when_done(record->point.number, tell, argument) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    const bool done = record->point.stream->notify_when_done(record->point.number, tell, argument);
+    return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 
-// As cuEventQuery, and sleeps until it is ready or so many seconds are over. No call of CUDA's.
+// As cuEventQuery, but sleeps until the event is ready, for at most `seconds`. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventAwait(CUevent event, double seconds) {
   return event_call(event, [&](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;

@@ -19,7 +19,7 @@ constexpr int default_devices = 8, max_devices = 1024;
 
 int read_device_count() {
   const char* text = std::getenv("NCCLPY_HOST_DEVICES");
-  if (text == nullptr || *text == '\0') return default_devices;  // as elsewhere, empty is not set
+  if (text == nullptr || *text == '\0') return default_devices;  // an empty variable counts as unset
   int count = 0;
   for (const char* c = text; *c >= '0' && *c <= '9' && count <= max_devices; ++c) {
     count = 10 * count + (*c - '0');
@@ -29,14 +29,14 @@ int read_device_count() {
                               ", not '" + text + "'");
 }
 
-// A primary context is the address of one of these bytes, one a device; nothing is kept there.
+// The primary context of a device is the address of its byte here; the bytes hold nothing.
 char contexts[max_devices];
 thread_local CUcontext current = nullptr;
 
 std::atomic<bool> forked{false};
 const int fork_watch = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
-// FNV-1a: spreads a text over 64 bits.
+// FNV-1a.
 std::uint64_t hash(const std::string& text) {
   std::uint64_t h = 0xcbf29ce484222325u;
   for (const unsigned char c : text) h = (h ^ c) * 0x100000001b3u;
@@ -46,7 +46,7 @@ std::uint64_t hash(const std::string& text) {
 std::string machine_identity() {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
-  std::string boot;  // of the kernel, the same for every container on it
+  std::string boot;  // of the kernel: the same in all containers
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return std::string(host) + "/" + boot + "/" + std::to_string(getuid());
 }
@@ -54,7 +54,7 @@ std::string machine_identity() {
 }  // namespace
 
 int device_count() {
-  static const int count = read_device_count();  // on an exception, the next call tries again
+  static const int count = read_device_count();  // after an exception, the next call tries again
   return count;
 }
 
@@ -79,12 +79,13 @@ int current_device() { return current == nullptr ? 0 : device_of_context(current
 std::string device_name(int device) { return "ncclpy host device " + std::to_string(device); }
 
 CUuuid device_uuid(int device) {
-  static const std::string& machine = *new std::string(machine_identity());  // outlives every thread
+  // never destroyed: threads may outlive static objects
+  static const std::string& machine = *new std::string(machine_identity());
   const std::string name = machine + "/" + std::to_string(device);
   const std::uint64_t halves[2] = {hash("ncclpy/" + name), hash(name + "/uuid")};
   CUuuid uuid;
   std::memcpy(uuid.bytes, halves, sizeof uuid.bytes);
-  uuid.bytes[6] = static_cast<char>((uuid.bytes[6] & 0x0f) | 0x80);  // version 8, a hash of the owner's choice
+  uuid.bytes[6] = static_cast<char>((uuid.bytes[6] & 0x0f) | 0x80);  // version 8: vendor-specific
   uuid.bytes[8] = static_cast<char>((uuid.bytes[8] & 0x3f) | 0x80);  // the standard variant
   return uuid;
 }

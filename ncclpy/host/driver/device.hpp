@@ -1,4 +1,4 @@
-// The virtual devices of the host engine: how many, what they are called, and which is current.
+// The virtual devices of the host engine: their number, their identity, and the current device.
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@
 
 namespace ncclpy::host {
 
-// The number of devices: NCCLPY_HOST_DEVICES, 8 unless set. Throws std::invalid_argument, with a message for people,
-// if the variable is not an integer from 1 to 1024.
+// The number of devices: NCCLPY_HOST_DEVICES, 8 unless set. Throws std::invalid_argument, with a message for users, if
+// the variable is not an integer from 1 to 1024.
 int device_count();
 
-// A device's primary context, the only one it has; nullptr if there is no such device.
+// The primary context of a device, its only one; nullptr if there is no such device.
 CUcontext context_of(int device);
-// The device of a context, or -1 if it is not one of ours.
+// The device of a context, or -1 if the context is not the engine's.
 int device_of_context(CUcontext context);
 
 // The calling thread's current context; nullptr if none was set.
@@ -30,7 +30,7 @@ struct PciAddress {
 };
 PciAddress device_pci_address(int device);
 
-// Whether this process is a fork of one that used the engine: its streams have lost their threads.
+// Whether this process is a fork of one that used the engine: the threads of its streams do not exist here.
 bool after_fork();
 
 }  // namespace ncclpy::host

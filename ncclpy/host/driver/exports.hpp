@@ -1,7 +1,7 @@
 // The driver calls that this library exports, and what their definitions share.
 //
-// Every call of NCCLPY_DRIVER_FUNCTIONS is declared here, with C linkage and visible: a definition that disagrees with
-// the list does not compile, and one that is missing does not link (calls_device.cpp refers to all of them).
+// Every call of NCCLPY_DRIVER_FUNCTIONS is declared here, with C linkage and visible: a definition that differs from
+// the list does not compile, and a missing definition does not link (calls_device.cpp refers to all of them).
 #pragma once
 
 #include <memory>
@@ -21,13 +21,13 @@ NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DECLARE)
 
 namespace ncclpy::host {
 
-// cuInit was called, and this process is not a fork of the one that called it.
+// Whether cuInit was called, and this process is not a fork of the one that called it.
 bool initialised();
 
-// Whether the calling thread runs a function of cuLaunchHostFunc, from which nothing may be waited for.
+// Whether the calling thread runs a function of cuLaunchHostFunc, which must not wait for anything.
 bool in_host_function();
 
-// Run the body of a call. Whatever it needs and the machine lacks becomes an error code.
+// Runs the body of a call. A lack of memory or threads becomes an error code.
 template <class Body>
 CUresult driver_call(Body body) noexcept {
   if (!initialised()) return CUDA_ERROR_NOT_INITIALIZED;
@@ -40,7 +40,7 @@ CUresult driver_call(Body body) noexcept {
   }
 }
 
-// Adds a step to the stream: to its queue, or, while it is captured, to the graph.
+// Adds a step to the stream's queue or, while the stream is captured, to the graph.
 template <class Step>
 CUresult add_step(Stream& stream, Step step) {
   if (stream.capturing.load(std::memory_order_acquire))

@@ -1,4 +1,4 @@
-// Capturing streams into graphs, and launching these.
+// Capturing streams into graphs, and launching graphs.
 #include "graph.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ std::atomic<int> captures_in_progress{0};
 
 namespace {
 
-// Guards every capture and every stream's state. Captures are rare and short.
+// Guards all captures and all streams' capture states. Captures are rare and short.
 auto& captures_mutex() {
   static auto* const mutex = new Mutex<NCCLPY_LOCK_CAPTURES>;
   return *mutex;
@@ -33,7 +33,7 @@ CUresult invalidate_capture(Capture& capture, CUresult error) {
 }
 
 CUresult illegal() {
-  last_free_refusal.clear();  // it is not what cuGetErrorString is to tell of
+  last_free_refusal.clear();  // cuGetErrorString must not report the text of an earlier refusal
   return CUDA_ERROR_ILLEGAL_STATE;
 }
 
@@ -62,7 +62,7 @@ CUresult Capture::begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMo
   return CUDA_SUCCESS;
 }
 
-// Whether the origin, which ends with these nodes, comes after everything that any stream was told.
+// Whether the origin, which ends with these nodes, comes after all nodes of the capture.
 bool Capture::joined(const std::vector<std::size_t>& last) const {
   std::vector<bool> before(graph_->nodes.size(), false);
   for (const std::size_t node : last) before[node] = true;
@@ -73,7 +73,7 @@ bool Capture::joined(const std::vector<std::size_t>& last) const {
   return std::find(before.begin(), before.end(), false) == before.end();
 }
 
-// Gives the streams back.
+// Detaches all streams from the capture.
 void Capture::leave() {
   for (const auto& member : streams_) {
     const auto alive = member.lock();
@@ -128,8 +128,9 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
   std::lock_guard lock(captures_mutex());
   CaptureState& state = stream->capture_state;
   if (from == nullptr) {
-    // The event knows nothing of the capture, so neither would a launch.
-    return state.capture == nullptr ? CUDA_SUCCESS : invalidate_capture(*state.capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    // The event was recorded outside the capture, so a launch of the graph could not wait for it.
+    if (state.capture == nullptr) return CUDA_SUCCESS;
+    return invalidate_capture(*state.capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
   }
   if (state.capture != nullptr && state.capture != from) {
     from->invalidate();
@@ -137,7 +138,7 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
   }
   if (from->invalidated_) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   if (std::find(captures().begin(), captures().end(), from) == captures().end()) {
-    // Its capture has ended: nothing is left to wait for.
+    // The capture of the event has ended: there is nothing left to wait for.
     return state.capture == nullptr ? CUDA_ERROR_CAPTURED_EVENT : CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   }
   if (state.capture == nullptr) {
@@ -171,7 +172,7 @@ CUresult forbid_capture(Stream& stream) {
 
 namespace {
 
-// Spoils the captures that hold a stream for which `matters`.
+// Invalidates the captures for which `matters` is true.
 template <class Matters>
 CUresult invalidate_matching(CUresult error, Matters matters) {
   std::lock_guard lock(captures_mutex());
@@ -223,8 +224,8 @@ CUresult capture_status(Stream& stream, CUstreamCaptureStatus* status) {
   return CUDA_SUCCESS;
 }
 
-// A node goes on in the lane of the first of its predecessors that nobody has gone on from, else in a lane of its own:
-// what may have to run at the same time, as the ranks of a collective, never stands in one lane.
+// A node continues the lane of its first predecessor that has no successor in its lane yet; otherwise it starts a
+// lane. So nodes that may have to run at the same time, such as the ranks of a collective, are never in one lane.
 GraphExec::GraphExec(std::shared_ptr<const Graph> graph) : graph_(std::move(graph)) {
   const auto& nodes = graph_->nodes;
   std::vector<bool> continued(nodes.size(), false);

@@ -1,8 +1,8 @@
-// Graphs: what streams are told while they are captured, to be run again and again.
+// Graphs: the work that is queued on streams while they are captured, to be launched any number of times.
 //
-// A node is a recipe: at each launch it makes the task that runs. An operation of a communicator must know at which
-// launch it runs; a copy gives the same task every time. Nodes stand in the order in which they were captured, so that
-// the nodes a node depends on stand before it.
+// A node is a recipe: each launch of the graph calls it to make the task that runs. An operation of a communicator
+// must know in which launch it runs; a copy makes the same task every time. Nodes are stored in the order of their
+// capture, so the predecessors of a node come before it.
 #pragma once
 
 #include <atomic>
@@ -31,18 +31,18 @@ struct Graph {
   std::vector<Node> nodes;
 };
 
-// A capture in progress: the origin, where it began, and the streams that events have drawn into it.
+// A capture in progress: its origin, the stream on which it began, and the streams that joined it through events.
 class Capture {
  public:
-  // Begins; `stream` is the origin. CUDA's rules are in calls_graph.cpp.
+  // Begins a capture with `stream` as the origin. CUDA's rules are in calls_graph.cpp.
   static CUresult begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMode mode);
   static CUresult end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Graph>* graph);
-  // The stream is destroyed: a capture that began on it is given up.
+  // Ends the capture, if any, that began on the stream, which is being destroyed.
   static void give_up(const std::shared_ptr<Stream>& stream);
 
   CUstreamCaptureMode mode() const { return mode_; }
   bool begun_here() const { return thread_ == std::this_thread::get_id(); }
-  // Whether a stream of the capture is such a one.
+  // Whether any stream of the capture satisfies `such`.
   template <class Such>
   bool holds(Such such) const {
     for (const auto& member : streams_) {
@@ -70,31 +70,31 @@ class Capture {
   bool invalidated_ = false;
 };
 
-// Adds a node behind what these streams, all of one capture, have been told; each of them goes on behind it.
+// Adds a node after the last nodes of these streams, all of one capture, and makes it the last node of each.
 CUresult capture(const std::vector<std::shared_ptr<Stream>>& streams, int device, Recipe recipe);
-// The stream goes on behind these nodes, and is drawn into their capture if it is in none.
+// Makes the stream's next node depend on `nodes`; the stream joins their capture if it is in none.
 CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Capture>& capture,
                       const std::vector<std::size_t>& nodes);
-// Where a capturing stream stands, for an event.
+// The last nodes of a capturing stream, for an event.
 CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::vector<std::size_t>* nodes);
 
-// Spoils a capture, if it is still in progress.
+// Invalidates a capture, if it is still in progress.
 void invalidate_capture(const std::shared_ptr<Capture>& capture);
-// A call that may not be made on a capturing stream: spoils the capture.
+// For a call that is not permitted on a capturing stream: invalidates the capture.
 CUresult forbid_capture(Stream& stream);
-// As above for whatever captures on a device (a negative one: anywhere) would be waited for.
+// For a call that would wait for capturing streams of a device (negative: of any device): invalidates their captures.
 CUresult forbid_captures(int device);
-// A call that CUDA holds to be unsafe while something is captured, unless the thread's mode allows it.
+// For a call that CUDA considers unsafe during a capture, unless the thread's mode allows it.
 CUresult unsafe_while_capturing();
-// A use of the legacy stream, which would depend on blocking streams that are captured.
+// For a use of the legacy stream, which would depend on capturing blocking streams.
 CUresult forbid_legacy(Stream& stream);
 CUstreamCaptureMode exchange_thread_mode(CUstreamCaptureMode mode);
 CUresult capture_status(Stream& stream, CUstreamCaptureStatus* status);
 
-// Whether anything is captured at all: what all those checks cost when nothing is.
+// The number of captures in progress: while it is 0, the checks above cost one load.
 extern std::atomic<int> captures_in_progress;
 
-// A graph that can be launched. Its branches run on streams of its own, beside the one that it is launched on.
+// A graph that can be launched. Its branches run on the graph's own streams, beside the stream of the launch.
 class GraphExec {
  public:
   explicit GraphExec(std::shared_ptr<const Graph> graph);
@@ -104,14 +104,14 @@ class GraphExec {
  private:
   struct Place {
     std::size_t lane;
-    bool first;  // of its lane
+    bool first;  // the first node of its lane
   };
 
   const std::shared_ptr<const Graph> graph_;
-  std::vector<Place> places_;                    // of each node
-  std::vector<std::shared_ptr<Stream>> lanes_;   // lane 0 is the stream of the launch
-  Mutex<NCCLPY_LOCK_GRAPH> mutex_;               // one launch at a time
-  Point previous_;                               // the end of the last launch: launches of one graph follow each other
+  std::vector<Place> places_;                   // of each node
+  std::vector<std::shared_ptr<Stream>> lanes_;  // lane 0 is the stream of the launch
+  Mutex<NCCLPY_LOCK_GRAPH> mutex_;              // one launch at a time
+  Point previous_;                              // the end of the last launch: launches of one graph do not overlap
 };
 
 }  // namespace ncclpy::host

@@ -1,4 +1,4 @@
-// Allocations and the map that finds the one an address lies in.
+// Allocations, and the map that finds the allocation of an address.
 #include "memory.hpp"
 
 #include <fcntl.h>
@@ -24,22 +24,22 @@ namespace {
 
 constexpr std::size_t alignment = 512;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
-constexpr std::size_t large_bytes = std::size_t{64} << 20;  // from here on, the machine is asked first whether it has it
+constexpr std::size_t large_bytes = std::size_t{64} << 20;  // from this size on the free memory is checked first
 
 struct Entry {
   Allocation allocation;
-  std::shared_ptr<void> memory;  // whose last owner gives it back to the system
+  std::shared_ptr<void> memory;  // its last owner frees the memory
 };
 
 struct Allocations {
   SharedMutex<NCCLPY_LOCK_ALLOCATIONS> mutex;
   std::map<std::uintptr_t, Entry> by_base;
-  // All allocations ever made lie between these: most foreign addresses are told apart without the lock.
+  // All allocations ever made lie between these bounds: most foreign addresses are rejected without the lock.
   std::atomic<std::uintptr_t> lowest{UINTPTR_MAX}, highest{0};
 };
 
 Allocations& allocations() {
-  static auto* const all = new Allocations;  // never destroyed: used until the process is gone
+  static auto* const all = new Allocations;  // never destroyed: threads may run while the process exits
   return *all;
 }
 
@@ -54,7 +54,7 @@ void give_back(const Allocation& gone) {
   }
 }
 
-// Takes the memory over, also if it throws.
+// Registers memory and takes ownership of it, even if this throws.
 void enter(const Allocation& made) {
   std::shared_ptr<void> memory(made.base, [made](void*) { give_back(made); });
   const auto address = reinterpret_cast<std::uintptr_t>(made.base);
@@ -71,7 +71,7 @@ void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
   const std::size_t rounded = (bytes + unit - 1) / unit * unit;
   void* base = nullptr;
   if (posix_memalign(&base, unit, rounded) != 0) return nullptr;
-  if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
+  if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a hint: smaller pages work as well
   enter({base, bytes, device, pinned});
   return base;
 }
@@ -85,7 +85,7 @@ void* allocate_shared(std::size_t bytes, int device) {
   const int descriptor = memfd_create("ncclpy-memory", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) return allocate(bytes, device);
   void* base = MAP_FAILED;
-  // Sealed: other processes map it, and nobody may take its pages away from under them.
+  // Sealed: other processes map the memory, and no process may truncate it under them.
   if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 &&
       fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
     base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -101,7 +101,7 @@ void* allocate_pinned(std::size_t bytes, int device) { return allocate_tagged(by
 
 bool deallocate(void* base, bool pinned) {
   Allocations& all = allocations();
-  std::shared_ptr<void> gone;  // is let go of without the lock
+  std::shared_ptr<void> gone;  // freed after the lock is released
   std::lock_guard lock(all.mutex);
   const auto found = all.by_base.find(reinterpret_cast<std::uintptr_t>(base));
   if (found == all.by_base.end() || found->second.allocation.pinned != pinned) return false;
@@ -146,7 +146,7 @@ std::size_t free_memory() {
     unsigned long long kib = 0;
     if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) return kib << 10;
   }
-  struct sysinfo machine = {};  // no /proc: what is not even used for caches
+  struct sysinfo machine = {};  // without /proc: free memory, not counting caches
   sysinfo(&machine);
   return std::size_t{machine.freeram} * machine.mem_unit;
 }

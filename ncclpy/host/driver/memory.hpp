@@ -1,4 +1,4 @@
-// Memory of the host engine: CPU memory that remembers which virtual device it belongs to.
+// Memory of the host engine: CPU memory with the virtual device that it belongs to.
 #pragma once
 
 #include <cstddef>
@@ -9,24 +9,24 @@ namespace ncclpy::host {
 struct Allocation {
   void* base = nullptr;  // nullptr: memory that was not allocated here
   std::size_t bytes = 0;
-  int device = -1;       // of pinned memory: the device that was current
-  bool pinned = false;   // host memory (cuMemHostAlloc), not a device's
-  int descriptor = -1;   // of memory that other processes of the user can map
+  int device = -1;      // of pinned memory: the device that was current at the allocation
+  bool pinned = false;  // host memory (cuMemHostAlloc)
+  int descriptor = -1;  // of memory that other processes of the user can map, else -1
 };
 
-// Device memory, aligned to 512 bytes; nullptr if the machine has not that much. Contents are undefined.
+// Device memory, aligned to 512 bytes, with undefined contents; nullptr if the machine does not have that much.
 void* allocate(std::size_t bytes, int device);
-// As allocate, and other processes can map it; if the process has no descriptor left for it, as allocate.
+// As allocate, with memory that other processes can map. If the process has no free descriptor, it is as allocate.
 void* allocate_shared(std::size_t bytes, int device);
 // Host memory of cuMemHostAlloc.
 void* allocate_pinned(std::size_t bytes, int device);
-// Give back what allocate (or allocate_pinned) returned; false, and nothing done, if `base` is not such a pointer.
+// Frees what allocate (or allocate_pinned) returned. Returns false, and does nothing, if `base` is no such pointer.
 bool deallocate(void* base, bool pinned = false);
 
-// The allocation that contains an address; its base is nullptr for memory that was not allocated here.
+// The allocation that contains an address; `base` is nullptr for memory that was not allocated here.
 Allocation allocation_of(const void* address);
 
-// What keeps that allocation's memory where it is, also once it is deallocated; nullptr for memory not allocated here.
+// Keeps that allocation's memory mapped, even after it is deallocated; nullptr for memory that was not allocated here.
 std::shared_ptr<void> hold_allocation(const void* address);
 
 // The machine's memory, in bytes.

@@ -1,4 +1,4 @@
-// The book of claims.
+// The registry of all uses.
 #include "memory_use.hpp"
 
 #include <cstdio>
@@ -18,7 +18,7 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* const one = new Registry;  // never destroyed: used until the process is gone
+  static auto* const one = new Registry;  // never destroyed: threads may run while the process exits
   return *one;
 }
 

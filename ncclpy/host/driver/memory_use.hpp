@@ -1,4 +1,4 @@
-// What memory is needed for, so that nobody gives it back too soon: kept with NCCLPY_HOST_CHECKS=1, and only then.
+// The uses of memory that forbid freeing it. They are recorded only with NCCLPY_HOST_CHECKS=1.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace ncclpy::host {
 
-// Whether the environment asks for checks; read once, when the engine is loaded.
+// Whether NCCLPY_HOST_CHECKS is set; read once, when the engine is loaded.
 extern const bool checks;
 
 struct Range {
@@ -26,23 +26,23 @@ struct Range {
   std::string text() const;  // "16 bytes at 0x..."
 };
 
-// Somebody needs some memory for as long as this object is there.
+// While this object exists, its ranges are in use.
 class MemoryUse {
  public:
   enum Kind {
-    copies,      // a copy or a memset of the driver's: to give back memory waits for it
-    operations,  // of a communicator, which may never come to an end
+    copies,      // a copy or a memset of the driver; freeing memory waits for it
+    operations,  // of a communicator; they may never complete
     registered,
   };
 
-  // `words` say who, and what for: "..., rank 0 of ..., reads". `ended` is asked under a lock, and takes none itself: then
-  // the claim is void although it is there.
+  // `description` names the user and the use: "..., rank 0 of ..., reads". `ended` is called under a lock and must
+  // take none; if it returns true, the use no longer counts although the object exists.
   MemoryUse(Kind kind, std::vector<Range> ranges, std::string description, std::function<bool()> ended = {});
   ~MemoryUse();
   MemoryUse(const MemoryUse&) = delete;
   MemoryUse& operator=(const MemoryUse&) = delete;
 
-  // Why an allocation cannot be given back now, or "". Who waits for copies does not ask for those.
+  // Why an allocation cannot be freed now, or "". A caller that waits for copies ignores them here.
   static std::string conflict(const Allocation& allocation, bool waits_for_copies);
 
  private:
@@ -52,7 +52,7 @@ class MemoryUse {
   const std::function<bool()> ended_;
 };
 
-// The last text of a refusal to this thread, for cuGetErrorString; "" if there was none.
+// The text of the last refusal to free, for cuGetErrorString; per thread, "" if there was none.
 extern thread_local std::string last_free_refusal;
 
 }  // namespace ncclpy::host

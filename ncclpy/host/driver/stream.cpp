@@ -1,8 +1,9 @@
-// Streams: the queue, who runs it, helping, and the order between the legacy default stream and the blocking ones.
+// Streams: the queue, the threads that run it, helping, and the order between the legacy default stream and the
+// blocking streams.
 //
-// The legacy order is kept by fences. A task for the legacy stream is preceded by one that waits for what is queued
-// in the device's blocking streams at that time, a task for a blocking stream by one that waits for what is queued in
-// the legacy stream. A fence only ever waits for tasks queued before it, so that fences cannot form a cycle.
+// Fences keep the legacy order. Before a task of the legacy stream a fence waits for what is queued in the device's
+// blocking streams at that time; before a task of a blocking stream a fence waits for what is queued in the legacy
+// stream. A fence waits only for tasks that were queued before it, so fences cannot form a cycle.
 #include "stream.hpp"
 
 #include <algorithm>
@@ -25,10 +26,10 @@ struct DeviceStreams {
   std::shared_ptr<Stream> legacy;
   Mutex<NCCLPY_LOCK_DEVICE> mutex;
   std::vector<std::weak_ptr<Stream>> others;  // may be destroyed and still have work
-  std::atomic<bool> some_block{false};        // one of them was ever of those that the legacy stream waits for
+  std::atomic<bool> some_block{false};        // one of them was ever a blocking stream
 };
 
-// Nothing here is ever destroyed: threads may run until the process is gone.
+// Never destroyed: threads may run while the process exits.
 DeviceStreams* device_streams() {
   static DeviceStreams* const streams = [] {
     const int count = device_count();
@@ -60,11 +61,11 @@ std::shared_ptr<Stream> make_stream(int device, Stream::Kind kind) {
   return stream;
 }
 
-// The per-thread default streams of the calling thread, one a device; closed with the thread.
+// The per-thread default streams of the calling thread, one for each device; closed when the thread ends.
 class ThreadStreams {
  public:
   ~ThreadStreams() {
-    if (after_fork()) return;  // a lock may be held by a thread that the fork left behind
+    if (after_fork()) return;  // a thread that does not exist in the child may hold a lock
     for (auto& [device, stream] : streams_) stream->close();
   }
   std::shared_ptr<Stream> of(int device) {
@@ -77,16 +78,18 @@ class ThreadStreams {
   std::unordered_map<int, std::shared_ptr<Stream>> streams_;
 };
 
-// Spinning saves a sleep of a few microseconds; half of the cores at most may be spent on it.
+// Spinning saves a sleep of a few microseconds; at most half of the cores may spin at a time.
 std::atomic<int> spinning{0};
 const int may_spin = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int most_spins = 400;
 
-constexpr std::uint64_t prompt_tasks = 4;  // at most so many tasks before a caller waits for the last of them
-constexpr int max_prompt_waits = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
+// a wait is prompt if at most this many tasks were queued since the last one
+constexpr std::uint64_t prompt_tasks = 4;
+// upper limit of the waits that make a stream lazy; each mistake doubles their number
+constexpr int max_prompt_waits = 512;
 constexpr std::chrono::microseconds sweep_every{300};
 
-// The sweeper's thread: asleep without end while no stream is lazy.
+// The sweeper's thread sleeps without a timeout while no stream is lazy.
 class Sweeper {
  public:
   void add(std::shared_ptr<Stream> stream) {
@@ -133,7 +136,7 @@ void Point::wait() const {
   if (stream != nullptr) stream->wait(number);
 }
 
-// What the next task must wait for in other streams; only what is not done yet.
+// The points of other streams that the next task must wait for; only those not reached yet.
 std::vector<Point> Stream::predecessors() const {
   std::vector<Point> points;
   if (kind_ == Kind::non_blocking) return points;
@@ -197,7 +200,7 @@ void Stream::synchronize() {
 
 bool Stream::help(std::uint64_t number) {
   std::unique_lock lock(mutex_);
-  // A task that nobody who helps can run has a thread come: who waits for that has not come back to do it.
+  // A helper cannot run an uninterruptible task: a worker must, and the wait does not count as a prompt one.
   if (last_uninterruptible_ > awaited_number_) {
     if (number == queued_.load(std::memory_order_relaxed)) awaited_number_ = number;
     be_eager();
@@ -209,7 +212,7 @@ bool Stream::help(std::uint64_t number) {
     WaitControl::poll();
   }
   const bool done = reached(number);
-  ensure_worker(lock);  // for what this helper leaves over
+  ensure_worker(lock);  // for what this helper has not run
   return done;
 }
 
@@ -236,7 +239,7 @@ void Stream::wait(std::uint64_t number) {
       lock.lock();
     }
   }
-  ensure_worker(lock);  // for what this helper leaves over
+  ensure_worker(lock);  // for what this helper has not run
 }
 
 bool Stream::notify_when_done(std::uint64_t number, void (*callback)(void*), void* argument) {
@@ -248,13 +251,14 @@ bool Stream::notify_when_done(std::uint64_t number, void (*callback)(void*), voi
   if (std::none_of(callbacks_.begin(), callbacks_.end(), same)) callbacks_.push_back({number, callback, argument});
   try {
     ensure_worker(lock);
-  } catch (const std::exception&) {  // no thread, nor one for the sweeper: whoever asks next finds one, perhaps
+  } catch (const std::exception&) {  // no thread, not even for the sweeper: the next caller may find one
   }
   return false;
 }
 
 bool Stream::sleep_until(std::uint64_t number, double seconds) {
-  // Its own, not progress_: who waits for the last of many tasks is not woken by each.
+  // A condition of its own, not progress_: a thread that waits for the last of many tasks is not woken by each of
+  // them.
   struct {
     Condition told;
     bool done = false;
@@ -291,31 +295,31 @@ std::uint64_t Stream::append(Task task) {
   return number;
 }
 
-// A thread comes to this stream. Gives up the lock.
+// Gives the stream a worker. Releases the lock.
 void Stream::assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock) {
   has_worker_ = true;
   lock.unlock();
   worker.run(shared_from_this());
 }
 
-// Finds a thread for what has none. Gives up the lock.
+// Finds a worker if the stream has tasks and none. Releases the lock.
 void Stream::ensure_worker(std::unique_lock<StreamMutex>& lock) {
   if (has_worker_ || !runnable()) return lock.unlock();
   try {
     assign_worker(lease_worker(), lock);
-  } catch (const std::exception&) {  // no more threads: until there is one, whoever waits does the work
+  } catch (const std::exception&) {  // no thread can be started: until one can, waiting callers run the tasks
     leave_to_sweeper(lock);
   }
 }
 
-// The sweeper will look at this stream. Gives up the lock.
+// Adds the stream to the sweeper's list. Releases the lock.
 void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
   const bool known = std::exchange(swept_, true);
   lock.unlock();
   if (known) return;
   try {
     sweep_later(shared_from_this());
-  } catch (const std::exception&) {  // no thread for it
+  } catch (const std::exception&) {  // no thread for the sweeper
     lock.lock();
     swept_ = false;
     lock.unlock();
@@ -323,8 +327,8 @@ void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
   }
 }
 
-// A caller waits for a task. Whether the thread or this caller runs it says nothing of how soon the caller has come: a
-// thread that is woken may take the core from its waker before that gets here.
+// A caller waits for a task. It does not matter whether the worker or this caller runs the task: a woken worker may
+// take the core from its waker before the caller gets here.
 void Stream::note_wait(std::uint64_t number) {
   if (number != queued_.load(std::memory_order_relaxed) || number == awaited_number_) return;
   prompt_waits_ = number - awaited_number_ <= prompt_tasks ? std::min(prompt_waits_ + 1, prompt_waits_needed_) : 0;
@@ -347,7 +351,7 @@ bool Stream::sweep() {
   if (!stuck) return swept_;
   prompt_waits_needed_ = std::min(2 * prompt_waits_needed_, max_prompt_waits);
   be_eager();
-  swept_ = true;  // if there is no thread now, there may be one at the next sweep
+  swept_ = true;  // if no thread can be started now, the next sweep tries again
   ensure_worker(lock);
   return true;
 }
@@ -366,14 +370,15 @@ void Stream::run_tasks() {
   has_worker_ = false;
 }
 
-// Run the first task of the queue, without the lock; runnable() must hold. False if it was left: then it stays there.
+// Runs the first task of the queue, without the lock; runnable() must hold. Returns false if the task was suspended:
+// it then stays in the queue.
 bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   running_.store(true, std::memory_order_relaxed);
   Task& first = queue_.front();
   lock.unlock();
   ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it runs a task of a stream");
   const bool done = first();
-  if (done) first.clear();  // what the task owned is gone before anyone learns that it is done
+  if (done) first.clear();  // destroys what the task owned before the task counts as done
   lock.lock();
   if (done) {
     queue_.pop_front();
@@ -385,7 +390,7 @@ bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   return done;
 }
 
-// Wait for a condition a little while without the lock; whether it came true.
+// Waits for a condition for a short time, without the lock. Returns whether it became true.
 template <class Condition>
 bool Stream::spin(std::unique_lock<StreamMutex>& lock, Condition condition) {
   bool met = false;

@@ -1,8 +1,8 @@
-// A move-only function without arguments: what a stream queues. Small ones are stored in place, so that queueing a
-// copy, an event or a callback allocates nothing; unlike std::function it may own what cannot be copied.
+// A move-only function without arguments, as streams queue it. Small functions are stored in place, so that queueing a
+// copy, an event or a callback allocates nothing; unlike std::function, a task may own what cannot be copied.
 //
-// One whose function returns false was left by a thread that went its way (see WaitControl), and is to be called again.
-// Only a brief one may be left: no other is run by such a thread.
+// A task whose function returns false was suspended by a thread with a time limit (WaitControl), and must be called
+// again. Such a thread runs interruptible tasks only.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ class Task {
       };
     }
   }
-  // One that waits for nobody, or can be left while it does.
+  // A task that waits for nothing, or that can be suspended while it waits.
   template <class F>
   static Task interruptible(F&& function) {
     Task task(std::forward<F>(function));
@@ -52,7 +52,7 @@ class Task {
   Task& operator=(const Task&) = delete;
   Task& operator=(Task&&) = delete;
   ~Task() { clear(); }
-  // Destroys the function; there is none to call any more.
+  // Destroys the function. The task must not be called afterwards.
   void clear() {
     if (act_ != nullptr) std::exchange(act_, nullptr)(Action::destroy, storage_, nullptr);
   }
@@ -71,7 +71,7 @@ class Task {
     }
   }
 
-  enum class Action { call, move, destroy };  // move leaves nothing behind
+  enum class Action { call, move, destroy };  // move destroys the source
   static constexpr std::size_t in_place_bytes = 56;
 
   alignas(std::max_align_t) unsigned char storage_[in_place_bytes];

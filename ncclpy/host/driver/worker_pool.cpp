@@ -1,4 +1,4 @@
-// Threads that go from stream to stream.
+// Threads that move from stream to stream.
 #include "worker_pool.hpp"
 
 #include <algorithm>
@@ -17,18 +17,18 @@ class Worker {
  public:
   Condition wake;
   std::shared_ptr<Stream> stream;
-  bool idle = false;  // among the idle ones: may be reserved, may end
+  bool idle = false;  // in WorkerPool::idle: may be leased, may end
 };
 
 namespace {
 
 constexpr std::chrono::seconds idle_timeout{1};
 
-// Never destroyed: threads may run until the process is gone.
+// Never destroyed: threads may run while the process exits.
 struct WorkerPool {
   Mutex<NCCLPY_LOCK_CREW> mutex;  // guards the workers as well
   std::size_t workers = 0;
-  // With room for all. The last one to have worked is the first to work again: its caches are warm.
+  // Has room for all workers. The worker that became idle last is leased first: its caches are warm.
   std::vector<Worker*> idle;
 };
 
@@ -42,7 +42,7 @@ void return_worker(WorkerPool& pool, Worker* worker) {
   pool.idle.push_back(worker);
 }
 
-// A worker's life; it begins reserved.
+// The main function of a worker, which starts as leased.
 void run_worker(std::unique_ptr<Worker> me) {
   WorkerPool& pool = worker_pool();
   int named = -1;

@@ -1,7 +1,7 @@
-// The threads that run the streams: as many as streams have work at the same time, not one for each stream.
+// The worker threads of the streams: as many as streams have work at the same time, not one for each stream.
 //
-// A task may wait for other ranks for as long as it likes, so a stream that has work always gets a thread of its own,
-// a new one if none is free. A thread that has nothing to do stays for a second, and then ends.
+// A task may wait for other ranks for any time, so a stream that has work always gets a worker of its own; a new
+// thread is started if no worker is idle. An idle worker ends after a second.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace ncclpy::host {
 class Stream;
 class Worker;
 
-// A thread that waits for the stream that it is to run; goes back to the others if it is not given one.
+// A worker that is reserved for a stream. The destructor returns it to the pool if run() was not called.
 class WorkerLease {
  public:
   WorkerLease() = default;
@@ -25,14 +25,14 @@ class WorkerLease {
     return *this;
   }
   explicit operator bool() const { return worker_ != nullptr; }
-  // The thread calls `stream->run_tasks()`.
+  // Has the worker call `stream->run_tasks()`.
   void run(std::shared_ptr<Stream> stream);
 
  private:
   Worker* worker_ = nullptr;
 };
 
-// Throws std::system_error if there can be no more threads.
+// Reserves an idle worker or starts one. Throws std::system_error if no thread can be started.
 WorkerLease lease_worker();
 
 }  // namespace ncclpy::host

@@ -1,4 +1,4 @@
-// What an aborted rank leaves for the others.
+// What an aborted rank leaves for its peers.
 #include "abandon.hpp"
 
 #include "base/wait.hpp"

@@ -1,4 +1,4 @@
-// The plan in force, what of it has happened, and how each fault happens.
+// The current plan, its past faults, and how each fault is injected.
 #include "fault.hpp"
 
 #include <signal.h>
@@ -25,17 +25,18 @@ namespace {
 enum Moment : uint64_t { in_call, in_run, in_result };
 
 struct Plan {
-  std::string broken;  // why the environment's plan could not be read
+  std::string broken;  // why the environment's plan could not be parsed
   std::vector<Rule> rules;
-  Mutex<NCCLPY_LOCK_FAULTS> mutex;  // guards what follows
-  std::map<std::pair<size_t, int>, uint64_t> seen;                          // by rule and rank
-  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;  // random: by call, moment and rank
+  Mutex<NCCLPY_LOCK_FAULTS> mutex;                  // guards the fields below
+  std::map<std::pair<size_t, int>, uint64_t> seen;  // by rule and rank
+  // of random rules: by call, moment and rank
+  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;
   std::string fired;
   std::vector<bool> has_fired;  // by rule
   bool announced = false;
 };
 
-// Never destroyed: threads of the engine ask for the plan until the process is gone.
+// Never destroyed: threads of the engine read the plan until the process has exited.
 struct InForce {
   Mutex<NCCLPY_LOCK_FAULTS> mutex;
   std::shared_ptr<Plan> plan;
@@ -59,7 +60,7 @@ void put_in_force(std::shared_ptr<Plan> next) {
   the.plan.swap(next);
 }
 
-// The environment's plan holds from the beginning. If it cannot be read, every call says so.
+// The environment's plan applies from the start. If it cannot be parsed, every call reports that.
 __attribute__((constructor)) void read_environment() {
   const char* const text = std::getenv("NCCLPY_FAULTS");
   if (text == nullptr) return;
@@ -67,12 +68,13 @@ __attribute__((constructor)) void read_environment() {
   if (parse_plan(text, &next->rules) != ncclSuccess) next->broken = "NCCLPY_FAULTS: " + last_error();
   set_last_error("");
   if (next->broken.empty() && next->rules.empty()) return;
-  // Without its mutex: the library is being loaded, and whoever loads it may hold a lock under which none is taken.
+  // Without the mutex: the library is being loaded, and the loading thread may hold a lock under which none may be
+  // taken.
   in_force().plan = std::move(next);
   faults_planned.store(true);
 }
 
-// splitmix64: the same decision for the same site, whatever else happens and in whatever order.
+// splitmix64: the decision for a site does not depend on other sites or their order.
 uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
@@ -86,7 +88,7 @@ uint64_t hash(const std::string& text) {
   return value;
 }
 
-// What of a random rule's choice can happen in this moment.
+// Whether a fault of a random rule can be injected at this moment.
 bool fits(Fault::Action action, Moment moment) {
   switch (action) {
     case Fault::busy: return moment == in_call;
@@ -109,7 +111,7 @@ std::string sentence(const Fault& fault, int rank, const std::string& call, uint
   return text;
 }
 
-// What happens at this site, if anything. The first rule that says something counts.
+// Chooses the fault of this site, if any. The first matching rule counts.
 bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fault* fault, std::string* text) {
   const auto now = plan();
   if (now == nullptr) return false;
@@ -136,7 +138,7 @@ bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fau
       if (nth < rule.first || nth > rule.last) continue;
       chosen = &only;
     }
-    if (found) continue;  // the others still count their occurrences
+    if (found) continue;  // later rules still count their occurrences
     found = true;
     *fault = *chosen;
     *text = sentence(*chosen, rank, call, nth, moment);
@@ -156,14 +158,14 @@ double now_seconds() {
   return double(time.tv_sec) + double(time.tv_nsec) * 1e-9;
 }
 
-// Below 0 seconds: without end. Returns early when `over()`.
+// Pauses for `seconds`, without end if negative. Returns early when `over()`.
 template <class Over>
 void pause_for(double seconds, Over over) {
   const double end = now_seconds() + seconds;
   while (!over() && (seconds < 0 || now_seconds() < end)) {
     const timespec millisecond = {0, 1000000};
     nanosleep(&millisecond, nullptr);
-    WaitControl::poll();  // a caller that waits for its stream may be here, with a deadline
+    WaitControl::poll();  // the thread may be a caller that waits for its stream with a deadline
   }
 }
 
@@ -179,7 +181,7 @@ ncclResult_t fault_in_call(Comm* comm, int rank, const char* function) {
   Fault fault;
   std::string text;
   if (!decide(comm, rank, function, in_call, &fault, &text)) return ncclSuccess;
-  // An abort is what would end a hang: one that hangs itself has no end but its own.
+  // An abort ends other hangs; a hang of the abort itself ends only by its own duration.
   const bool ends = std::string(function).find("Abort") == std::string::npos;
   auto over = [&] { return ends && comm != nullptr && comm->health.ended(); };
   switch (fault.action) {

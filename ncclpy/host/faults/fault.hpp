@@ -1,5 +1,5 @@
-// Faults on command: what a plan says goes wrong, at which call or operation of which rank. docs/host-engine.md has the
-// language. Without a plan a site costs one relaxed load.
+// Injected faults: a plan says what goes wrong, at which call or operation of which rank. docs/host-engine.md
+// describes the language. Without a plan a site costs one relaxed load.
 #pragma once
 
 #include <atomic>
@@ -13,25 +13,24 @@ class Comm;
 
 extern std::atomic<bool> faults_planned;
 
-// A call of `function` (NCCL's name, with or without "nccl") begins, on `comm`, which may be null where there is none
-// yet. What the plan has for it happens here; success means that the call goes on.
+// Called where `function` (NCCL's name, with or without "nccl") begins; `comm` is null if there is no communicator
+// yet. Executes the plan's fault; ncclSuccess means that the call continues.
 ncclResult_t fault_in_call(Comm* comm, int rank, const char* function);
 
 inline ncclResult_t fault_at_call(Comm* comm, int rank, const char* function) {
   return faults_planned.load(std::memory_order_relaxed) ? fault_in_call(comm, rank, function) : ncclSuccess;
 }
 
-// An operation begins to run. False: it does not run.
+// Called where an operation begins to run. Returns false if it must not run.
 bool fault_in_run(Comm& comm, const char* name);
-// An operation has run and left its result.
+// Called after an operation has stored its result.
 void fault_in_result(Comm& comm, const char* name, const Operation& operation);
 
-// Replaces the plan and forgets what has happened; NULL or "" ends all faults. An error leaves the plan as it was.
+// Replaces the plan and forgets past faults; NULL or "" ends all faults. After an error the old plan stays in force.
 ncclResult_t set_faults(const char* text);
-// What has happened by the plan in force, a line each, in the order in which it happened.
+// The faults that the current plan has injected, one a line, in order.
 std::string faults_fired();
-// The rules of the plan in force of which nothing has happened, a line each, but for random ones, which may have nothing
-// to do.
+// The rules of the current plan that have injected nothing, one a line, without random rules, which may find no site.
 std::string faults_unfired();
 
 }  // namespace ncclpy::host

@@ -1,4 +1,4 @@
-// Reading fault plans: rules apart by ";", words apart by blanks, each word key=value.
+// Parsing fault plans: rules separated by ";", words by blanks, each word key=value.
 #include "fault_plan.hpp"
 
 #include <algorithm>
@@ -99,7 +99,7 @@ ncclResult_t parse_occurrence(const std::string& word, const std::string& text, 
   return ncclSuccess;
 }
 
-// A call is named as NCCL names it, with or without "nccl".
+// The name of a function of NCCL, with or without "nccl".
 ncclResult_t parse_call(const std::string& word, const std::string& text, Rule* rule) {
   rule->call = text == "*" ? "" : text.rfind("nccl", 0) == 0 ? text.substr(4) : text;
   if (rule->call.empty()) return ncclSuccess;
@@ -191,7 +191,7 @@ ncclResult_t parse_plan(const std::string& text, std::vector<Rule>* rules) {
 }
 
 std::string site_of(const std::string& call) {
-  // A rank is initialised by several functions, and what a user calls is made of whichever the loaded NCCL has.
+  // Several functions initialise a rank, and which of them a user's call uses depends on the loaded NCCL.
   if (call.rfind("CommInit", 0) == 0) return "CommInitRank";
   if (call == "Bcast") return "Broadcast";
   if (call == "GroupSimulateEnd") return "GroupEnd";

@@ -1,4 +1,4 @@
-// What NCCL does not survive.
+// Checks of what NCCL does not survive.
 #include "strict_ends.hpp"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// The end of communicators as NCCL's is, with NCCLPY_HOST_STRICT_ENDS=1: for programs, and for ncclpy, that are to run there.
-// Where NCCL uses what it has freed, or has a peer do so, the process ends with a word why.
+// Ends communicators as strictly as NCCL, with NCCLPY_HOST_STRICT_ENDS=1: for testing programs, and ncclpy, that will
+// run on NCCL. Where NCCL would use freed memory, or have a peer do so, the process is aborted with a message.
 #pragma once
 
 #include "comm/comm.hpp"
@@ -8,10 +8,10 @@ namespace ncclpy::host {
 
 extern const bool strict_ends;
 
-// It is destroyed or aborted, and its communicator's only rank in this process. Several are freed with the last of them,
-// which is not looked at.
+// Called when a rank is destroyed or aborted that is the only one of its communicator in this process. Of several
+// ranks NCCL frees resources with the last one; that case is not checked.
 void check_destroy(Comm& comm);
-// Something of it is deregistered.
+// Called when a registration of the communicator is removed.
 void check_deregister(const Comm& comm);
 
 }  // namespace ncclpy::host

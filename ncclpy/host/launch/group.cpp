@@ -1,4 +1,4 @@
-// The thread's group, and what happens at its end.
+// The thread's group, and its end.
 #include "group.hpp"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr size_t least_operations = 2;  // that a group has room for at first: an exchange with a neighbour
+constexpr size_t least_operations = 2;  // reserved for each communicator of a group: an exchange with a neighbour
 
-// What one communicator does in the group.
+// The operations of one communicator in the group.
 struct Share {
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
@@ -25,9 +25,9 @@ struct Share {
 
 struct Contents {
   std::vector<Job> jobs;
-  std::vector<Share> shares;  // one a communicator, in the order of their first operations
+  std::vector<Share> shares;  // one for each communicator, in the order of their first operations
 
-  // Those for which a job in the background is not over.
+  // The communicators with an unfinished background job.
   Mutex<NCCLPY_LOCK_GROUP> mutex;
   std::vector<std::shared_ptr<Comm>> worked_on;
 
@@ -42,7 +42,7 @@ struct Contents {
   }
 
   void add(const std::shared_ptr<Comm>& comm, Operation operation) {
-    // Mostly it is that of the last one.
+    // Mostly the communicator is that of the last operation.
     auto share = std::find_if(shares.rbegin(), shares.rend(), [&](const Share& known) { return known.comm == comm; });
     if (share != shares.rend()) return share->operations.push_back(std::move(operation));
     shares.push_back({comm, {}});
@@ -55,7 +55,7 @@ struct Contents {
     for (const auto& comm : worked_on) comm->queue.begin_job();
   }
 
-  // Of one communicator: others of the group may still wait for their ranks.
+  // Ends one communicator's job: others of the group may still wait for their ranks.
   void end_job(const std::shared_ptr<Comm>& comm) {
     {
       std::lock_guard lock(mutex);
@@ -70,7 +70,7 @@ struct Contents {
     for (const auto& comm : std::vector<std::shared_ptr<Comm>>(worked_on)) end_job(comm);
   }
 
-  // Every communicator of the group, once.
+  // Each communicator of the group, once.
   std::vector<std::shared_ptr<Comm>> comms() const {
     std::vector<std::shared_ptr<Comm>> all;
     auto add = [&](const std::shared_ptr<Comm>& comm) {
@@ -88,7 +88,7 @@ struct Contents {
 struct Group {
   int depth = 0;
   ncclResult_t error = ncclSuccess;
-  int blocking = -1;  // not known before the first communicator
+  int blocking = -1;  // unknown before the first communicator
   Contents contents;
 };
 
@@ -99,7 +99,7 @@ struct Outcome {
   std::string text;
 };
 
-// Runs a function that gives a result code; what it throws is one as well.
+// Runs a function that returns a result code; an exception becomes a result code as well.
 template <class Function>
 Outcome outcome_of(Function function) {
   Outcome outcome;
@@ -110,7 +110,7 @@ Outcome outcome_of(Function function) {
 
 Outcome run_jobs(Contents& contents) {
   std::vector<Job>& jobs = contents.jobs;
-  // One thread for each communicator; its own jobs one after the other.
+  // One thread for each communicator, which runs the communicator's jobs in order.
   std::vector<std::vector<Job*>> shares;
   for (Job& job : jobs) {
     std::vector<Job*>* share = nullptr;
@@ -147,7 +147,7 @@ Outcome run_jobs(Contents& contents) {
   return {};
 }
 
-// A message to oneself without its counterpart in the group could never arrive.
+// A message to the own rank without its counterpart in the group could never arrive.
 ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, int rank) {
   int sends = 0, receives = 0;
   for (const Operation& operation : operations) {
@@ -170,7 +170,7 @@ ncclResult_t issue_operations(std::vector<Share>& shares) {
   return ncclSuccess;
 }
 
-// The communicators work side by side: the slowest one counts.
+// The communicators work concurrently: the slowest one counts.
 ncclResult_t simulate(const std::vector<Share>& shares, ncclSimInfo_t* simulation) {
   NCCLPY_TRY(check_messages_to_self(shares));
   double microseconds = 0.0;
@@ -207,7 +207,7 @@ ncclResult_t end_in_background(Contents contents) {
   return started;
 }
 
-// Blocking and nonblocking communicators cannot share a group: would its end wait or not?
+// Blocking and nonblocking communicators cannot share a group: it would be undefined whether its end waits.
 ncclResult_t join(const Comm& comm, bool destroys) {
   if (destroys) {
     group.blocking = 1;

@@ -1,4 +1,4 @@
-// Operations put on streams, and run there.
+// Putting operations on streams, and running them there.
 #include "launch.hpp"
 
 #include <algorithm>
@@ -19,21 +19,22 @@
 namespace ncclpy::host {
 namespace {
 
-// How far a launch has come, which a thread may leave and another one go on with.
+// The progress of a launch that one thread may suspend and another one resume.
 struct LaunchProgress {
   explicit LaunchProgress(Comm& comm) : messages(comm) {}
 
   bool begun = false;
   Messages messages;
-  size_t next_collective = 0;  // the operation that is the first not run, of the collectives
-  CollectiveProgress collective_progress;          // of that
+  size_t next_collective = 0;              // index of the first collective that has not run
+  CollectiveProgress collective_progress;  // of that collective
 };
 
-// What happens once. False if nothing of the launch is to run.
-bool begin_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
+// The part that runs once. Returns false if nothing of the launch must run.
+bool begin_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
+                      LaunchProgress& progress) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   for (size_t i = 0; faults && i < count; i++) {
-    // An operation that does not run takes those of its launch with it, as a kernel would.
+    // An operation that does not run prevents the others of its launch, as they would be one kernel.
     if (!fault_in_run(comm, name_of(operations[i]))) return false;
   }
   progress.begun = true;
@@ -44,26 +45,27 @@ bool begin_operations(Comm& comm, const Operation* operations, size_t count, Lau
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
     const bool put = run_put(comm, operations[i]);
-    if (memory_use != nullptr) memory_use->targets[i].reset();  // from here on it is the peer's alone
+    if (memory_use != nullptr) memory_use->targets[i].reset();  // from now on only the peer uses the memory
     if (put) give_signal(comm, operations[i]);
   }
   return true;
 }
 
-// False if it was left.
+// Returns false if the thread suspended the launch.
 template <class Tell>
-bool run_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress, Tell tell) {
+bool run_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
+                    LaunchProgress& progress, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   if (progress.begun) {
     progress.messages.advance();
   } else {
-    if (comm.rendezvous.has_disagreed()) return true;  // others do not come to it
-    if (faults && WaitControl::has_time_limit()) return false;  // they may hold it up, and are to be heard of once
+    if (comm.rendezvous.has_disagreed()) return true;  // other ranks do not reach this launch
+    if (faults && WaitControl::has_time_limit()) return false;  // faults may block, and must be evaluated only once
     if (!begin_operations(comm, operations, count, memory_use, progress)) return true;
   }
   for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
-    if (comm.health.stopped()) {  // perhaps in the middle of the one before: others may still wait for its gates
+    if (comm.health.stopped()) {  // perhaps within the previous collective: others may still wait at its barriers
       if (!hang_until_ended(comm)) return false;
       abandon_operations(comm, &operations[i], 1);
       continue;
@@ -84,19 +86,21 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
   return true;
 }
 
-bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
-  // Everybody can see what this rank is at.
+bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
+             LaunchProgress& progress) {
+  // All ranks can see what this rank is running.
   RankSlot& slot = comm.segment->slot(comm.rank);
   const auto tell = [&slot](uint64_t call) { slot.current_call[data_side].store(call, std::memory_order_relaxed); };
   tell(operations[0].call);
   const bool done = run_operations(comm, operations, count, memory_use, progress, tell);
   if (done) slot.last_done.store(operations[count - 1].call, std::memory_order_relaxed);
-  tell(0);  // also where it was left, to which perhaps nobody comes back
+  tell(0);  // also after a suspension, since no thread may resume the launch
   return done;
 }
 
-// Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
-bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, LaunchMemoryUse* memory_use, LaunchProgress& progress) {
+// Runs the launch at its turn, unless the communicator has stopped. Returns false if the thread suspended it.
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
+         LaunchProgress& progress) {
   const Turn turn = comm.queue.enter(ticket);
   if (turn == Turn::suspended) return false;
   if (turn == Turn::ready && !execute(comm, operations, count, memory_use, progress)) {
@@ -114,19 +118,21 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count,
   return true;
 }
 
-// Whether who waits for them may run them, and leave them.
+// Whether a thread with a time limit may run the operations, and suspend them.
 bool are_interruptible(const Comm& comm, const Operation* operations, size_t count) {
   if (faults_planned.load(std::memory_order_relaxed)) return false;
-  size_t left = interruptible_max_bytes;  // of all together
-  return std::all_of(operations, operations + count, [&](const Operation& one) { return fits_interruptible(comm, one, &left); });
+  size_t left = interruptible_max_bytes;  // for all operations together
+  return std::all_of(operations, operations + count,
+                     [&](const Operation& one) { return fits_interruptible(comm, one, &left); });
 }
 
 template <class Function>
 Task task_of(bool is_interruptible, Function&& function) {
-  return is_interruptible ? Task::interruptible(std::forward<Function>(function)) : Task(std::forward<Function>(function));
+  return is_interruptible ? Task::interruptible(std::forward<Function>(function))
+                          : Task(std::forward<Function>(function));
 }
 
-// The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
+// The launch event is recorded in stream order. A default stream is that of the communicator's device.
 ncclResult_t record_launch(const Operation& operation, int device) {
   if (operation.launch_event == nullptr) return ncclSuccess;
   const CUcontext before = current_context();
@@ -138,14 +144,15 @@ ncclResult_t record_launch(const Operation& operation, int device) {
               static_cast<void*>(operation.launch_event), static_cast<void*>(operation.stream));
 }
 
-// Into a graph instead of the streams: each launch of the graph is a launch of these operations, with its own place in
-// the communicator's order. The graph keeps the communicator, as NCCL's graphs keep its resources.
+// Adds the operations to a graph instead of the streams: each launch of the graph is a launch of these operations,
+// with its own place in the communicator's order. The graph keeps the communicator alive, as NCCL's graphs keep its
+// resources.
 ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
                             const std::vector<std::shared_ptr<Stream>>& streams) {
   const CUresult captured = capture(streams, comm->device, [comm, operations] {
     auto memory_use = find_memory_use(comm, operations.data(), operations.size());
     return Task([comm, operations, memory_use = std::move(memory_use), ticket = comm->queue.take_ticket()] {
-      LaunchProgress progress(*comm);  // it is not brief, so nobody leaves it
+      LaunchProgress progress(*comm);  // the task is not interruptible, so it is never suspended
       (void)run(*comm, ticket, operations.data(), operations.size(), memory_use.get(), progress);
     });
   });
@@ -170,7 +177,7 @@ struct Launch {
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
   std::shared_ptr<LaunchMemoryUse> memory_use;  // of the first stream's task
-  LaunchProgress progress;               // likewise
+  LaunchProgress progress;                      // of the first stream's task
   std::atomic<size_t> streams_missing{0};
   std::atomic<bool> done{false};
 };
@@ -185,7 +192,8 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   auto memory_use = find_memory_use(comm, &operation, 1);
   comm->queue.issue([&](uint64_t ticket) {
     stream->enqueue(task_of(are_interruptible(*comm, &operation, 1),
-                            [comm, operation, memory_use = std::move(memory_use), ticket, progress = LaunchProgress(*comm)]() mutable {
+                            [comm, operation, memory_use = std::move(memory_use), ticket,
+                             progress = LaunchProgress(*comm)]() mutable {
                               return run(*comm, ticket, &operation, 1, memory_use.get(), progress);
                             }));
   });
@@ -208,8 +216,9 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
   launch->operations = std::move(operations);
   launch->memory_use = find_memory_use(comm, launch->operations.data(), launch->operations.size());
   launch->streams_missing = streams.size() - 1;
-  const bool is_interruptible = streams.size() == 1 && are_interruptible(*comm, launch->operations.data(), launch->operations.size());
-  // NCCL launches on the first stream, which waits for the others, which wait for the end.
+  const bool is_interruptible =
+      streams.size() == 1 && are_interruptible(*comm, launch->operations.data(), launch->operations.size());
+  // As in NCCL, the launch runs on the first stream, which waits for the others; the others wait for its end.
   comm->queue.issue([&](uint64_t ticket) {
     try {
       for (size_t i = 1; i < streams.size(); i++) {
@@ -217,20 +226,23 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
           Comm& one = *launch->comm;
           launch->streams_missing.fetch_sub(1);
           one.queue.changed.notify();
-          wait_until(one.queue.changed, [&] { return launch->done.load() || (one.health.stopped() && !one.health.hangs_on_dead_rank()); });
+          wait_until(one.queue.changed, [&] {
+            return launch->done.load() || (one.health.stopped() && !one.health.hangs_on_dead_rank());
+          });
         });
       }
       streams[0]->enqueue(task_of(is_interruptible, [launch, ticket] {
         Comm& one = *launch->comm;
         wait_until(one.queue.changed, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
-        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->memory_use.get(), launch->progress))
+        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->memory_use.get(),
+                 launch->progress))
           return false;
         launch->memory_use.reset();
         launch->done.store(true);
         one.queue.changed.notify();
         return true;
       }));
-    } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
+    } catch (...) {  // a stream has no thread: the others must not wait for it
       launch->done.store(true);
       comm->queue.changed.notify();
       throw;

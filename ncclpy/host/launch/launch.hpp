@@ -1,4 +1,4 @@
-// Launches: operations of one communicator that are put on streams together and run in its order.
+// Launches: operations of one communicator that are put on streams together and run in the communicator's order.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Which memory operations read and write.
+// The memory that operations read and write.
 #include "launch_memory_use.hpp"
 
 #include <string>
@@ -10,7 +10,7 @@ namespace {
 
 std::string rank_text(const Comm& comm) { return "rank " + std::to_string(comm.rank) + " of " + comm.title(); }
 
-// How many blocks of `count` elements the operation has on its side.
+// The number of blocks of `count` elements in the operation's buffer.
 size_t blocks_sent(const Operation& operation, int nranks) {
   return operation.kind == Operation::collective ? blocks_sent(operation.collective_kind, nranks) : 1;
 }
@@ -28,7 +28,8 @@ std::string description_of(const Comm& comm, const Operation& operation) {
 
 }  // namespace
 
-std::shared_ptr<LaunchMemoryUse> memory_use_of(const std::shared_ptr<Comm>& comm, const Operation* operations, size_t count) {
+std::shared_ptr<LaunchMemoryUse> memory_use_of(const std::shared_ptr<Comm>& comm, const Operation* operations,
+                                               size_t count) {
   const auto ended = [comm] { return comm->health.stopped(); };
   auto memory_use = std::make_shared<LaunchMemoryUse>();
   memory_use->targets.resize(count);
@@ -43,16 +44,19 @@ std::shared_ptr<LaunchMemoryUse> memory_use_of(const std::shared_ptr<Comm>& comm
     if (one.scalar_memory != nullptr) ranges.push_back({one.scalar_memory, size_of(one.dtype)});
     if (description.empty()) description = description_of(*comm, one);
     if (one.kind == Operation::put) {
-      memory_use->targets[i] = std::make_shared<const MemoryUse>(MemoryUse::operations, std::vector<Range>{{one.recvbuff, bytes}},
+      memory_use->targets[i] = std::make_shared<const MemoryUse>(MemoryUse::operations,
+                                                                 std::vector<Range>{{one.recvbuff, bytes}},
                                                          description_of(*comm, one) + ", writes", ended);
     }
   }
   if (count > 1) description += ", or one of the " + std::to_string(count - 1) + " launched with it";
-  memory_use->memory = std::make_shared<const MemoryUse>(MemoryUse::operations, std::move(ranges), description + ", uses", ended);
+  memory_use->memory =
+      std::make_shared<const MemoryUse>(MemoryUse::operations, std::move(ranges), description + ", uses", ended);
   return memory_use;
 }
 
-std::shared_ptr<const MemoryUse> registered_memory_use(const Comm& comm, const void* memory, size_t bytes, const char* what) {
+std::shared_ptr<const MemoryUse> registered_memory_use(const Comm& comm, const void* memory, size_t bytes,
+                                                       const char* what) {
   return std::make_shared<const MemoryUse>(MemoryUse::registered, std::vector<Range>{{memory, bytes}},
                                        std::string(what) + " of " + rank_text(comm) + " has registered",
                                        [&comm] { return comm.health.aborted(); });

@@ -1,4 +1,4 @@
-// What operations and registrations of a communicator claim, see driver/memory_use.hpp.
+// The memory that operations and registrations of a communicator use, see driver/memory_use.hpp.
 #pragma once
 
 #include <memory>
@@ -10,20 +10,24 @@
 
 namespace ncclpy::host {
 
-// What the operations of one launch read and write.
+// The memory that the operations of one launch read and write.
 struct LaunchMemoryUse {
-  std::shared_ptr<const MemoryUse> memory;                // until the launch has run
-  std::vector<std::shared_ptr<const MemoryUse>> targets;  // of puts, by operation: until the peer is told, who may free it
+  std::shared_ptr<const MemoryUse> memory;  // until the launch has run
+  // of puts, by operation: until the peer is signalled, which may free the memory
+  std::vector<std::shared_ptr<const MemoryUse>> targets;
 };
 
-std::shared_ptr<LaunchMemoryUse> memory_use_of(const std::shared_ptr<Comm>& comm, const Operation* operations, size_t count);
+std::shared_ptr<LaunchMemoryUse> memory_use_of(const std::shared_ptr<Comm>& comm, const Operation* operations,
+                                               size_t count);
 
-// nullptr without checks.
-inline std::shared_ptr<LaunchMemoryUse> find_memory_use(const std::shared_ptr<Comm>& comm, const Operation* operations, size_t count) {
+// nullptr without NCCLPY_HOST_CHECKS=1.
+inline std::shared_ptr<LaunchMemoryUse> find_memory_use(const std::shared_ptr<Comm>& comm, const Operation* operations,
+                                                        size_t count) {
   return checks ? memory_use_of(comm, operations, count) : nullptr;
 }
 
-// Of memory that is registered, for as long as the communicator is there; `what` is a function's name.
-std::shared_ptr<const MemoryUse> registered_memory_use(const Comm& comm, const void* memory, size_t bytes, const char* what);
+// A registration's use, which ends with the communicator; `what` is the name of the function.
+std::shared_ptr<const MemoryUse> registered_memory_use(const Comm& comm, const void* memory, size_t bytes,
+                                                       const char* what);
 
 }  // namespace ncclpy::host

@@ -1,4 +1,4 @@
-// How long a group would take, for ncclGroupSimulateEnd.
+// The estimated duration of a group, for ncclGroupSimulateEnd.
 #pragma once
 
 #include <vector>
@@ -7,12 +7,12 @@
 
 namespace ncclpy::host {
 
-// Microseconds that one communicator's operations of a group would take. A simple model, good for comparing groups with
-// each other: 3 us for a launch, 1 us for each operation and each rank in it, and the operation's traffic (nccl-tests'
-// bus bandwidth formulas) at 4 GB/s.
+// Microseconds that one communicator's operations of a group would take. A simple model for comparing groups: 3 us for
+// a launch, 1 us for each operation and each rank in it, and the operation's traffic (nccl-tests' bus bandwidth
+// formulas) at 4 GB/s.
 double estimate(const std::vector<Operation>& operations, int nranks);
 
-// Reads the caller's struct, whose size may be another release's, and writes the time to it.
+// Reads the caller's struct, whose size may be that of another release, and writes the duration to it.
 ncclResult_t check_sim_info(const ncclSimInfo_t* info);
 void set_estimated_time(ncclSimInfo_t* info, double microseconds);
 

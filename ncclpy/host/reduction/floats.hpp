@@ -8,7 +8,7 @@
 #include <cstring>
 
 namespace ncclpy::host {
-namespace {  // each instruction set's copy of the kernels keeps its own
+namespace {  // internal linkage: each instruction set's copy of the kernels has its own
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -54,7 +54,7 @@ inline float to_float(SmallFloat<Bits, E, M, FINITE> x) {
   uint32_t raw = x.bits;
   uint32_t magnitude = raw & magnitude_mask;
   uint32_t sign = (raw & ~magnitude_mask) << (31 - width);
-  // Shifted into float32's place the value is too small by 2^(127 - bias); the product is exact, subnormals included.
+  // Moved to float32's place the value is too small by 2^(127 - bias); the product is exact, subnormals included.
   float scaled = float_of(magnitude << (23 - M)) * float_of(uint32_t(127 + 127 - bias) << 23);
   uint32_t bits = bits_of(scaled);
   uint32_t special = FINITE ? 0x7fc00000u : 0x7f800000u | ((magnitude & ((1u << M) - 1)) << (23 - M));
@@ -72,10 +72,10 @@ inline void from_float(float value, SmallFloat<Bits, E, M, FINITE>& out) {
   uint32_t bits = bits_of(value);
   uint32_t sign = (bits >> (31 - width)) & (1u << width);
   uint32_t magnitude = bits & 0x7fffffff;
-  // Normal results: rebias, then round the dropped bits to nearest even. A carry runs into the exponent, as it should.
+  // Normal results: rebias, then round the dropped bits to nearest even. A carry into the exponent is correct.
   uint32_t rebased = magnitude - (uint32_t(127 - bias) << 23);
   uint32_t normal = (rebased + ((1u << (shift - 1)) - 1) + ((rebased >> shift) & 1)) >> shift;
-  // Subnormal results: adding a number whose last bit is the result's makes the FPU round to nearest even for us.
+  // Subnormal results: adding a number with the result's last bit as its last bit makes the FPU round to nearest even.
   constexpr uint32_t magic = uint32_t(127 - bias + 1 + shift) << 23;
   uint32_t subnormal = bits_of(float_of(magnitude) + float_of(magic)) - magic;
   uint32_t result = magnitude < (uint32_t(127 - bias + 1) << 23) ? subnormal : normal;

@@ -1,5 +1,6 @@
-// Stores that go past the caches, to memory. An ordinary store reads a cache line first, which large results throw out again
-// before anybody reads them: without that a result that comes from memory and goes there moves a third less.
+// Non-temporal stores, which bypass the caches. An ordinary store first reads the cache line, and large results evict
+// each other before they are read. Without those reads a result that comes from memory and goes to memory moves a
+// third less data.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +12,10 @@
 
 namespace ncclpy::host {
 
-// Of so many bytes, all of a rank's result, little is in a cache when it is complete.
+// The size of a rank's whole result from which little of it would still be in a cache when it is complete.
 constexpr size_t nontemporal_min_bytes = 8 << 20;
 
-// One cache line, to where one begins.
+// Stores one cache line to the aligned address `to`.
 static inline void store_line_nontemporal(void* to, const void* from) {
 #ifdef __SSE2__
   __m128i line[4];
@@ -25,8 +26,8 @@ static inline void store_line_nontemporal(void* to, const void* from) {
 #endif
 }
 
-// As memcpy; `nontemporal_fence` is to follow before another thread is told of it. Internal to each file that uses it, and
-// calling nothing that is not, as one is compiled for several instruction sets.
+// As memcpy. A nontemporal_fence() must follow before another thread is told of the data. Internal linkage and no
+// calls of external functions, since the includers are compiled for several instruction sets.
 static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   char* target = static_cast<char*>(to);
@@ -41,13 +42,13 @@ static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #endif
 }
 
-// To memory that is part of so much, or not.
+// Copies with non-temporal stores or as memcpy.
 [[gnu::noinline]] static inline void copy_out(void* to, const void* from, size_t bytes, bool nontemporal) {
   if (nontemporal) copy_nontemporal(to, from, bytes);
   else std::memcpy(to, from, bytes);
 }
 
-// These stores keep no order with others, also not with one that tells of them.
+// Orders non-temporal stores before later stores, such as the one that tells another thread of the data.
 static inline void nontemporal_fence() {
 #ifdef __SSE2__
   _mm_sfence();

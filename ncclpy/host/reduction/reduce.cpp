@@ -1,4 +1,4 @@
-// Picks the copy of the reduction loops that suits the processor, once.
+// Selects the copy of the reduction loops for this processor, once.
 #include "reduce.hpp"
 
 namespace ncclpy::host {

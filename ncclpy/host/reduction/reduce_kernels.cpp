@@ -1,6 +1,6 @@
 // The reduction loops, one instance for each data type and operator. This file is compiled once for each instruction
-// set, with NCCLPY_KERNELS naming the copy; everything but its entry point has internal linkage, so that no copy's code
-// can be taken for another's. Contraction to fused multiply-add is off: all copies give the same bits.
+// set; NCCLPY_KERNELS names the copy. Everything but the entry point has internal linkage, so that the linker cannot
+// merge code of different copies. Contraction to fused multiply-add is off: all copies give the same bits.
 #include <cstring>
 #include <type_traits>
 
@@ -11,12 +11,13 @@
 namespace ncclpy::host {
 namespace {
 
-// Bytes of the accumulator: so much is reduced at a time. With a small one, it and its inputs stay in the first-level
-// cache. What comes from memory is better read in longer runs: at the begin of each the processor has yet to read ahead.
+// Bytes of the accumulator, which are reduced at a time. With a small block the accumulator and its inputs stay in the
+// first-level cache. Data from memory are better read in longer runs: at the start of each block the hardware
+// prefetcher has to start again.
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
 constexpr size_t large_block_min_bytes = 1 << 20;
-// Of what goes past the caches to one output: the result of a block is read again at once, from the first-level cache.
-// With four inputs, blocks of 4 KiB take 7% to 24% longer.
+// The block of a non-temporal result with one output: it is read again at once, from the first-level cache. With four
+// inputs, blocks of 4 KiB take 7% to 24% longer.
 constexpr size_t nontemporal_block = 1 << 10;
 
 template <class Acc>
@@ -24,7 +25,7 @@ size_t block_of(size_t count) {
   return (count < large_block_min_bytes / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
 }
 
-// What an element is accumulated in, and how it gets there and back.
+// The accumulator of an element type, and the conversions to and from it.
 template <class T>
 struct Element {
   using Acc = T;
@@ -48,7 +49,7 @@ struct Element<Float8E4M3> : SmallElement<Float8E4M3> {};
 template <>
 struct Element<Float8E5M2> : SmallElement<Float8E5M2> {};
 
-// Integers wrap around; that is only defined for unsigned ones.
+// Integers wrap around; C++ defines that for unsigned types only.
 struct Sum {
   template <class A>
   static A apply(A a, A b) {
@@ -73,7 +74,7 @@ struct Prod {
   }
 };
 
-// As fmax and fmin, which NCCL's kernels use: a NaN loses against a number.
+// As fmax and fmin, which NCCL's kernels use: with one NaN the result is the number.
 struct Max {
   template <class A>
   static A apply(A a, A b) {
@@ -102,8 +103,8 @@ typename Element<T>::Acc scalar_of(uint64_t bits) {
   return Element<T>::load(value);
 }
 
-// Combines two inputs, of which one may be the accumulator. The output may be one of the inputs. Never inlined: one copy of
-// the loop serves all callers, and the compiler takes half the time.
+// Combines two inputs, one of which may be the accumulator. The output may be one of the inputs. Never inlined: all
+// callers share one copy of the loop, and the compiler takes half the time.
 template <class Op, class First, class Second, class Out>
 [[gnu::noinline]] void combine(const First* first, const Second* second, Out* out, size_t count) {
 #pragma GCC ivdep
@@ -112,7 +113,8 @@ template <class Op, class First, class Second, class Out>
   }
 }
 
-// The same, past the caches, to where an element may lie. For two inputs, which by blocks take longer.
+// As combine, with non-temporal stores to an output aligned to its element size. For two inputs, for which blocks take
+// longer.
 template <class Op, class T>
 [[gnu::noinline]] void combine_nontemporal(const T* first, const T* second, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);
@@ -129,8 +131,9 @@ template <class Op, class T>
   combine<Op>(first + done, second + done, out + done, count - done);
 }
 
-// Two inputs and one output in one go. Otherwise block by block: of more inputs all but the last meet in an accumulator, and
-// more outputs are copies of the first. Past the caches each output is a copy of a block that stays in them.
+// Two inputs with one output are combined in one pass, other reductions block by block: of more inputs all but the
+// last are combined in an accumulator, and further outputs are copies of the first. With non-temporal stores each
+// output is a copy of a block that stays in the cache.
 template <class T, class Op>
 void fold(const Reduction& r) {
   using Acc = typename Element<T>::Acc;
@@ -167,7 +170,7 @@ void fold(const Reduction& r) {
   if (r.nontemporal) nontemporal_fence();
 }
 
-// Sums and products that wrap around have the same bits with and without a sign: one instance serves both.
+// Sums and products that wrap around have the same bits for signed and unsigned types: one instance serves both.
 template <class T>
 struct Wrapping {
   using type = T;
@@ -205,12 +208,14 @@ void fold_average(const Reduction& r) {
       for (int k = 2; k < r.inputs; k++) combine<Sum>(static_cast<const Acc*>(acc), input(k), acc, n);
     }
     for (size_t i = 0; i < n; i++) Element<T>::store(divide(Divided(acc[i]), r.inputs), result[i]);
-    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
+    for (int k = 0; k < r.outputs; k++) {
+      copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
+    }
   }
   if (r.nontemporal) nontemporal_fence();
 }
 
-// A sum of inputs that are each multiplied by a number of their own before.
+// A sum of inputs that are each multiplied by their own scalar first.
 template <class T>
 void fold_premultiplied(const Reduction& r) {
   using E = Element<T>;
@@ -230,7 +235,9 @@ void fold_premultiplied(const Reduction& r) {
       }
     }
     for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
-    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
+    for (int k = 0; k < r.outputs; k++) {
+      copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.nontemporal);
+    }
   }
   if (r.nontemporal) nontemporal_fence();
 }

@@ -1,4 +1,4 @@
-// What the ranks of a communicator do not agree on, in the memory that they share.
+// Calls of the ranks that do not match, recorded in their shared memory.
 #pragma once
 
 #include <atomic>
@@ -7,10 +7,11 @@
 
 namespace ncclpy::host {
 
-// In the ranks' shared memory: which messages have met that differ. The first rank that finds any writes it, once, for all.
+// The description of a mismatch between calls or messages. The first rank that finds one writes it, once, for all
+// ranks.
 class Disagreement {
  public:
-  // False if another one has been first.
+  // Returns false if another mismatch was reported before.
   bool report(const std::string& text);
   bool is_reported() const { return state_.load(std::memory_order_acquire) == written; }
   std::string text() const;

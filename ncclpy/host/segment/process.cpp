@@ -1,4 +1,4 @@
-// What /proc says of processes.
+// What /proc says about processes.
 #include "process.hpp"
 
 #include <errno.h>
@@ -18,9 +18,9 @@ struct ProcessStatus {
   uint64_t start;
 };
 
-// What /proc says of a process; that it cannot be read is no word about the process.
+// Reads the state of a process from /proc; `unknown` if /proc cannot be read.
 ProcessStatus read_status(int32_t pid) {
-  // This needs no descriptor, and no right to look into the process.
+  // kill needs no descriptor, and no right to inspect the process.
   if (pid <= 0 || (kill(pid, 0) != 0 && errno == ESRCH)) return {ProcessStatus::ended, 0};
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -30,7 +30,8 @@ ProcessStatus read_status(int32_t pid) {
   close(descriptor);
   if (length <= 0) return {ProcessStatus::unknown, 0};
   text[length] = 0;
-  // The second field, the program's name in parentheses, may hold anything; the state is the third, the start the 22nd.
+  // The second field, the program's name in parentheses, may contain any character; the state is field 3, the start
+  // time field 22.
   const char* at = strrchr(text, ')');
   if (at == nullptr || at[1] == 0) return {ProcessStatus::unknown, 0};
   if (at[2] == 'Z' || at[2] == 'X') return {ProcessStatus::ended, 0};
@@ -43,7 +44,7 @@ ProcessStatus read_status(int32_t pid) {
 }  // namespace
 
 uint64_t start_of_this_process() {
-  // CompletionCallback for once in a process and in each fork of it: later there may be no descriptor for it.
+  // Read once in each process and in each fork of it: later there may be no free descriptor for /proc.
   static std::atomic<int32_t> asked{0};
   static std::atomic<uint64_t> known{0};
   const int32_t pid = getpid();

@@ -1,16 +1,16 @@
-// Which process a rank belongs to, and whether it has ended.
+// The identity of a rank's process, and whether the process has ended.
 #pragma once
 
 #include <cstdint>
 
 namespace ncclpy::host {
 
-// When this process started, in the kernel's ticks since boot; with the pid it tells one process from a later one that
-// got the same pid. 0 if that could not be found out.
+// The start time of this process, in the kernel's ticks since boot. Together with the pid it distinguishes the process
+// from a later one with the same pid. 0 if it could not be read.
 uint64_t start_of_this_process();
 
-// Whether the process that started then (0: nobody knows when) has ended, though its parent may not have asked for it
-// yet. A look that fails, say for want of a descriptor, says nothing: who cannot be looked at is alive.
+// Whether the process with this pid and start time (0: unknown) has ended, even if its parent has not reaped it yet. A
+// process that cannot be inspected, for example for want of a file descriptor, counts as alive.
 bool has_ended(int32_t pid, uint64_t start);
 
 }  // namespace ncclpy::host

@@ -1,4 +1,4 @@
-// The layout of the shared memory, and how ranks take their places.
+// The layout of the shared memory, and how ranks take their places in it.
 #include "segment.hpp"
 
 #include <errno.h>
@@ -25,7 +25,7 @@ constexpr uint64_t magic = 0x3867657379706c63;  // "clpyseg8"
 
 constexpr size_t page = 4096;
 
-// What address space allows: every pair of ranks has its ring of pieces.
+// Limited by address space: every pair of ranks has a ring of pieces.
 constexpr int max_ranks = 4096;
 
 size_t aligned(size_t bytes) { return (bytes + page - 1) & ~(page - 1); }
@@ -36,7 +36,7 @@ struct Layout {
     const size_t n = size_t(nranks);
     slots = aligned(sizeof(Header));
     channels = slots + aligned(n * sizeof(RankSlot));
-    // Pages of what follows take memory only when they are used.
+    // Pages from here on take memory only once they are used.
     inline_area = channels + aligned(n * n * sizeof(Channel));
     steps = inline_area + aligned(n * inline_buffers * inline_bytes);
     pieces = steps + n * 4 * step_bytes;
@@ -45,10 +45,10 @@ struct Layout {
 };
 
 // The segments that this process has mapped, so that its ranks share one mapping. Never destroyed, because threads may
-// be at work while the process exits.
+// run while the process exits.
 struct Registry {
   Mutex<NCCLPY_LOCK_REGISTRY> mutex;
-  std::map<std::string, std::weak_ptr<Segment>> mapped;  // by key_of their id
+  std::map<std::string, std::weak_ptr<Segment>> mapped;  // by key_of(id)
 };
 
 Registry& registry() {
@@ -56,7 +56,7 @@ Registry& registry() {
   return *the;
 }
 
-// Random for each process, and different after a fork.
+// A random number for each process, different after a fork.
 uint64_t this_process() {
   static const uint64_t token = [] {
     uint64_t random = 0;
@@ -67,7 +67,7 @@ uint64_t this_process() {
   return token ^ (uint64_t(getpid()) << 32);
 }
 
-// Maps all of the memory, which the first rank fills in.
+// Maps the whole memory. The first rank initialises it.
 ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shared_ptr<Segment>* segment) {
   const size_t bytes = segment_bytes(nranks);
   int descriptor = -1;
@@ -82,7 +82,7 @@ ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shar
                 strerror(error));
   }
   Header* header = static_cast<Header*>(memory);
-  if (first) {  // fresh pages are zero, which is every other field's first value
+  if (first) {  // fresh pages are zero, which is the initial value of every other field
     header->magic = magic;
     memcpy(header->nonce, meeting->nonce(), sizeof header->nonce);
     header->nranks = uint32_t(nranks);
@@ -98,7 +98,7 @@ ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shar
   return ncclSuccess;
 }
 
-// The words that a record is copied by, one by one.
+// Records are copied word by word with atomic accesses.
 typedef uint64_t __attribute__((may_alias)) Word;
 constexpr size_t record_words = sizeof(Record) / sizeof(Word);
 static_assert(sizeof(Record) % sizeof(Word) == 0);
@@ -185,7 +185,8 @@ void Segment::report_disagreement(const std::string& text) {
 int Segment::find_dead_ranks() {
   for (int rank = 0; rank < nranks_; rank++) {
     const RankSlot& one = slot(rank);
-    if (!one.present.load(std::memory_order_acquire) || one.closed.load() || one.dead.load() || is_local(rank)) continue;
+    if (!one.present.load(std::memory_order_acquire) || one.closed.load() || one.dead.load()) continue;
+    if (is_local(rank)) continue;
     if (has_ended(one.pid, one.start)) mark_dead(rank);
   }
   return first_dead();
@@ -248,7 +249,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
   header.attached.fetch_add(1, std::memory_order_acq_rel);
-  header.changed.notify();  // also before the last one: the others begin to watch this process
+  header.changed.notify();  // before the last rank arrives, too: the others begin to watch this process
   return ncclSuccess;
 }
 

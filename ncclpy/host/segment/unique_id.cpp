@@ -1,4 +1,4 @@
-// The table of a process's ids, and what is said where an id leads nowhere.
+// The table of a process's ids, and the error texts for ids that cannot be used.
 #include "unique_id.hpp"
 
 #include <errno.h>
@@ -26,10 +26,10 @@ constexpr char memory_name[] = "ncclpy-communicator";
 constexpr uint32_t table_entries = 16384;
 constexpr size_t table_bytes = table_entries * sizeof(IdEntry);
 
-// Against SIGBUS: the size is what it is.
+// The size is fixed, so that an access through a mapping cannot raise SIGBUS.
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// The beginning of the 128 bytes of a unique id; the rest is zero.
+// The first of the 128 bytes of a unique id; the rest is zero.
 struct Address {
   uint64_t magic;
   int32_t pid;
@@ -48,7 +48,7 @@ Address address_of(const ncclUniqueId& id) {
 Phase phase_of(uint64_t word) { return Phase(word & 0xff); }
 uint64_t with(uint64_t word, Phase phase) { return (word & ~uint64_t(0xff)) | uint64_t(phase); }
 
-// errno says why `what` could not be made.
+// Reports by errno why `what` could not be made.
 ncclResult_t no_memory(const char* what, size_t bytes) {
   const int error = errno;
   if (error == EMFILE || error == ENFILE) {
@@ -59,7 +59,7 @@ ncclResult_t no_memory(const char* what, size_t bytes) {
               error == EFBIG ? " (the limit is ulimit -f)" : "", strerror(error));
 }
 
-// A file without a name, for this user alone, of a size that nobody can change.
+// Makes a file without a name, for this user alone; no process can change its size.
 ncclResult_t make_memory(const char* name, const char* what, size_t bytes, Descriptor* made) {
   Descriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0 || fchmod(memory.get(), 0600) != 0 || ftruncate(memory.get(), off_t(bytes)) != 0 ||
@@ -69,7 +69,7 @@ ncclResult_t make_memory(const char* name, const char* what, size_t bytes, Descr
   return ncclSuccess;
 }
 
-// Why another process's descriptor could not be opened, and what helps. `role` says who that process is.
+// Reports why another process's descriptor could not be opened, and what helps. `role` describes that process.
 ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
   if (error == EMFILE || error == ENFILE) {
     return fail(ncclSystemError,
@@ -98,8 +98,8 @@ ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
   return fail(ncclSystemError, "opening the memory of process %d, which %s: %s", pid, role, strerror(error));
 }
 
-// Opens what process `pid` has under `descriptor`, if it is a memory of ours with this name and size. `found` is false
-// if it is another thing: descriptors are used again.
+// Opens `descriptor` of process `pid` if it is a memory of the engine with this name and size. `found` is false if it
+// is something else: descriptor numbers are reused.
 ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size_t bytes, const char* role,
                          Descriptor* memory, bool* found) {
   char path[64], target[128], link[64];
@@ -114,7 +114,7 @@ ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size
   if (opened.get() < 0) return cannot_open(errno, pid, role);
   struct stat info;
   if (fstat(opened.get(), &info) != 0 || size_t(info.st_size) != bytes) return ncclSuccess;
-  // What another user owns he may fill with anything, also while it is read.
+  // A file of another user may be changed by that user at any time, even while it is read.
   if (info.st_uid != geteuid()) {
     return fail(ncclInvalidUsage, "the memory of process %d, which %s, belongs to user %u and this process runs as %u; "
                 "all ranks must run as one user", pid, role, unsigned(info.st_uid), unsigned(geteuid()));
@@ -136,18 +136,18 @@ void* map_table(int descriptor) {
   return mmap(nullptr, table_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
 }
 
-// One table of this process. Its descriptor stays open: that is where the ids lead.
+// One table of this process. Its descriptor stays open, because the ids refer to it.
 struct Table {
   Table(int32_t process, int opened, IdEntry* mapped) : pid(process), descriptor(opened), entries(mapped) {}
 
   int32_t pid;
   int descriptor;
   IdEntry* entries;
-  uint32_t next = 0;           // the first that was never used
-  std::vector<uint32_t> free;  // used before
+  uint32_t next = 0;           // the first entry that was never used
+  std::vector<uint32_t> free;  // entries that were used before
   std::vector<bool> taken = std::vector<bool>(table_entries);
 
-  // A place that can be used, or table_places.
+  // Returns a free entry, or table_entries.
   uint32_t take() {
     if (free.empty() && next == table_entries) collect();
     uint32_t index = table_entries;
@@ -165,7 +165,7 @@ struct Table {
     taken[index] = false;
     free.push_back(index);
   }
-  // The ids that have served other processes.
+  // Frees the entries of ids that other processes have used up.
   void collect() {
     for (uint32_t i = 0; i < next; i++) {
       if (phase_of(entries[i].word.load(std::memory_order_acquire)) >= Phase::served) give_back(i);
@@ -173,7 +173,7 @@ struct Table {
   }
 };
 
-// The tables of this process; never destroyed, because threads may be at work while the process exits.
+// The tables of this process. Never destroyed, because threads may run while the process exits.
 struct Tables {
   Mutex<NCCLPY_LOCK_IDS> mutex;
   std::vector<Table> all;
@@ -184,7 +184,8 @@ Tables& tables() {
   return *the;
 }
 
-// The table that an id of this process is in, or null; the mutex is held. After a fork the parent's are not ours.
+// Returns the table of this process that an id is in, or nullptr; the mutex is held. After a fork the parent's tables
+// are not this process's.
 Table* own_table(Tables& the, int32_t pid, int32_t descriptor) {
   if (pid != getpid()) return nullptr;
   for (Table& table : the.all) {
@@ -280,7 +281,7 @@ ncclResult_t Meeting::over(Phase phase) const {
   if (phase != Phase::given_up) return used_up();
   return fail(ncclInvalidUsage,
               "this unique id leads nowhere: a rank that had joined with it gave up, or was aborted, before all had "
-              "come, or nobody wants it any more; make a new one with ncclGetUniqueId");
+              "come, or the id was withdrawn; make a new one with ncclGetUniqueId");
 }
 
 ncclResult_t Meeting::find(const ncclUniqueId& id) {
@@ -316,7 +317,7 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
   const Phase phase = phase_of(word_);
   const bool ours = has_nonce(*entry_, nonce_);
   std::atomic_thread_fence(std::memory_order_acquire);
-  // A place is used again: what has another nonce, or gets it at this moment, has served.
+  // Entries are reused: an id is used up if its nonce differs, or is replaced during the read.
   const bool same = (entry_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
   if (!ours || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);
@@ -326,7 +327,7 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
 
 ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
   *first = false;
-  // Whoever lays it out needs microseconds; if it was killed at that, nobody can ever use this id.
+  // Initialising the memory takes microseconds. If the rank that does it was killed, the id is lost.
   for (int attempts = 2000;;) {
     uint64_t now = entry_->word.load(std::memory_order_acquire);
     if (with(now, Phase::offered) != word_) return used_up();
@@ -348,7 +349,7 @@ ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
       }
       case Phase::laid_out:
         NCCLPY_TRY(open_shared_memory(now, nranks, bytes));
-        if (memory_.get() < 0) continue;  // it has served meanwhile
+        if (memory_.get() < 0) continue;  // the id was used up meanwhile
         *memory = memory_.get();
         return ncclSuccess;
       case Phase::unused:
@@ -378,7 +379,7 @@ ncclResult_t Meeting::open_shared_memory(uint64_t word, int nranks, size_t bytes
   } else {
     result = open_memory(pid, int32_t(where & 0xffffffff), memory_name, bytes, came_first, &memory_, &found);
   }
-  if (entry_->word.load(std::memory_order_acquire) != word) {  // all that was of no account any more
+  if (entry_->word.load(std::memory_order_acquire) != word) {  // the entry has changed, so the result is void
     memory_.reset();
     return ncclSuccess;
   }
@@ -406,7 +407,7 @@ void Meeting::end(Phase how) {
   } else {
     Tables& the = tables();
     std::lock_guard lock(the.mutex);
-    // Under the lock: the place may have been given back already, and be another id's.
+    // Under the lock: the entry may already have been freed and belong to another id.
     const bool still_ours = with(entry_->word.load(std::memory_order_acquire), Phase::offered) == word_;
     for (Table& table : the.all) {
       if (still_ours && entry_ >= table.entries && entry_ < table.entries + table_entries && table.pid == getpid())

@@ -1,12 +1,13 @@
-// Unique ids, and the way from one to the shared memory of its communicator.
+// Unique ids, and the way from an id to the shared memory of its communicator.
 //
-// An id is a place in a table of the process that made it: which process, under which descriptor the table is open
-// there, which place. The memory itself is made by the rank that comes first, under a descriptor that it keeps until
-// all have come. So an id that nobody uses costs its place in the table, 64 bytes, and no descriptor; it may be copied,
-// sent and forgotten like any other value.
+// An id names an entry in a table of the process that made it: the process, the descriptor under which the table is
+// open there, and the entry. The communicator's memory is made by the first rank that joins, under a descriptor that
+// it keeps until all ranks have joined. So an unused id costs its entry in the table, 64 bytes, and no descriptor; it
+// may be copied, sent and forgotten like any other value.
 //
-// Others of the same user open both through /proc. Nothing of it has a name in a file system. Table and memory are
-// sealed: whoever can open them can write them, but cannot take pages away from under those who have mapped them.
+// Other processes of the same user open table and memory through /proc. Neither has a name in a file system. Both are
+// sealed: a process that can open them can write to them, but cannot take pages away from processes that have mapped
+// them.
 #pragma once
 
 #include <atomic>
@@ -43,18 +44,18 @@ class Descriptor {
   int value_;
 };
 
-// One id's place in the table of its maker. Other processes write here: every value is checked where it is used.
+// One id's entry in the table of its maker. Other processes write to it: every value is checked before use.
 struct alignas(64) IdEntry {
-  // The low byte is a Phase, the rest counts the ids that the place has stood for.
+  // The low byte is a Phase; the rest counts the ids for which the entry was used.
   std::atomic<uint64_t> word{0};
   std::atomic<uint64_t> nonce[2];
-  std::atomic<uint64_t> memory{0};  // where the first rank has it: pid, and descriptor in the low half
-  std::atomic<uint32_t> nranks{0};  // as the first rank said
+  std::atomic<uint64_t> memory{0};  // of the first rank: its pid, and in the low half the descriptor
+  std::atomic<uint32_t> nranks{0};  // as the first rank passed it
 };
 
 enum class Phase : uint8_t { unused, offered, being_laid_out, laid_out, served, given_up };
 
-// An id that is being used to meet: its place and, with the rank that came first, the descriptor of the memory.
+// An id in use for a rendezvous: its entry and, in the process of the first rank, the descriptor of the memory.
 class Meeting {
  public:
   Meeting() = default;
@@ -62,18 +63,18 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Finds the place behind an id.
+  // Finds the entry of an id.
   ncclResult_t find(const ncclUniqueId& id);
-  // A descriptor of the memory, `bytes` long: made here by the first rank, which sees zeros, else opened. It is the
-  // meeting's own.
+  // Returns a descriptor of the memory, `bytes` long. The first rank creates the memory, filled with zeros; the others
+  // open it. The Meeting owns the descriptor.
   ncclResult_t open(int nranks, size_t bytes, int* memory, bool* first);
-  // The first rank has filled the memory's beginning in, or has not been able to.
+  // The first rank has initialised the start of the memory (`ready`), or has failed to.
   void publish(bool ready);
-  // The memory is mapped: its descriptor is kept by the first rank only, from whom the others have theirs.
+  // The memory is mapped. Only the first rank keeps the descriptor, since the others open it through that rank.
   void mapped(bool first) {
     if (!first) memory_.reset();
   }
-  // All ranks have come, or never will: the id has served, and nobody needs the descriptor any more.
+  // All ranks have joined, or never will: the id is used up, and the descriptor is not needed any more.
   void end(Phase how);
 
   const unsigned char* nonce() const { return nonce_; }
@@ -91,11 +92,11 @@ class Meeting {
   Descriptor memory_;
 };
 
-// The id's own bytes by which the ranks of one process find each other; "" if it is none of the host engine's.
+// The bytes of the id by which the ranks of one process find each other; "" if the id is not the host engine's.
 std::string key_of(const ncclUniqueId& id);
 
 ncclResult_t create_unique_id(ncclUniqueId* id);
-// An id that no rank will use any more; whoever comes with it is told so.
+// Withdraws an id that no rank will use any more: a rank that joins with it gets an error.
 void withdraw_unique_id(const ncclUniqueId& id);
 
 }  // namespace ncclpy::host

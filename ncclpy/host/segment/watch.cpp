@@ -1,4 +1,5 @@
-// The thread that watches processes, by pidfd where the kernel has them (Linux 5.3), else by looking ten times a second.
+// The thread that watches processes: by pidfd where the kernel has them (Linux 5.3), else by polling ten times a
+// second.
 #include "watch.hpp"
 
 #include <poll.h>
@@ -30,9 +31,9 @@ class Watcher {
  public:
   void add(const std::shared_ptr<Segment>& segment, DeathCallback on_death) {
     std::lock_guard lock(mutex_);
-    if (wakeup_ < 0) wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
+    if (wakeup_ < 0) wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without an eventfd the thread polls
     if (!started_) {
-      on_death_ = on_death;  // before the thread is there that reads it
+      on_death_ = on_death;  // before the thread that reads it starts
       run_in_background("ncclpy-watch", [this] { run(); });
     }
     started_ = true;
@@ -40,7 +41,7 @@ class Watcher {
     wake();
   }
 
-  // A segment is gone.
+  // A segment was destroyed.
   void segment_gone() {
     std::lock_guard lock(mutex_);
     wake();
@@ -49,7 +50,7 @@ class Watcher {
  private:
   void wake() {
     const uint64_t one = 1;
-    // A full counter is news as well.
+    // A full counter wakes the thread as well.
     if (wakeup_ >= 0 && write(wakeup_, &one, sizeof one) < 0) return;
   }
 
@@ -72,7 +73,7 @@ class Watcher {
     for (;;) {
       const int wakeup = this->wakeup();
       const bool again = scan() || wakeup < 0;
-      std::vector<pollfd> polled{{wakeup, POLLIN, 0}};  // poll passes over a descriptor below 0
+      std::vector<pollfd> polled{{wakeup, POLLIN, 0}};  // poll ignores negative descriptors
       for (const Process& process : processes_) {
         if (process.descriptor >= 0) polled.push_back({process.descriptor, POLLIN, 0});
       }
@@ -83,8 +84,8 @@ class Watcher {
     }
   }
 
-  // Brings the list of processes up to date and reports the dead. Whether to look again soon, because ranks are still
-  // to come or because a process can only be watched by looking.
+  // Updates the list of processes and reports the dead ones. Returns whether to scan again soon, because ranks have
+  // yet to join or because a process has no pidfd.
   bool scan() {
     bool again = false;
     const auto all = segments();
@@ -110,7 +111,7 @@ class Watcher {
     return again;
   }
 
-  // Whether the process of the slot has ended.
+  // Returns whether the process of the slot has ended.
   bool check(const RankSlot& slot) {
     Process* process = nullptr;
     for (Process& known : processes_) {
@@ -120,9 +121,9 @@ class Watcher {
       process = &processes_.emplace_back(Process{slot.pid, slot.start, -1, false, true});
     }
     process->wanted = true;
-    if (process->descriptor < 0) {  // also if there was none to be had before
+    if (process->descriptor < 0) {  // also if none could be opened before
       process->descriptor = int(syscall(SYS_pidfd_open, slot.pid, 0));
-      // Between the rank's arrival and this moment its pid may have become another process's.
+      // Between the rank's arrival and this moment its pid may have been reused by another process.
       process->dead = has_ended(slot.pid, slot.start);
     }
     if (!process->dead) process->dead = ended(*process);
@@ -135,7 +136,7 @@ class Watcher {
     return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
   }
 
-  Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards what follows; processes_ belongs to the thread
+  Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards the fields below; processes_ belongs to the thread
   int wakeup_ = -1;
   DeathCallback on_death_ = nullptr;
   bool started_ = false;

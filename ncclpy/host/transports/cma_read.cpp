@@ -1,10 +1,11 @@
-// Collectives of large blocks among processes that may read each other's memory: the kernel copies once, from where the
-// sender has it to where the receiver wants it (process_vm_readv), instead of twice through the segment; or to where the
-// receiver reduces it, in pieces that stay in the cache.
+// Collectives of large blocks among processes that can read each other's memory: the kernel copies once from the
+// sender's buffer to the receiver's (process_vm_readv) instead of twice through the segment; or to where the receiver
+// reduces it, in pieces that stay in the cache.
 //
-// All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
-// arrive at the last gate, or takes that back, so nobody takes what was read from it for a result; or it comes last, when all
-// have read. Only one that dies there has arrived while others still read: its memory is gone, and they say so themselves.
+// All ranks have arrived, each reads what it needs, and none leaves before all have it. A rank that aborts does not
+// arrive at the last barrier, or withdraws its arrival, so no rank takes for a result what it has read from that rank;
+// or it arrives last, when all have read. Only a rank that dies may have arrived while others still read: its memory
+// is gone, and the reading ranks report that themselves.
 #include <string.h>
 
 #include <algorithm>
@@ -16,17 +17,19 @@
 namespace ncclpy::host {
 namespace {
 
-// For less it is never worth while: the kernel has to pin pages.
+// Smaller blocks never gain: the kernel has to pin pages.
 constexpr size_t min_block = 64 << 10;
-// From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
+// From likely_block on, one copy by the kernel mostly takes less time than two copies through the cache, from
+// sure_block on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// And of what is reduced, which passes through the cache either way: of two ranks; of a reduce-scatter, where ranks read all that
-// they need at once; of others with more ranks than cores, where what counts is that ranks wait for each other less often.
+// For data to be reduced, which pass through the cache either way: with two ranks; in a reduce-scatter, where ranks
+// read all that they need at once; and with more ranks than cores, where fewer waits for each other matter most.
 constexpr size_t likely_reduced = 1 << 20;
-// Of two ranks, what each reduces at a time while both do. Who does it alone takes as much as is read at once.
+// With two ranks, the piece that each reduces at a time while both reduce. A rank that reduces alone takes read_bytes.
 constexpr size_t piece_of_both = 512 << 10;
 
-// Who measures and decides: one who receives. Who only gives may be through long before the others are.
+// The rank that measures and decides. It must be a receiver: a rank that only sends may be through long before the
+// others.
 int decider_of(const Comm& comm, const Record& record) {
   switch (record.kind) {
     case Collective::reduce:
@@ -37,7 +40,7 @@ int decider_of(const Comm& comm, const Record& record) {
   }
 }
 
-// The bytes that a rank has to do with at once, by which a way is chosen.
+// The bytes that a rank handles at once, by which the transport is chosen.
 size_t block_of(const Comm& comm, const Record& record) {
   const size_t bytes = record.count * size_of(record.dtype);
   return record.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
@@ -47,7 +50,7 @@ bool always_uses_cma(Collective kind, size_t block) { return !reduces(kind) && b
 
 bool can_use_cma(const Comm& comm, const Record& record) { return block_of(comm, record) >= min_block; }
 
-// What is next, as CollectiveProgress::step has it.
+// The next stage, stored in CollectiveProgress::step.
 enum : size_t { data, middle_barrier, last_barrier, unfinished };
 
 class CmaRead {
@@ -56,7 +59,8 @@ class CmaRead {
       : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
-  // Everything up to a gate, which it returns; or `away`, if others wait in vain for what this rank was to do.
+  // Runs the stages up to a barrier, which it returns; or `unfinished` if other ranks wait in vain for this rank's
+  // part.
   size_t run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {
@@ -79,8 +83,9 @@ class CmaRead {
     return last_barrier;
   }
 
-  // Of an all-reduce: each rank has reduced its range, and has the others' from them now. It wrote to its own range while they
-  // read its theirs, and does it the other way round here; so buffers may be in place.
+  // The second stage of an all-reduce: each rank has reduced its range, and reads the other ranges from their ranks.
+  // In the first stage ranks wrote to their own ranges while others read the rest, here it is the other way round; so
+  // buffers may be in place.
   void collect() {
     char* const recv = static_cast<char*>(mine_.recv);
     for (int i = 1; i < nranks_; i++) {
@@ -93,7 +98,7 @@ class CmaRead {
  private:
   const Record& record(int rank) { return comm_.segment->slot(rank).record(place_); }
 
-  // Each rank begins with another peer, so that they do not all read the same one.
+  // Each rank begins with a different peer, so that not all read the same one.
   template <class ReadBlock>
   void from_all(ReadBlock read_block) {
     for (int i = 0; i < nranks_; i++) {
@@ -101,15 +106,16 @@ class CmaRead {
     }
   }
 
-  // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
+  // Reduces `bytes` of all ranks' inputs, from offset `at`, in pieces that stay in the cache. Returns false as
+  // copy_from does.
   bool reduce(size_t at, size_t bytes, char* to) {
     char* const pieces = comm_.segment->step_input(rank_, 0);
-    // What the only peer sends is read to where the result is to be, and reduced there: nothing else is thrown out of the caches,
-    // and the calls of the kernel may be large.
+    // The only peer's input is read into the result's memory and reduced there: no other data are evicted from the
+    // caches, and the calls of the kernel may be large.
     const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
     const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
     const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
-    // What has just been read there, or others want next, stays in the caches.
+    // A result that has just been read into, or that other ranks read next, stays in the caches.
     const size_t whole = in_result || mine_.kind == Collective::all_reduce ? 0 : bytes;
     for (size_t done = 0; done < bytes; done += most) {
       const size_t n = std::min(most, bytes - done);
@@ -125,7 +131,7 @@ class CmaRead {
     return true;
   }
 
-  // Copies a block of what `peer` sends to a block of what this rank receives. False as for `copy_from`.
+  // Copies a block of `peer`'s input to a block of this rank's result. Returns false as copy_from does.
   bool read_block(int peer, size_t from, size_t to) {
     const char* source = static_cast<const char*>(record(peer).send) + from * bytes_;
     char* target = static_cast<char*>(mine_.recv) + to * bytes_;
@@ -137,7 +143,7 @@ class CmaRead {
     return true;
   }
 
-  // False when there is no use in going on.
+  // Returns false if the collective cannot be completed.
   bool copy_from(int peer, const char* source, char* target, size_t bytes) {
     return copy_from_peer(comm_, peer, source, target, bytes, [] { return true; }, [&](const void* at, int error) {
       if (has_gone(comm_, peer, error)) return;
@@ -164,7 +170,8 @@ bool wants_cma(Comm& comm, const Record& record) {
 }
 
 bool uses_cma(Comm& comm, int place) {
-  const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));  // all have the same root by now
+  // all ranks have the same root by now
+  const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));
   if (!comm.segment->slot(decider).record(place).cma_read) return false;
   for (int r = 0; r < comm.nranks; r++) {
     if (!comm.segment->slot(r).record(place).reads_peers) return false;
@@ -174,11 +181,12 @@ bool uses_cma(Comm& comm, int place) {
 
 void record_duration(Comm& comm, int place, bool reader, double seconds) {
   const Record& mine = comm.segment->slot(comm.rank).record(place);
-  if (comm.rank != decider_of(comm, mine) || !can_use_cma(comm, mine) || always_uses_cma(mine.kind, block_of(comm, mine))) return;
+  if (comm.rank != decider_of(comm, mine) || !can_use_cma(comm, mine)) return;
+  if (always_uses_cma(mine.kind, block_of(comm, mine))) return;
   comm.tuner.record(mine.kind, block_of(comm, mine), reader, seconds);
 }
 
-// It is left at gates alone, and where it stays away from them.
+// It is suspended only at barriers, and while it waits for the end.
 WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress) {
   CmaRead reader(comm, progress.place);
   if (progress.step == data) progress.step = reader.run();
@@ -189,8 +197,8 @@ WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress) {
     progress.step = last_barrier;
   }
   if (progress.step == last_barrier) return comm.rendezvous.data_barrier();
-  // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
-  // for a peer that has gone: until a death, an abort or a revoke ends it.
+  // Other ranks wait at a barrier for this rank's range and will not get it. This rank does not arrive, and waits for
+  // a death, an abort or a revoke, as a rank does whose peer has gone.
   return comm.rendezvous.await_end();
 }
 

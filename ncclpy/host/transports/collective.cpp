@@ -1,4 +1,4 @@
-// Running one collective: all ranks describe theirs, and when all have arrived the data move.
+// Running one collective: all ranks describe theirs, and when all have arrived the data are moved.
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -71,12 +71,13 @@ bool has_root(Collective kind) {
          kind == Collective::scatter;
 }
 
-// The other kinds have a block for each rank in one of their buffers or both.
+// Collectives of other kinds have one buffer, or two, with a block for each rank.
 bool has_equal_buffers(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::broadcast;
 }
 
-// In words, and no more than the call was given: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root 1)".
+// The call as text, with the arguments that its kind has: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root
+// 1)".
 std::string described(const Record& record) {
   static const char* const operators[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
   std::string text = std::string(name_of(record.kind)) + " of " + std::to_string(record.count) + " " + type_name(record.dtype);
@@ -93,8 +94,8 @@ bool is_same_as(Comm& comm, uint64_t number, int rank) {
   return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
 }
 
-// All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
-// compared by who has written over it.
+// All ranks that meet see the same records, so all of them skip a mismatched operation and what follows. A record that
+// is gone was compared by the rank that has overwritten it.
 bool check_agreement(Comm& comm, uint64_t number) {
   Record first, other;
   const int place = place_of(number);
@@ -110,7 +111,7 @@ bool check_agreement(Comm& comm, uint64_t number) {
   return true;
 }
 
-// A communicator of one rank: its input, through the operator.
+// A communicator of one rank: applies the operator to its input.
 void run_alone(const Record& record) {
   if (reduces(record.kind) && record.op == Operator::premulsum) {
     reduce({record.dtype, record.op, 1, &record.send, 1, &record.recv, record.count, &record.scalar});
@@ -132,18 +133,18 @@ bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* by
 
 namespace {
 
-// Whether all that there is to receive is the root's.
+// Whether all data come from the root.
 bool one_gives(const Operation& operation) {
   return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
 }
 
-// Whether it cannot go on before others have come. One that can, of few bytes, has no news of a disagreement before its next
-// collective.
+// Whether this rank must wait for others. A rank that need not, in an inline collective, learns of a mismatch only in
+// a later collective.
 bool needs_others(const Operation& operation, int rank) {
   return one_gives(operation) ? rank != operation.root : operation.receives(rank);
 }
 
-// Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
+// Describes this rank's collective, and waits for the other ranks if it needs them. Ended if they do not agree.
 WaitResult meet(Comm& comm, const Operation& operation, bool is_inlined, CollectiveProgress& progress) {
   const size_t bytes = is_inlined ? inline_contribution_bytes(comm, operation) : 0;
   if (!comm.rendezvous.is_waiting()) {
@@ -173,7 +174,7 @@ WaitResult meet(Comm& comm, const Operation& operation, bool is_inlined, Collect
   return result;
 }
 
-// The data of one for which all that is needed is there.
+// Moves the data of a collective for which all needed ranks have arrived.
 WaitResult move_data(Comm& comm, bool is_inlined, CollectiveProgress& progress) {
   if (is_inlined) {
     run_inline(comm, progress.place);
@@ -194,7 +195,7 @@ WaitResult move_data(Comm& comm, bool is_inlined, CollectiveProgress& progress) 
   return result;
 }
 
-// It is over without the others' data, and so it is for the next rank.
+// Ends a collective without the other ranks' data; the next rank's collective ends so as well.
 void complete_corrupted(Comm& comm, const Operation& operation) {
   if (operation.receives(comm.rank)) {
     const size_t blocks = blocks_received(operation.collective_kind, comm.nranks);
@@ -222,7 +223,7 @@ bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& 
   const bool is_inlined = is_inline(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
   WaitResult result = progress.arrived ? WaitResult::ok : meet(comm, operation, is_inlined, progress);
   if (result == WaitResult::ok) result = move_data(comm, is_inlined, progress);
-  // The gate may open though a read of the dead rank's memory has failed.
+  // The barrier may open although a read of a dead rank's memory has failed.
   if (result == WaitResult::ok && comm.health.hangs_on_dead_rank()) result = WaitResult::ended;
   switch (result) {
     case WaitResult::ok: comm.rendezvous.mark_passed(); break;

@@ -1,8 +1,8 @@
-// Collectives among threads of one process: no copies in between, one rendezvous in, one out.
+// Collectives among threads of one process: no intermediate copies; one rendezvous before, one after.
 //
-// Reductions are divided by ranges: each rank reduces its range over everybody's input and stores the result wherever it
-// belongs, so that an element is read once from each input and written once to each output. In place nothing is in the
-// way: a rank's range of an input is read by that rank alone, before it overwrites it.
+// Reductions are divided by ranges: each rank reduces its range over all ranks' inputs and stores the result wherever
+// it is needed, so that each element is read once from each input and written once to each output. Buffers may be in
+// place: a rank's range of an input is read by that rank alone, before it overwrites it.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -34,14 +34,14 @@ class InProcess {
       case Collective::scatter: return copy(mine_.recv, block(record(mine_.root).send, rank_));
     }
   }
-  // Before others are told.
+  // Must precede the barrier.
   void finish() const {
     if (nontemporal_) nontemporal_fence();
   }
 
  private:
   const Record& record(int rank) { return segment_.slot(rank).record(place_); }
-  // Each rank begins with another peer, so that they do not all read the same one.
+  // Each rank begins with a different peer, so that not all read the same one.
   int from(int i) const { return (rank_ + i) % nranks_; }
   char* block(const void* base, int index) const {
     return static_cast<char*>(const_cast<void*>(base)) + size_t(index) * bytes_;
@@ -59,7 +59,7 @@ class InProcess {
   void reduce_to_root() { reduce_my_range({record(mine_.root).recv}); }
 
   void reduce_my_range(std::vector<void*> outputs) {
-    // Ranges end at cache lines of an aligned buffer, so that two ranks do not write to the same one.
+    // Ranges end at cache lines of an aligned buffer, so that two ranks do not write to the same line.
     const size_t line = 64 / element_;
     const size_t step = (mine_.count + size_t(nranks_) - 1) / size_t(nranks_);
     const size_t range = (step + line - 1) / line * line;
@@ -90,7 +90,7 @@ void run_in_process(Comm& comm, int place) {
   InProcess direct(comm, place);
   direct.run();
   direct.finish();
-  // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
+  // No rank leaves while others read its buffers. All have arrived, so this wait ends by itself.
   comm.rendezvous.data_barrier_uninterruptible();
 }
 

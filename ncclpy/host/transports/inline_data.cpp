@@ -1,5 +1,6 @@
-// Collectives of little data: every rank's contribution lies in the segment when all have arrived, and every rank makes
-// its own result out of them. One rendezvous in all, among threads and among processes, and none for who only gives.
+// Collectives of little data: each rank's contribution lies in the segment when all have arrived, and each rank
+// computes its own result from the contributions. One rendezvous in all, among threads and among processes, and none
+// for a rank that only sends.
 #include <cstring>
 
 #include "collective.hpp"
@@ -7,7 +8,7 @@
 namespace ncclpy::host {
 namespace {
 
-// Of so many bytes the cache lines are fetched one collective ahead.
+// Up to this size the cache lines of the next contribution are fetched one collective ahead.
 constexpr size_t max_prefetched = 1024;
 
 size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
@@ -17,7 +18,7 @@ size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, in
 }  // namespace
 
 bool is_inline(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
-  // Divided, so that a huge count does not overflow.
+  // A division, so that a huge count does not overflow.
   return count <= max_inline_bytes(nranks) / size_of(dtype) / blocks_sent(kind, nranks);
 }
 
@@ -34,7 +35,7 @@ void write_inline(Comm& comm, const Record& record, int place, size_t bytes) {
     std::memcpy(here, send, bytes);
     return;
   }
-  const size_t block = bytes / size_t(comm.nranks), mine = size_t(comm.rank) * block;  // which nobody else reads
+  const size_t block = bytes / size_t(comm.nranks), mine = size_t(comm.rank) * block;  // read by no other rank
   std::memcpy(here, send, mine);
   std::memcpy(here + mine + block, send + mine + block, bytes - mine - block);
 }
@@ -53,7 +54,7 @@ void run_inline(Comm& comm, int place) {
   const size_t contributed = contributed_bytes(mine.kind, mine.dtype, mine.count, comm.nranks);
   auto input = [&](int r) { return segment.inline_buffer(r, place, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
-  // What this rank gives itself it has nearer, and in place there already.
+  // A rank takes its own part from its send buffer, which is nearer; in place it is already there.
   const auto take = [&](int r, char* target) {
     const char* source = r == comm.rank ? static_cast<const char*>(mine.send) + my_block : input(r);
     if (source != target) std::memmove(target, source, bytes);

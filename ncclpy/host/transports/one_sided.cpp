@@ -1,5 +1,5 @@
-// Puts and signals as they run. A signal is a count in the channel between two ranks that only grows; a wait takes what it has
-// waited for, so that every signal is waited for once.
+// Puts and signals as they run. Signals are counted in the channel between two ranks; the count only grows. A wait
+// adds to the number of signals taken, so that every signal is waited for once.
 #include "one_sided.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace ncclpy::host {
 bool run_put(Comm& comm, const Operation& operation) {
   if (operation.kind != Operation::put) return true;
   const size_t bytes = operation.count * size_of(operation.dtype);
-  if (!operation.gate->enter()) {  // the memory may be somebody else's by now
+  if (!operation.gate->enter()) {  // the memory may have been reused
     if (comm.segment->slot(operation.root).aborted.load() == 0) {
       comm.health.set_async(ncclInvalidUsage, "ncclPutSignal : rank " + std::to_string(operation.root) +
                                                   " has deregistered its part of the window meanwhile");
@@ -43,7 +43,7 @@ const std::atomic<uint64_t>& signals_of(Comm& comm, const Operation& wait) {
   return comm.segment->channel(wait.root, comm.rank).signals[wait.counter];
 }
 
-// The ranks whose signals some of the waits lack, by what has come until now.
+// The ranks that have not yet given all signals that the waits need.
 std::vector<int> ranks_without_signals(Comm& comm, const Operation* operations, size_t count) {
   std::map<std::pair<int, int>, uint64_t> targets = comm.signals_taken;
   std::vector<int> ranks;

@@ -1,4 +1,4 @@
-// One-sided operations: a rank writes into another one's window and tells it by a signal.
+// One-sided operations: a rank writes into a peer's window and notifies the peer by a signal.
 #pragma once
 
 #include "comm/comm.hpp"
@@ -6,16 +6,17 @@
 
 namespace ncclpy::host {
 
-// Waits for the first operation's signals; those that have not come to the others behind it are told of as well.
+// Waits for the first operation's signals. Reports as awaited also the ranks of later operations that lack
+// signals.
 void wait_for_signal(Comm& comm, const Operation* operations, size_t count);
 
-// Copies, if there is anything to copy. False if the peer's part is not there any more: then it is told nothing.
+// Copies the data, if any. Returns false if the peer has deregistered its part: then no signal may be given.
 bool run_put(Comm& comm, const Operation& operation);
-// Tells the peer, of a put that its data are there.
+// Signals the peer; after a put, that its data have arrived.
 void give_signal(Comm& comm, const Operation& operation);
 
-// The waits among operations: returns when each peer has given that many signals more than were waited for before, or when
-// the communicator stops. `tell` is told of each wait's deed.
+// Runs the waits among the operations: returns when each peer has given as many signals as were waited for in total,
+// or when the communicator stops. `tell` is called with the call word of each wait.
 template <class Tell>
 void wait_for_signals(Comm& comm, const Operation* operations, size_t count, Tell tell) {
   for (size_t i = 0; i < count; i++) {

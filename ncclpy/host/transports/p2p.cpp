@@ -1,11 +1,11 @@
-// Point-to-point messages. What a rank sends is offered, and the receiver reads it where it lies: between threads, and between
-// processes if it is much and the kernel lets one read the other. What is little, or cannot be read, passes in pieces through
-// the segment.
+// Point-to-point messages. A sender offers its buffer, and the receiver reads it there: between threads, and between
+// processes for large messages if the kernel permits one process to read the other. Small messages, and those that
+// cannot be read, pass in pieces through the segment.
 //
-// Channel::state, for the k-th message of the channel that is offered: 4k idle; 4k + 1 offered; 4k + 2 taken, the receiver is
-// copying; then 4(k + 1). A sender that takes its offer back turns it into 4k again. Between threads it waits for a receiver
-// that is copying. Between processes it does not, as that could take for ever: to read what has been given back does no harm,
-// and a receiver that finds its message no longer taken has not received it.
+// Channel::state, for the k-th offered message of the channel: 4k idle; 4k + 1 offered; 4k + 2 taken, the receiver is
+// copying; then 4(k + 1). A sender that withdraws its offer sets it back to 4k. Between threads it waits for a
+// receiver that is copying. Between processes it does not, as that could take for ever: reading a withdrawn message
+// does no harm, and a receiver that finds its message no longer taken has not received it.
 #include "p2p.hpp"
 
 #include <algorithm>
@@ -20,11 +20,11 @@
 
 namespace ncclpy::host {
 namespace {
-constexpr int many_polls = 64;  // who waits longer says for whom
+constexpr int many_polls = 64;  // a rank that has polled longer publishes the ranks that it waits for
 enum : uint64_t { idle, offered, taken, states = 4 };
 
-// From here on one copy by the kernel takes less time than two through the cache; what is less fits into the channel, and a
-// send of it need not wait for the receiver.
+// From this size on, one copy by the kernel takes less time than two through the cache. A smaller message fits into
+// the channel, and its send need not wait for the receiver.
 constexpr size_t offer_min_bytes = channel_slots * piece_bytes;
 }
 
@@ -53,7 +53,7 @@ bool Messages::finish() {
     wait_until(changed, comm_.segment->spin(), [&] {
       if (advance() || comm_.health.stopped() || WaitControl::must_leave()) return true;
       if (++polls < many_polls) return false;
-      if (polls == many_polls) awaited.set(peers());  // once it is going to last
+      if (polls == many_polls) awaited.set(peers());  // the wait will last
       return finds_disagreement(comm_);
     });
     const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
@@ -72,7 +72,7 @@ void Messages::abandon() {
   }
 }
 
-// Those that this rank still waits for.
+// The peers that this rank still waits for.
 std::vector<int> Messages::peers() const {
   std::vector<int> found;
   for (const PeerQueue& queue : queues_) {
@@ -91,13 +91,15 @@ bool Messages::advance() {
   return moved;
 }
 
-bool Messages::advance(PeerQueue& queue) { return (queue.sends ? send(queue) : receive(queue)) || complete_corrupted(queue); }
+bool Messages::advance(PeerQueue& queue) {
+  return (queue.sends ? send(queue) : receive(queue)) || complete_corrupted(queue);
+}
 
 bool Messages::complete_corrupted(PeerQueue& queue) {
   Channel& link = channel(queue);
   std::atomic<uint32_t>& abandoned = queue.sends ? link.abandoned_receives : link.abandoned_sends;
   if (abandoned.load(std::memory_order_acquire) == 0) return false;
-  if (queue.sends ? send(queue) : receive(queue)) return true;  // the peer's side of this one has come before
+  if (queue.sends ? send(queue) : receive(queue)) return true;  // the peer executed its side of this message before
   if (!take_abandoned_message(abandoned)) return false;
   Message& message = queue.now();
   if (queue.sends && message.offers && message.started) retract(queue);
@@ -108,14 +110,15 @@ bool Messages::complete_corrupted(PeerQueue& queue) {
 
 bool Messages::send(PeerQueue& queue) {
   Message& message = queue.now();
-  if (message.place == never && message.done == 0) {  // once: its place must not become that of another message
+  if (message.place == never && message.done == 0) {  // only once: the place must not become that of another message
     message.offers = queue.local || (message.bytes >= offer_min_bytes && offering_is_faster() &&
                                     !channel(queue).refused.load(std::memory_order_relaxed));
   }
   return message.offers ? offer(queue) : send_pieces(queue);
 }
 
-// Whether this rank has else to do than to copy what it sends. If not, it copies pieces while the receiver copies them out.
+// Whether this rank has other work than copying what it sends. If not, it copies pieces in while the receiver copies
+// them out.
 bool Messages::offering_is_faster() const {
   const auto receives = [](const PeerQueue& queue) { return !queue.sends && !queue.local && !queue.finished(); };
   return comm_.segment->spin().is_crowded() || std::any_of(queues_.begin(), queues_.end(), receives);
@@ -123,7 +126,7 @@ bool Messages::offering_is_faster() const {
 
 bool Messages::receive(PeerQueue& queue) {
   if (queue.local) return receive_offered(queue);
-  // Pieces that were sent before something was offered are seen by whoever sees the offer.
+  // A receiver that sees an offer also sees the pieces sent before it.
   const bool is_offered = channel(queue).state.load(std::memory_order_acquire) % states == offered;
   return receive_pieces(queue) || (is_offered && receive_offered(queue));
 }
@@ -134,7 +137,7 @@ bool Messages::offer(PeerQueue& queue) {
   const uint64_t state = link.state.load(std::memory_order_acquire);
   if (state % states != idle) return false;
   if (!message.started) {
-    if (message.place == never) {  // else it was taken back, and who took it may be reading this
+    if (message.place == never) {  // else the message was offered before, and a receiver may be reading these fields
       link.data = message.source;
       link.offer = message.kind;
       message.place = state;
@@ -144,7 +147,7 @@ bool Messages::offer(PeerQueue& queue) {
     notify(queue.peer);
     return true;
   }
-  if (state == message.place) {  // the receiver has given it back
+  if (state == message.place) {  // the receiver has refused
     message.started = message.offers = false;
     return true;
   }
@@ -172,7 +175,7 @@ bool Messages::receive_offered(PeerQueue& queue) {
   return true;
 }
 
-// Gives back what it cannot read.
+// Refuses an offer that this rank cannot read.
 bool Messages::refuse(PeerQueue& queue, uint64_t state, uint64_t place) {
   Channel& link = channel(queue);
   link.refused.store(1, std::memory_order_relaxed);
@@ -181,7 +184,7 @@ bool Messages::refuse(PeerQueue& queue, uint64_t state, uint64_t place) {
   return true;
 }
 
-// False if not all of it was copied.
+// Returns false if not everything was copied.
 bool Messages::copy_offered(PeerQueue& queue, uint64_t place) {
   Channel& link = channel(queue);
   Message& message = queue.now();
@@ -190,17 +193,19 @@ bool Messages::copy_offered(PeerQueue& queue, uint64_t place) {
     return true;
   }
   const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == place + taken; };
-  return copy_from_peer(comm_, queue.peer, link.data, message.target, message.bytes, is_taken, [&](const void*, int error) {
-    // Of its own memory the peer can still make pieces.
+  const auto on_failure = [&](const void*, int error) {
+    // The peer can still send its memory in pieces.
     if (is_taken() && !has_gone(comm_, queue.peer, error)) refuse(queue, place + taken, place);
-  });
+  };
+  return copy_from_peer(comm_, queue.peer, link.data, message.target, message.bytes, is_taken, on_failure);
 }
 
 bool Messages::send_pieces(PeerQueue& queue) {
   Channel& link = channel(queue);
   Message& message = queue.now();
   const uint64_t written = link.written;
-  if (written - link.seen_read == channel_slots) {  // the receiver writes there with each piece: it is not read with each
+  // read only when the ring seems full: the receiver writes this line with each piece
+  if (written - link.seen_read == channel_slots) {
     link.seen_read = link.read.load(std::memory_order_acquire);
     if (written - link.seen_read == channel_slots) return false;
   }
@@ -227,9 +232,10 @@ bool Messages::receive_pieces(PeerQueue& queue) {
   const MessageKind sent = link.pieces[slot].message;
   const size_t sent_bytes = sent.count * size_of(ncclDataType_t(sent.dtype));
   const size_t n = std::min(piece_bytes, sent_bytes - message.done);
-  // A message of another kind is read to its end all the same, so that the next one is found where it begins.
+  // A mismatched message is read to its end as well, so that the next one is found at its start.
   if (sent == message.kind) {
-    std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(queue.peer, comm_.rank, slot, n), n);
+    std::memcpy(static_cast<char*>(message.target) + message.done,
+                comm_.segment->piece(queue.peer, comm_.rank, slot, n), n);
   } else if (!message.started) {
     report_mismatch(queue, sent, message.kind);
   }
@@ -257,7 +263,8 @@ void Messages::retract(PeerQueue& queue) {
   }
   const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == message.place + taken; };
   if (queue.local) return wait_until(comm_.segment->slot(comm_.rank).changed, [&] { return !is_taken(); });
-  if (state == message.place + taken && link.state.compare_exchange_strong(state, message.place)) message.started = false;
+  if (state == message.place + taken && link.state.compare_exchange_strong(state, message.place))
+    message.started = false;
 }
 
 void Messages::report_mismatch(const PeerQueue& queue, const MessageKind& sent, const MessageKind& wanted) {

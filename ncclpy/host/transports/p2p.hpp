@@ -1,5 +1,5 @@
-// Sends and receives of one launch, which progress together in whatever order the peers are ready. A thread may leave them and
-// another one go on.
+// The sends and receives of one launch. They progress together in whatever order the peers are ready. A thread may
+// suspend them, and another one resume them.
 #pragma once
 
 #include <vector>
@@ -12,15 +12,16 @@ class Messages {
  public:
   explicit Messages(Comm& comm) : comm_(comm) {}
 
-  // Adds a send or a receive; those between the same two ranks keep their order. No bytes are no message, as in NCCL.
+  // Adds a send or a receive; messages between the same two ranks keep their order. An empty message is none, as in
+  // NCCL.
   void add(const Operation& operation);
-  // Does what can be done without waiting, so that peers need not wait for what this rank does next. Whether that was
-  // anything.
+  // Does what is possible without waiting, so that peers need not wait for what this rank does next. Returns whether
+  // anything was done.
   bool advance();
-  // Returns when all messages are through, or, after an abort, when no peer touches their memory any more. False if it was
-  // left; then, too, none does.
+  // Returns when all messages are complete or, after an abort, when no peer accesses their memory any more. Returns
+  // false if the thread suspended the messages; no peer accesses their memory then either.
   bool finish();
-  // Takes back what is offered, until advance() offers it again.
+  // Withdraws offers until advance() offers the messages again.
   void retract();
 
  private:
@@ -31,16 +32,16 @@ class Messages {
     MessageKind kind;
     size_t bytes;
     size_t done = 0;
-    bool started = false;           // offered, or, of pieces received, some are
-    bool offers = false;            // instead of passing in pieces, of a send
-    uint64_t place = never;         // the channel's state before the offer
+    bool started = false;    // offered; or, of a message received in pieces, some have arrived
+    bool offers = false;     // of a send: offers its buffer instead of copying it in pieces
+    uint64_t place = never;  // the channel's state before the offer
   };
   // The messages with one peer in one direction.
   struct PeerQueue {
     int peer;
     bool sends;
     bool local;     // the peer is a thread of this process
-    Message first;  // most have no more
+    Message first;  // most queues have no other
     std::vector<Message> more;
     size_t at = 0;
     bool finished() const { return at > more.size(); }
@@ -57,7 +58,7 @@ class Messages {
   bool refuse(PeerQueue& queue, uint64_t state, uint64_t place);
   bool send_pieces(PeerQueue& queue);
   bool receive_pieces(PeerQueue& queue);
-  // Whether the peer has broken the message off, which is over then: see abort_corruption.hpp.
+  // Completes a message that the peer has abandoned; returns whether there is one. See abort_corruption.hpp.
   bool complete_corrupted(PeerQueue& queue);
   void abandon();
   bool finished() const;
@@ -65,7 +66,8 @@ class Messages {
   void retract(PeerQueue& queue);
   void report_mismatch(const PeerQueue& queue, const MessageKind& sent, const MessageKind& wanted);
   Channel& channel(const PeerQueue& queue) {
-    return queue.sends ? comm_.segment->channel(comm_.rank, queue.peer) : comm_.segment->channel(queue.peer, comm_.rank);
+    return queue.sends ? comm_.segment->channel(comm_.rank, queue.peer)
+                       : comm_.segment->channel(queue.peer, comm_.rank);
   }
   void notify(int peer) { comm_.segment->slot(peer).changed.notify(); }
 

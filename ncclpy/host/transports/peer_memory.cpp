@@ -1,4 +1,4 @@
-// Who may be read, and what it means that somebody cannot.
+// Which processes can be read, and what a failed read means.
 #include "peer_memory.hpp"
 
 #include <stdlib.h>
@@ -17,10 +17,12 @@ ssize_t read_peer(const RankSlot& peer, void* to, const void* source, size_t byt
   return process_vm_readv(peer.pid, &here, 1, &there, 1, 0);
 }
 
-// A pid may be another process's here, in a container of its own, say: what it is told to hold says whether it is the one.
+// A pid may denote another process here, for example in another PID namespace: the process is the peer's if it holds
+// the peer's token.
 static bool can_read(const RankSlot& peer) {
   uint64_t process = 0;
-  return read_peer(peer, &process, peer.token_address, sizeof process) == ssize_t(sizeof process) && process == peer.process_token;
+  const ssize_t n = read_peer(peer, &process, peer.token_address, sizeof process);
+  return n == ssize_t(sizeof process) && process == peer.process_token;
 }
 
 bool reads_peers(Comm& comm) {
@@ -35,12 +37,13 @@ bool has_gone(Comm& comm, int peer, int error) {
   const RankSlot& slot = comm.segment->slot(peer);
   if (slot.closed.load(std::memory_order_acquire)) return true;  // it aborted before it ended
   if (error == ESRCH) {
-    // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
+    // The peer has died, perhaps after its arrival at the next barrier, which then opens: its death must be recorded
+    // before.
     comm.segment->mark_dead(peer);
     mark_comms_lost(*comm.segment, peer);
     return true;
   }
-  // What it sends may have been freed since.
+  // The buffers of an aborted rank may have been freed.
   return slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire) ||
          slot.abandoned.load(std::memory_order_acquire) > 0;
 }

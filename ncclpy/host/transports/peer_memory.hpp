@@ -1,4 +1,5 @@
-// Reading the memory of another rank's process: the kernel copies, from where the peer has it to where this rank wants it.
+// Reading the memory of another rank's process (Cross-Memory Attach): the kernel copies from the peer's buffer to this
+// rank's.
 #pragma once
 
 #include <errno.h>
@@ -11,22 +12,23 @@
 
 namespace ncclpy::host {
 
-// Whether the environment lets a process read the others': NCCLPY_HOST_READ_PEERS, true unless 0.
+// Whether the environment permits reading other processes: NCCLPY_HOST_READ_PEERS, true unless 0.
 bool may_read_peers();
-// Whether this rank's process is able to read those of all others as well, which need not be mutual. The stream tasks' own.
+// Whether this rank's process can also read the processes of all other ranks; this need not be mutual. For stream
+// tasks only.
 bool reads_peers(Comm& comm);
 
 // As process_vm_readv.
 ssize_t read_peer(const RankSlot& peer, void* to, const void* source, size_t bytes);
-// Whether `peer`, which could not be read for the reason `error`, has died, or has ended the communicator. Its death is known
-// then.
+// Whether `peer`, which could not be read because of `error`, has died or has ended the communicator. Records its
+// death.
 bool has_gone(Comm& comm, int peer, int error);
 
-// Between two looks at whether the communicator was aborted.
+// Bytes between two checks of whether the communicator was aborted.
 constexpr size_t read_bytes = 4 << 20;
 
-// Copies from a peer's memory. False when there is no use in going on: the communicator has stopped, it is no longer
-// `wanted()`, or the peer cannot be read, of which `fail(at, error)` is told.
+// Copies from a peer's memory. Returns false if the communicator has stopped, if the data are no longer `wanted()`, or
+// if the peer cannot be read; then `fail(at, error)` is called.
 template <class Wanted, class Fail>
 bool copy_from_peer(Comm& comm, int peer, const void* source, void* target, size_t bytes, Wanted wanted, Fail fail) {
   const char* from = static_cast<const char*>(source);

@@ -1,9 +1,10 @@
 // Collectives among processes: the data pass through the segment in steps that stay in the cache.
 //
-// In each step a rank writes to its own step buffer what others need, all ranks pass the gate, and everyone reads. There
-// are two of each buffer: what is read after gate s is written again after gate s + 1 at the earliest, when all have
-// finished reading. An abort may come at any gate, since nobody touches another rank's own memory. So may
-// a thread's leave: who goes on begins before that gate, and does again what was done there.
+// In each step a rank writes to its own step buffer what others need, all ranks pass the barrier, and all read. There
+// are two of each buffer: what is read after barrier s is overwritten after barrier s + 1 at the earliest, when all
+// have finished reading. An abort may happen at any barrier, since no rank accesses another rank's own memory. A
+// thread may suspend the collective at any barrier; the resuming thread begins before that barrier and repeats the
+// step's copies.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -16,15 +17,15 @@ namespace {
 class ShmStaged {
  public:
   ShmStaged(Comm& comm, CollectiveProgress& progress)
-      : comm_(comm), segment_(*comm.segment), place_(progress.place), progress_(progress), nranks_(size_t(comm.nranks)),
-        rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record(place_)), element_(size_of(mine_.dtype)),
+      : comm_(comm), segment_(*comm.segment), place_(progress.place), progress_(progress),
+        nranks_(size_t(comm.nranks)), rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record(place_)), element_(size_of(mine_.dtype)),
         send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
         bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
 
   WaitResult run() {
     switch (mine_.kind) {
       case Collective::all_reduce: reduce_everything(); break;
-      // Of two, to hand the root half of the result costs more than to let it make all of it.
+      // With two ranks, handing half of the result to the root costs more than having the root compute all of it.
       case Collective::reduce: nranks_ == 2 ? reduce_at_root() : reduce_everything(); break;
       case Collective::reduce_scatter: reduce_scatter(); break;
       case Collective::broadcast: broadcast(); break;
@@ -38,7 +39,7 @@ class ShmStaged {
   }
 
  private:
-  // Whether all have come to the gate of this step.
+  // Whether all ranks have arrived at the barrier of this step.
   bool barrier(size_t step) {
     progress_.step = step;
     result_ = comm_.rendezvous.data_barrier();
@@ -49,11 +50,11 @@ class ShmStaged {
   void copy(void* to, const void* from, size_t bytes) {
     if (to != from) std::memcpy(to, from, bytes);
   }
-  // The same to the caller's memory.
+  // As copy, to the caller's memory.
   void deliver(void* to, const void* from, size_t bytes) {
     if (to != from) copy_out(to, from, bytes, nontemporal_);
   }
-  // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one.
+  // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one line.
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
 
   void broadcast() {
@@ -88,7 +89,7 @@ class ShmStaged {
     }
   }
 
-  // The root lays each rank's part of the step into that rank's buffer.
+  // The root copies each rank's part of the step into that rank's buffer.
   void scatter() {
     for (size_t step = progress_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
@@ -100,7 +101,7 @@ class ShmStaged {
     }
   }
 
-  // Step buffers hold a part for each other rank; `finish(at, n, step, part)` makes this rank's result of them.
+  // Step buffers hold a part for each other rank; `finish(at, n, step, part)` makes this rank's result of the parts.
   template <class Finish>
   void by_parts(Finish finish) {
     const size_t part = part_of_step(nranks_);
@@ -114,7 +115,7 @@ class ShmStaged {
     }
   }
 
-  // What rank `r` has for this one in such a step.
+  // The part of rank `r` for this rank in a step.
   const char* part_from(size_t r, size_t at, size_t step, size_t part) {
     return r == rank_ ? send_ + r * bytes_ + at : input(r, step) + rank_ * part;
   }
@@ -135,7 +136,7 @@ class ShmStaged {
     });
   }
 
-  // After gate s each rank reduces its range of step s; after gate s + 1 the results of step s can be collected.
+  // After barrier s each rank reduces its range of step s; after barrier s + 1 the results of step s can be collected.
   void reduce_everything() {
     const bool collects = mine_.kind == Collective::all_reduce || at_root_;
     const bool tells = mine_.kind == Collective::all_reduce || !at_root_;

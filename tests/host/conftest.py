@@ -1,4 +1,4 @@
-"""What the tests of the host engine's NCCL half share: the library, processes, ranks and their streams."""
+"""Fixtures of the tests of the host engine's NCCL half: the library, processes, ranks and their streams."""
 
 import pytest
 from host_ranks import Processes

@@ -1,5 +1,5 @@
-// To be preloaded: malloc, which refuses a lane's thread what the package's own modules ask for. Others get memory, the
-// engine among them, which has an error code for it.
+// To be preloaded: a malloc that refuses a lane's thread the requests of the package's own modules. Other callers get
+// memory, including the engine, which has an error code for a lack of it.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <pthread.h>
@@ -11,7 +11,7 @@
 extern "C" void* __libc_malloc(std::size_t);
 
 extern "C" {
-std::atomic<long> no_memory_asked{0};  // how often a lane has asked at all: for the C++ library, the engine, others
+std::atomic<long> no_memory_asked{0};  // all requests of lanes: of the C++ library, the engine, others
 std::atomic<long> no_memory_refused{0};
 }
 
@@ -20,7 +20,7 @@ static bool on_a_lane() {
   return pthread_getname_np(pthread_self(), name, sizeof name) == 0 && std::strcmp(name, "ncclpy-lane") == 0;
 }
 
-// Whether one of our modules asks, itself or through operator new and the C library.
+// Whether a module of the package asks, itself or through operator new and the C library.
 static bool for_a_module() {
   void* frames[8];
   Dl_info caller;
@@ -34,7 +34,7 @@ static bool for_a_module() {
   return false;
 }
 
-// The first backtrace loads a library.
+// The first backtrace loads a library, which needs memory.
 __attribute__((constructor)) static void prepare() {
   void* frame;
   backtrace(&frame, 1);

@@ -3,8 +3,8 @@
 //   pytest tests/host/test_host_engine_stress.py
 //
 // Threads as ranks, one thread for all ranks, processes, splits, messages, nonblocking calls, aborts at random
-// moments, and the copies of the reduction loops against each other; what else ranks do is in stress_more.cpp.
-// "ok" and exit code 0 mean that all is well.
+// moments, and the copies of the reduction loops against each other; stress_more.cpp has the rest. "ok" and exit code
+// 0 mean success.
 #include "stress.hpp"
 
 #include <sys/wait.h>
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Everything that ranks do together, on a communicator of their own.
+// All operations that ranks execute together, on a communicator of their own.
 void work(ncclComm_t comm, int rank, int n, CUstream stream) {
   for (size_t count : {size_t(1), size_t(500), size_t(100003)}) {
     std::vector<float> x(count, float(rank + 1)), y(count), all(count * size_t(n)), part(count);
@@ -64,7 +64,7 @@ void rank_body(const ncclUniqueId& id, int rank, int n) {
   helps(comm, rank, n, stream);
   for (unsigned seed = 0; seed < 16; seed++) {
     OK(ncclCommSplit(comm, 0, rank, &child, nullptr));
-    left_and_aborted(child, rank, n, stream, seed);
+    suspended_and_aborted(child, rank, n, stream, seed);
   }
   suspensions(comm, stream);
   shrink_and_grow(comm, rank, n, stream);
@@ -152,7 +152,7 @@ void nonblocking(int n) {
     config.netName = config.commName = nullptr;
     config.blocking = 0;
     ncclComm_t comm;
-    // A call returns at once; what it began is over when the state says so.
+    // A call returns at once; the state tells when its work is over.
     const auto finish = [](ncclComm_t of, ncclResult_t state) {
       CHECK(state == ncclInProgress || state == ncclSuccess);
       do OK(ncclCommGetAsyncError(of, &state));
@@ -203,7 +203,7 @@ void aborts(int n, unsigned seed) {
   OK(ncclGetUniqueId(&id));
   std::vector<unsigned> delays;
   for (int i = 0; i < n; i++) delays.push_back(unsigned(random() % 20000));
-  const bool missing = seed % 3 == 0;  // one rank never comes
+  const bool missing = seed % 3 == 0;  // one rank never calls
   on_threads(n, [&](int rank) {
     if (missing && rank == n - 1) return;
     CUstream stream = stream_on(rank);
@@ -233,12 +233,12 @@ void aborts(int n, unsigned seed) {
     });
     std::thread aborter([&, rank] {
       sleep_us(delays[size_t(rank)]);
-      // A rank that comes after another one's abort is refused, and its handle is gone before its own.
+      // A rank that aborts after another one's abort is refused if its handle is already gone.
       const ncclResult_t result = ncclCommAbort(handle);
       CHECK(result == ncclSuccess || result == ncclInvalidArgument);
       over = true;
       if (result != ncclSuccess) return;
-      std::fill(x.begin(), x.end(), 0.0f);  // nobody reads or writes them any more
+      std::fill(x.begin(), x.end(), 0.0f);  // after the abort no thread reads or writes them
       std::fill(y.begin(), y.end(), 0.0f);
     });
     (void)ncclGroupEnd();
@@ -287,7 +287,7 @@ void kernels() {
     std::vector<uint64_t> first;
     const size_t element = size_of(ncclDataType_t(dtype)), count = words * 8 / element - 3;
     for (auto copy : copies) {
-      for (const size_t ahead : {0, 5}) {  // elements, so that lines of the cache are met from both sides
+      for (const size_t ahead : {0, 5}) {  // elements, so that cache lines are entered at both ends
         const bool nontemporal = ahead != 0;
         std::vector<char> memory(words * 8 + 128, 'x');
         void* output = memory.data() + ahead * element;
@@ -305,7 +305,7 @@ void kernels() {
   };
   for (int dtype = 0; dtype < ncclNumTypes; dtype++) {
     for (uint32_t op = 0; op <= uint32_t(Operator::premulsum); op++) agree(dtype, Operator(op), few);
-    // In larger blocks, and the same bits.
+    // In larger blocks the bits are the same.
     const std::vector<uint64_t> begin = agree(dtype, Operator::sum, few), all = agree(dtype, Operator::sum, many);
     CHECK(std::equal(begin.begin(), begin.end() - 3, all.begin()));
   }
@@ -330,7 +330,7 @@ int main(int argc, char** argv) {
   for (unsigned seed = 0; seed < 30; seed++) aborts(3, seed);
   for (unsigned seed = 0; seed < 40; seed++) {
     revocations(3, seed);
-    broken_off(3, seed);
+    random_aborts(3, seed);
   }
   std::puts("ok");
   return 0;

@@ -1,4 +1,4 @@
-// What the files of the stress program share: the engine's functions, checks, threads as ranks.
+// Declarations that the files of the stress program share: the engine's functions, checks, threads as ranks.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ extern "C" CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void*), void
   } while (0)
 #define OK(call) CHECK((call) == 0)
 
-// Makes the device current and gives a stream on it.
+// Makes the device current and returns a stream on it.
 inline CUstream stream_on(int device) {
   CUcontext context;
   CUstream stream;
@@ -48,16 +48,16 @@ inline void on_threads(int n, const std::function<void(int)>& body) {
 
 inline void sleep_us(unsigned microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
-// stress_more.cpp. What ranks do together on a communicator, wherever they are.
+// In stress_more.cpp: what ranks execute together on a communicator, as threads or processes.
 void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream);
 void replays(ncclComm_t comm, int rank, int n, CUstream stream);
 void helps(ncclComm_t comm, int rank, int n, CUstream stream);
-void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed);
+void suspended_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed);
 void suspensions(ncclComm_t comm, CUstream stream);
 void shrink_and_grow(ncclComm_t comm, int rank, int n, CUstream stream);
-// With threads of their own.
+// These start their own threads.
 void one_graph(int n);
 void windows_of_one_thread(int n);
 void revocations(int n, unsigned seed);
-void broken_off(int n, unsigned seed);
+void random_aborts(int n, unsigned seed);
 void stuck_replay();

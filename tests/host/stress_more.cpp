@@ -1,4 +1,4 @@
-// Windows, graphs, communicators made out of others, revoked, suspended and resumed ones; see stress.cpp.
+// Windows, graphs, and communicators that are derived, revoked, suspended and resumed; see stress.cpp.
 #include "stress.hpp"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ int rank_of(ncclComm_t comm) {
   return rank;
 }
 
-// Ranks add their numbers up. The elements are enough for several blocks.
+// Ranks add up their numbers. The elements are enough for several blocks.
 void check_sum(ncclComm_t comm, CUstream stream) {
   const int n = count_of(comm);
   std::vector<float> x(30000, float(rank_of(comm) + 1));
@@ -44,15 +44,15 @@ CUgraphExec end_capture(CUstream stream) {
   return exec;
 }
 
-// Without atomics: what a graph does out of order is a race.
+// Not atomic: what a graph runs out of order is a race.
 void increment(void* counter) { ++*static_cast<long*>(counter); }
 
-// One stream waits for what another has been told, in a capture as outside.
+// One stream waits for the other one's work, in a capture as outside.
 void follow(CUstream follower, CUstream stream) {
   CUcontext context;
   CUevent event;
   OK(cuStreamGetCtx(stream, &context));
-  OK(cuCtxSetCurrent(context));  // the event must be of the stream's device
+  OK(cuCtxSetCurrent(context));  // the event must belong to the stream's device
   OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
   OK(cuEventRecord(event, stream));
   OK(cuStreamWaitEvent(follower, event, 0));
@@ -61,7 +61,7 @@ void follow(CUstream follower, CUstream stream) {
 
 }  // namespace
 
-// Values go around a ring through windows, beside all-reduces on another stream that tell when all have read.
+// Values go around a ring through windows, beside all-reduces on another stream that tell when all ranks have read.
 void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
   constexpr size_t count = 20000, bytes = count * sizeof(float);
   constexpr int rounds = 8;
@@ -88,7 +88,7 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
       // The end of a window waits as well.
       if (round < rounds - 1) OK(cuStreamSynchronize(stream));
       else OK(ncclCommWindowDeregister(comm, window));
-      // Of two ranks the neighbours are one, whose signals are counted together: both have come all the same.
+      // With two ranks both neighbours are the same rank, and their signals are counted together: both have arrived.
       CHECK(std::all_of(from_left, mine + 2 * count, [&](float value) { return value == float(left + round); }));
     }
     OK(ncclMemFree(memory));
@@ -96,9 +96,9 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
   OK(cuStreamDestroy_v2(other));
 }
 
-// Operations of all kinds that can be left, of as much as can and a little more; false if one was refused. `x` is this rank's,
-// `y` and `z` are as long as all together.
-bool leavable(int kind, size_t count, const float* x, float* y, float* z, ncclComm_t comm, int rank, int n, CUstream stream) {
+// Operations of all kinds that can be suspended, up to and just above the size limit; false if one was refused. `x` is
+// this rank's, `y` and `z` have room for all ranks.
+bool suspendable(int kind, size_t count, const float* x, float* y, float* z, ncclComm_t comm, int rank, int n, CUstream stream) {
   const int right = (rank + 1) % n, left = (rank + n - 1) % n;
   bool fine = true;
   const auto call = [&fine](ncclResult_t result) { fine = fine && result == ncclSuccess; };
@@ -119,7 +119,7 @@ bool leavable(int kind, size_t count, const float* x, float* y, float* z, ncclCo
     call(ncclRecv(y + count, 1 + count / 3, ncclFloat32, left, comm, stream));
     call(ncclGroupEnd());
   } else {
-    // Around the ring, one after the other.
+    // Around the ring, one rank after the other.
     if (rank > 0) call(ncclRecv(z, count, ncclFloat32, left, comm, stream));
     call(ncclSend(rank > 0 ? z : x, count, ncclFloat32, right, comm, stream));
     if (rank == 0) call(ncclRecv(z, count, ncclFloat32, left, comm, stream));
@@ -127,26 +127,26 @@ bool leavable(int kind, size_t count, const float* x, float* y, float* z, ncclCo
   return fine;
 }
 
-// What `leavable` has in `z` afterwards, of ranks whose `x` is their number plus one.
-float left_by(int kind, int rank, int n) {
+// The contents of `z` after `suspendable`, for ranks with their number plus one in `x`.
+float expected_of(int kind, int rank, int n) {
   if (kind == 0) return float(n * (n + 1) / 2);
   if (kind == 1) return float(n * (rank + 1));
   return kind == 2 ? float((rank + n - 1) % n + 1) : 1.0f;
 }
 
-// Callers run what they wait for and leave it again after an instant, or sleep until it is done, one or two at a time, and
-// are told of it; ranks come at any moment.
+// Callers run the work that they wait for and suspend it after a moment, or sleep until it is done, for one or two
+// operations at a time, and get callbacks; ranks arrive at any moment.
 void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
   std::minstd_rand same(7), mine(unsigned(rank) + 1);
   CUevent event;
   OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
   for (int round = 0; round < 150; round++) {
-    const size_t most = round % 8 == 0 ? 400000 : round % 3 == 0 ? 30000 : 300;  // some are not to be left
+    const size_t most = round % 8 == 0 ? 400000 : round % 3 == 0 ? 30000 : 300;  // some are too large to be suspended
     const size_t count = 1 + same() % most;
     const int kind = int(same() % 4);
     std::vector<float> x(count, float(rank + 1)), y(count * size_t(n)), z(count * size_t(n));
     if (mine() % 8 == 0) sleep_us(unsigned(mine() % 400));
-    CHECK(leavable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream));
+    CHECK(suspendable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream));
     OK(cuEventRecord(event, stream));
     const auto help = [event](unsigned seed) {
       std::minstd_rand random(seed);
@@ -163,14 +163,15 @@ void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
     if (round % 5 == 0) other = std::thread(help, unsigned(mine()));
     help(unsigned(mine()));
     if (other.joinable()) other.join();
-    for (size_t i = 0; i < count; i++) CHECK(z[i] == left_by(kind, rank, n));
-    while (asked == CUDA_ERROR_NOT_READY && told == 0) sched_yield();  // its word goes with this round
+    for (size_t i = 0; i < count; i++) CHECK(z[i] == expected_of(kind, rank, n));
+    while (asked == CUDA_ERROR_NOT_READY && told == 0) sched_yield();  // its callback refers to this round
     CHECK(told == (asked == CUDA_ERROR_NOT_READY ? 1 : 0));
   }
   OK(cuEventDestroy_v2(event));
 }
 
-// Each rank captures several operations and replays them on two streams in turn, beside ones that are not captured.
+// Each rank captures several operations and replays them on two streams in turn, beside operations that are not
+// captured.
 void replays(ncclComm_t comm, int rank, int n, CUstream stream) {
   CUstream other;
   OK(cuStreamCreateWithPriority(&other, CU_STREAM_NON_BLOCKING, 0));
@@ -199,7 +200,7 @@ void replays(ncclComm_t comm, int rank, int n, CUstream stream) {
     OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat64, ncclSum, comm, stream));
     expected *= double(n) * n;
   }
-  OK(cuGraphExecDestroy(exec));  // what was launched runs on
+  OK(cuGraphExecDestroy(exec));  // launched work continues
   OK(cuStreamSynchronize(stream));
   OK(cuStreamSynchronize(other));
   CHECK(runs == 7);
@@ -221,12 +222,12 @@ void suspensions(ncclComm_t comm, CUstream stream) {
   }
 }
 
-// The last rank is left behind and comes back; it learns the ids through the communicator that all have.
+// The last rank is excluded and returns; it learns the ids through the communicator of all ranks.
 void shrink_and_grow(ncclComm_t comm, int rank, int n, CUstream stream) {
   int last = n - 1;
   const bool stays = rank != last;
   ncclComm_t fewer = nullptr;
-  for (int i = 0; i < 5 && stays; i++) {  // one right after the other, by the same survivors
+  for (int i = 0; i < 5 && stays; i++) {  // one immediately after the other, by the same survivors
     if (fewer != nullptr) OK(ncclCommDestroy(fewer));
     OK(ncclCommShrink(comm, &last, 1, &fewer, nullptr, NCCL_SHRINK_DEFAULT));
     CHECK(count_of(fewer) == n - 1 && rank_of(fewer) == rank);
@@ -247,7 +248,7 @@ void shrink_and_grow(ncclComm_t comm, int rank, int n, CUstream stream) {
   if (stays) OK(ncclCommDestroy(fewer));
 }
 
-// All ranks of one thread in one graph, whose branches are their streams.
+// All ranks of one thread in one graph; each stream is a branch.
 void one_graph(int n) {
   const auto comms = all_ranks(n);
   std::vector<CUstream> streams;
@@ -289,7 +290,7 @@ void one_graph(int n) {
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
 }
 
-// Memory of any kind, registered for all ranks in one group; everyone puts into everyone's.
+// Memory of any kind, registered for all ranks in one group; all ranks put into all parts.
 void windows_of_one_thread(int n) {
   constexpr size_t count = 3000;
   const auto comms = all_ranks(n);
@@ -322,7 +323,7 @@ void windows_of_one_thread(int n) {
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
 }
 
-// Every rank revokes at a moment of its own while its operations run; then the ranks go on in a child.
+// Each rank revokes at its own moment while its operations run; then the ranks continue in a child.
 void revocations(int n, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<unsigned> delays;
@@ -343,7 +344,7 @@ void revocations(int n, unsigned seed) {
     });
     sleep_us(delays[size_t(rank)]);
     OK(ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT));
-    std::fill(x.begin(), x.end(), 0.0f);  // nobody reads or writes it any more
+    std::fill(x.begin(), x.end(), 0.0f);  // after the revoke no thread reads or writes it
     worker.join();
     ncclComm_t child = nullptr;
     int last = n - 1;
@@ -358,13 +359,14 @@ void revocations(int n, unsigned seed) {
   });
 }
 
-// Aborts at random moments while the ranks split, shrink, register, suspend and signal. All may fail; none may hang.
-void broken_off(int n, unsigned seed) {
+// Aborts at random moments while the ranks split, shrink, register, suspend and signal. All calls may fail; none may
+// hang.
+void random_aborts(int n, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<unsigned> delays;
   for (int i = 0; i < n; i++) delays.push_back(unsigned(random() % 20000));
   const auto comms = all_ranks(n);
-  // The second half is what another rank may write to until its own abort.
+  // Another rank may write to the second half until its own abort.
   std::vector<std::vector<float>> memory(size_t(n), std::vector<float>(4000));
   on_threads(n, [&](int rank) {
     const ncclComm_t comm = comms[size_t(rank)];
@@ -414,17 +416,18 @@ void broken_off(int n, unsigned seed) {
   });
 }
 
-// Whether the engine has written this where another rank was aborted (NCCLPY_HOST_ABORT_CORRUPTS).
+// Whether the engine wrote this value because another rank was aborted (NCCLPY_HOST_ABORT_CORRUPTS).
 bool is_corrupted(float value) {
   unsigned char bytes[sizeof value];
   std::memcpy(bytes, &value, sizeof value);
   return std::all_of(std::begin(bytes), std::end(bytes), [](unsigned char byte) { return byte == 0x5a; });
 }
 
-// A rank leaves what it is in, aborts and has its memory back, at any moment; the others still want what it sends.
-void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed) {
+// At any moment a rank suspends its operations, aborts and has its memory back; the others still expect its messages.
+void suspended_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed) {
   std::minstd_rand same(seed), mine(seed * 64 + unsigned(rank) + 1);
-  const size_t count = seed % 2 == 0 ? 66000 + same() % 64000 : 1 + same() % 3000;  // with messages that are offered, or not
+  // sizes with and without messages that are offered
+  const size_t count = seed % 2 == 0 ? 66000 + same() % 64000 : 1 + same() % 3000;
   const int kind = int(seed % 4), quits = int(same() % unsigned(n));
   std::vector<float> x(count, float(rank + 1)), y(count * size_t(n)), z(count * size_t(n));
   CUevent event;
@@ -433,7 +436,7 @@ void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigne
   for (int round = 0; fine && round < 40; round++) {
     if (mine() % 4 == 0) sleep_us(unsigned(mine() % 200));
     std::fill(z.begin(), z.end(), 0.0f);
-    fine = leavable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream);
+    fine = suspendable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream);
     OK(cuEventRecord(event, stream));
     CUresult result = CUDA_ERROR_NOT_READY;
     const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(rank == quits ? mine() % 300 : 30000);
@@ -442,8 +445,8 @@ void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigne
     if (rank == quits && (round == 39 || result != CUDA_SUCCESS)) break;
     ncclResult_t state;
     if (result != CUDA_SUCCESS || ncclCommGetAsyncError(comm, &state) != 0 || state != ncclSuccess) break;
-    // It may be over because the communicator is.
-    for (size_t i = 0; fine && i < count; i++) CHECK(z[i] == left_by(kind, rank, n) || is_corrupted(z[i]));
+    // The wait may have ended because the communicator has.
+    for (size_t i = 0; fine && i < count; i++) CHECK(z[i] == expected_of(kind, rank, n) || is_corrupted(z[i]));
   }
   OK(ncclCommAbort(comm));
   for (auto* memory : {&x, &y, &z}) {
@@ -470,7 +473,7 @@ void stuck_replay() {
   });
   OK(cuStreamSynchronize(stream));
   aborter.join();
-  OK(cuGraphLaunch(exec, stream));  // of a communicator that has ended
+  OK(cuGraphLaunch(exec, stream));  // on a communicator that has ended
   OK(cuStreamSynchronize(stream));
   OK(cuGraphExecDestroy(exec));
 }

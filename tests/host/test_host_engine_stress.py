@@ -19,7 +19,7 @@ def run(program):
 
 
 @pytest.mark.slow  # 5 s for the compiler: the driver in C++, and the reductions, whose copies are compared
-def test_ranks(tmp_path):
+def test_random_ranks_agree(tmp_path):
     engine = host_engine_path()
     linked = [engine, f"-Wl,-rpath,{os.path.dirname(engine)}"]
     build(tmp_path / "stress", ["-O0", "-g0"], [*DRIVER, ENGINE / "reduction/reduce.cpp", KERNELS], linked)
@@ -29,7 +29,7 @@ def test_ranks(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_ranks_under_a_sanitizer(sanitizer, tmp_path):
+def test_random_ranks_pass_a_sanitizer(sanitizer, tmp_path):
     sources = [*DRIVER, *sorted(ENGINE.glob("*/*.cpp"))]
     build(tmp_path / "stress", flags_of(sanitizer, tmp_path), sources)
     run(tmp_path / "stress")

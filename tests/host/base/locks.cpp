@@ -1,4 +1,4 @@
-// Takes locks of ordered_mutex.h in one way or another, as the argument says; prints "ok" if nobody objects.
+// Takes locks of ordered_mutex.h in the way that the argument names; prints "ok" if the check of the order accepts it.
 #include <cstdio>
 #include <cstring>
 #include <mutex>

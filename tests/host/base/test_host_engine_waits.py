@@ -1,4 +1,6 @@
-"""Ranks that wait: spinning with a core each, and else giving it away; whoever shares one goes to another, seldom."""
+"""Waiting ranks spin with a core each and yield otherwise; a thread that shares its core moves to another one,
+seldom.
+"""
 
 import ctypes
 import os
@@ -33,16 +35,16 @@ def waits(tmp_path_factory):
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
-def test_who_gets_the_core_back_late_goes_to_another(waits):
-    # 3,000 times late: half of some 17 occasions, by the clock's last digits.
+def test_thread_that_gets_its_core_back_late_moves_to_another(waits):
+    # 3,000 late returns: a move at about half of 17 occasions, chosen by the last digits of the clock.
     assert 1 <= int(waits(2)) <= 17
 
 
-def test_with_more_ranks_than_cores_nobody_goes(waits):
+def test_more_ranks_than_cores_no_thread_moves(waits):
     assert waits(CORES + 1) == "0\n"
 
 
-def test_who_has_one_core_stays(waits):
+def test_thread_bound_to_one_core_stays(waits):
     assert waits(1, "pinned") == "0\n"
 
 
@@ -50,7 +52,7 @@ def test_who_has_one_core_stays(waits):
     ("cores", "answer"),
     [
         (["0,1", "0,1"], "a core each"),
-        (["0", "1"], "a core each"),  # as a launcher binds them
+        (["0", "1"], "a core each"),  # as a launcher binds ranks
         (["0", "0"], "crowded"),
         (["0", "0", "1,2,3"], "crowded"),
         (["0,1", "0", "1", "2,3"], "crowded"),
@@ -61,11 +63,11 @@ def test_who_has_one_core_stays(waits):
     ],
     ids=" ".join,
 )
-def test_ranks_have_a_core_each_or_not(waits, cores, answer):
+def test_ranks_by_their_core_sets_are_crowded_or_not(waits, cores, answer):
     assert waits("know", *cores) == f"{answer}\n" * 2
 
 
-# Yields that take no time, and how many they were.
+# The C library's sched_yield replaced by one that takes no time and counts its calls.
 COUNTER = """
 static volatile long yields;
 int sched_yield(void) { __atomic_fetch_add(&yields, 1, __ATOMIC_RELAXED); return 0; }
@@ -74,7 +76,7 @@ long counted_yields(void) { return __atomic_exchange_n(&yields, 0, __ATOMIC_RELA
 
 
 def yields_of_waits(rank, cores):
-    """Return how often the core was given away in each wait of rank 1 for what comes 2 ms late."""
+    """Return how many times rank 1 yields its core in each wait for an operation that rank 0 issues 2 ms late."""
     os.sched_setaffinity(0, {cores[rank.rank]})
     comm = rank.init()
     values, yields = np.zeros(1), []
@@ -92,8 +94,8 @@ def yields_of_waits(rank, cores):
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 @pytest.mark.parametrize("bound", ["to a core each", pytest.param("to the same core", marks=pytest.mark.slow)])
-def test_ranks_that_are_bound_wait_by_the_cores_that_all_have(tmp_path, monkeypatch, bound):
-    """A rank that is bound to a core of its own is not one of too many: what counts is the cores of all ranks."""
+def test_bound_ranks_wait_by_the_cores_of_all_ranks(tmp_path, monkeypatch, bound):
+    """A rank bound to a core of its own is not crowded: the cores of all ranks count."""
     source, library = tmp_path / "counter.c", tmp_path / "counter.so"
     source.write_text(COUNTER)
     made = compiled(library, "-shared", "-fPIC", "-x", "c", "-std=c11", source)
@@ -101,7 +103,7 @@ def test_ranks_that_are_bound_wait_by_the_cores_that_all_have(tmp_path, monkeypa
     monkeypatch.setenv("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')} {library}".strip())
     first, second = sorted(os.sched_getaffinity(0))[:2]
     _, yields = testing.run_processes(2, yields_of_waits, [first, second if bound == "to a core each" else first])
-    # With fewer cores than ranks the core is given away some 100 times, and then a rank sleeps; else for 300 us.
+    # With fewer cores than ranks a rank yields some 100 times and then sleeps; otherwise it yields for 300 us.
     if bound == "to a core each":
         assert max(yields) > 128
     else:

@@ -1,5 +1,5 @@
-// Gives the core away as a rank does that waits, and gets it back late each time; prints how often it has gone to another
-// core, or what was wrong with that. Arguments: how many ranks there are, and "pinned" if it has one core alone.
+// Yields the core as a waiting rank does, and gets it back late each time; prints how often it has moved to another
+// core, or what was wrong with a move. Arguments: the number of ranks, and "pinned" to bind the process to one core.
 // Or, with "know" and the cores of each rank ("0,1 1"), prints whether there are fewer cores than ranks anywhere.
 #include <dlfcn.h>
 #include <sched.h>
@@ -16,7 +16,7 @@ static cpu_set_t had;
 static int calls = 0;
 static const char* wrong = nullptr;
 
-// In place of the C library's.
+// Replaces the C library's.
 extern "C" int sched_yield() noexcept {
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
   while (std::chrono::steady_clock::now() < until) continue;
@@ -43,7 +43,7 @@ static int know(int count, char** arguments) {
     for (char* core = std::strtok(arguments[rank], ","); core != nullptr; core = std::strtok(nullptr, ","))
       CPU_SET(std::atoi(core), &of_ranks[rank]);
   }
-  for (int ranks : {1, 1 << 20}) {  // whatever was thought before
+  for (int ranks : {1, 1 << 20}) {  // whatever was assumed before
     ncclpy::host::Spin spin(ranks);
     spin.set_cores(count, [&](int rank) -> const cpu_set_t& { return of_ranks[rank]; });
     std::puts(spin.is_crowded() ? "crowded" : "a core each");

@@ -1,4 +1,4 @@
-"""Abort ends whatever a rank of the host engine is stuck in, and leaves nothing behind."""
+"""Abort ends every call and wait in which a rank of the host engine is stuck, and leaves nothing behind."""
 
 import ctypes
 import os
@@ -51,12 +51,12 @@ def test_abort_ends_a_stuck_nonblocking_init(nccl):
     assert join(in_thread(nccl.ncclCommAbort, comm)) == SUCCESS
 
 
-def test_an_abort_before_the_group_that_makes_it_ends_leaves_nothing_behind(nccl):
+def test_abort_before_the_end_of_the_init_group_leaves_nothing_behind(nccl):
     comm, before = ctypes.c_void_p(), leftovers.mappings()
     name = nccl.unique_id()
     nccl.ncclGroupStart()
     nccl.init_into(comm, 1, name, 0)
-    thread = in_thread(nccl.ncclCommAbort, comm.value)  # of a thread that is in no group
+    thread = in_thread(nccl.ncclCommAbort, comm.value)  # the calling thread is in no group
     assert join(thread) == SUCCESS
     nccl.library.ncclGroupEnd()
     assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
@@ -73,21 +73,21 @@ def test_abort_ends_a_stuck_collective(nccl, streams, count):
     assert all(blocked(thread) for thread in waiting)
     nccl.ncclCommAbort(comms[1])
     join(waiting[1])
-    assert blocked(waiting[0])  # behind rank 2, which has not called
+    assert blocked(waiting[0])  # it waits for rank 2, which has not called
     nccl.ncclCommAbort(comms[0])
     join(waiting[0])
     assert (value == 1).all()
     nccl.ncclCommAbort(comms[2])
 
 
-def test_abort_waits_for_those_who_write_here(nccl, streams):
-    """After the abort of a rank in the middle of an operation its memory is its own again."""
+def test_abort_waits_for_peers_that_write_to_this_rank(nccl, streams):
+    """When a rank's abort returns in the middle of an operation, no peer writes to its memory any more."""
     comms = nccl.init_all(3)
     values = [np.ones(8_000_000, np.float32) for _ in comms]
     for comm, stream, value in zip(comms, streams, values, strict=False):
         nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), len(value), 7, SUM, comm, stream)
     end = time.monotonic() + 10
-    while values[0][0] == 1:  # not begun
+    while values[0][0] == 1:  # the operation has not begun
         assert time.monotonic() < end
     nccl.ncclCommAbort(comms[0])
     end_of_each_range = [values[0][at - 100 : at].copy() for at in (2_600_000, 5_300_000, 8_000_000)]
@@ -108,7 +108,7 @@ def test_abort_ends_stuck_messages(nccl, streams):
     assert blocked(waiting)
     nccl.ncclCommAbort(comms[0])
     join(waiting)
-    nccl.ncclSend(p, 100_000, 7, 0, comms[1], streams[1])  # which rank 0 has not begun to receive
+    nccl.ncclSend(p, 100_000, 7, 0, comms[1], streams[1])  # rank 0 has not begun to receive it
     waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
     assert blocked(waiting)
     nccl.ncclCommAbort(comms[1])
@@ -137,8 +137,8 @@ def test_abort_ends_a_stuck_finalize(nccl, streams):
     nccl.ncclCommAbort(comms[1])
 
 
-def test_abort_while_running(nccl, streams):
-    """Abort in the middle of a stream of operations, over and over: nobody hangs, nobody touches freed memory."""
+def test_abort_at_random_moments_of_running_operations(nccl, streams):
+    """Abort in the middle of a series of operations, repeatedly: no rank hangs or accesses freed memory."""
     for round_ in range(20):
         comms = nccl.init_all(3)
         values = [np.ones(20_000, np.float32) for _ in comms]
@@ -163,8 +163,8 @@ def test_abort_of_messages_in_processes(nccl, processes):
     processes.run(nccl, 3, bodies.abort_stuck_messages)
 
 
-def test_nothing_is_left_after_a_kill(nccl, tmp_path):
-    """A process that is killed leaves no name in a file system, and its peer can abort."""
+def test_killed_process_leaves_no_file(nccl, tmp_path):
+    """A killed process leaves no name in a file system, and its peer can abort."""
     code = (
         "import sys\n"
         "from nccl_calls import Nccl\n"
@@ -180,7 +180,7 @@ def test_nothing_is_left_after_a_kill(nccl, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", code, uid.hex()],
         env=environment,
-        cwd=tmp_path,  # outside the tree, whose ncclpy is not built
+        cwd=tmp_path,  # outside the source tree, where ncclpy is not built
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as child:
@@ -197,7 +197,7 @@ def test_nothing_is_left_after_a_kill(nccl, tmp_path):
     assert not leftovers.shared_memory()
 
 
-def test_idle_takes_no_cpu(nccl, streams):
+def test_waiting_rank_uses_no_cpu(nccl, streams):
     """A rank that waits for another one sleeps."""
     comms = nccl.init_all(2)
     value = np.ones(10, np.float32)

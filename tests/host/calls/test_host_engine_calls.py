@@ -30,7 +30,7 @@ from nccl_calls import (
 from paths import SUPPORT
 
 
-def test_version_and_strings(nccl):
+def test_version_and_error_strings(nccl):
     version = ctypes.c_int()
     nccl.ncclGetVersion(ctypes.byref(version))
     assert version.value == VERSION
@@ -42,7 +42,7 @@ def test_version_and_strings(nccl):
     refused(INVALID_ARGUMENT, "out argument is NULL", nccl.ncclGetUniqueId, None)
 
 
-def test_arguments_of_operations(nccl, comms, streams):
+def test_operations_with_invalid_arguments_are_refused(nccl, comms, streams):
     value = np.ones(4, np.float32)
     p, comm, stream = bodies.pointer(value), comms[0], streams[0]
     for call in (
@@ -67,11 +67,11 @@ def test_arguments_of_operations(nccl, comms, streams):
     refused(UNHANDLED_CUDA, "is no stream", reduce, p, p, 4, 7, SUM, comm, 0x777)
     refused(INVALID_USAGE, "send to self without a matching recv", nccl.ncclSend, p, 4, 7, 0, comm, stream)
     refused(INVALID_USAGE, "recv to self without a matching send", nccl.ncclRecv, p, 4, 7, 0, comm, stream)
-    # More bytes than an address has: for one block, or for the blocks of four ranks.
+    # More bytes than an address can hold: in one block, or in the blocks of four ranks.
     refused(INVALID_ARGUMENT, "count 4611686018427387904", reduce, p, p, 2**62, 7, SUM, comm, stream)
     refused(INVALID_ARGUMENT, "count 4611686018427387904", nccl.ncclSend, p, 2**62, 7, 1, comm, stream)
     refused(INVALID_ARGUMENT, "of 4 ranks", nccl.ncclAllGather, p, p, 2**60, 7, comm, stream)
-    # Nothing to do is done at once, whatever the pointers.
+    # Operations of no elements complete at once, whatever their pointers.
     assert reduce(None, None, 0, 7, SUM, comm, stream) == SUCCESS
     nccl.driver.cuStreamSynchronize(stream)
     assert sum_ones(nccl, comms, streams) == 4
@@ -111,7 +111,7 @@ def test_group_starts_at_its_outermost_end(nccl, comms, streams):
     assert all((value == 4).all() for value in values)
 
 
-def test_arguments_of_init(nccl):
+def test_init_with_invalid_arguments_is_refused(nccl):
     uid = UniqueId.from_buffer_copy(nccl.unique_id())
     comm = ctypes.c_void_p()
     out = ctypes.byref(comm)
@@ -130,11 +130,11 @@ def test_arguments_of_init(nccl):
     refused(INVALID_USAGE, "Duplicate GPU", nccl.ncclCommInitAll, two, 2, (ctypes.c_int * 2)(1, 1))
     assert comm.value is None
     assert list(two) == [None, None]
-    # The id is untouched by all this.
+    # The refused calls have not used the id.
     nccl.ncclCommDestroy(nccl.init(1, bytes(uid), 0))
 
 
-def test_device_list_of_init_all(nccl):
+def test_init_all_checks_its_device_list(nccl):
     comms = (ctypes.c_void_p * 3)()
     nccl.ncclCommInitAll(comms, 3, (ctypes.c_int * 3)(5, 2, 7))
     assert [nccl.get("ncclCommCuDevice", comm) for comm in comms] == [5, 2, 7]
@@ -157,18 +157,18 @@ def test_scalable_init_uses_the_first_id(nccl):
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
-def test_duplicate_device(nccl, processes, where):
+def test_two_ranks_on_one_device_are_refused(nccl, processes, where):
     run = as_threads if where == "threads" else processes.run
     for code, text in run(nccl, 2, bodies.init_on_device_zero):
         assert code == INVALID_USAGE
         assert text == "Duplicate GPU detected : rank 0 and rank 1 both on device 0"
 
 
-def test_duplicate_device_of_ranks_on_different_machines_is_none(nccl, processes):
+def test_same_device_number_on_different_machines_is_accepted(nccl, processes):
     assert processes.run(nccl, 2, bodies.reduce_on_device_zero_of_own_machine) == [[3.0] * 8] * 2
 
 
-def test_unique_id_serves_once(nccl):
+def test_unique_id_used_twice_is_refused(nccl):
     uid = nccl.unique_id()
     comm = nccl.init(1, uid, 0)
     refused(INVALID_USAGE, "rank 0 has already joined", nccl.init, 1, uid, 0)
@@ -176,7 +176,7 @@ def test_unique_id_serves_once(nccl):
     refused(INVALID_USAGE, "already used for a communicator", nccl.init, 1, uid, 0)
 
 
-def test_ranks_disagree_about_their_number(nccl):
+def test_ranks_with_different_sizes_are_refused(nccl):
     uid = nccl.unique_id()
     comm = ctypes.c_void_p()
     thread = in_thread(lambda: nccl.library.ncclCommInitRank(ctypes.byref(comm), 2, UniqueId.from_buffer_copy(uid), 0))
@@ -186,14 +186,14 @@ def test_ranks_disagree_about_their_number(nccl):
     assert join(thread) == INTERNAL
 
 
-def test_unique_id_of_a_dead_process(nccl, tmp_path):
+def test_unique_id_of_a_dead_process_is_refused(nccl, tmp_path):
     code = (
         "from nccl_calls import Nccl\n"
         "from ncclpy.core.runtime.search import host_engine_path\n"
         "print(Nccl(host_engine_path()).unique_id().hex())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    # Outside the tree, whose ncclpy is not built.
+    # Outside the source tree, where ncclpy is not built.
     output = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -241,19 +241,19 @@ def test_many_unused_ids_and_communicators_leave_nothing_open(nccl):
         ({"size": 8}, "not initialized via NCCL_CONFIG_INITIALIZER"),
     ],
 )
-def test_config_refused(nccl, values, words):
+def test_invalid_config_is_refused(nccl, values, words):
     refused(INVALID_ARGUMENT, words, nccl.init, 1, nccl.unique_id(), 0, Config(**values))
 
 
-def test_config_of_older_and_newer_releases(nccl):
-    # 2.14's struct ends after `blocking`; what lies behind it must not be read.
+def test_config_of_older_and_newer_releases_is_read(nccl):
+    # 2.14's struct ends after `blocking`; the memory behind it must not be read.
     old = Config(size=24, version=21400, blocking=1, splitShare=77, minCTAs=-5)
     nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0, old))
     newer = Config(size=ctypes.sizeof(Config) + 64, version=VERSION + 1000, minCTAs=2, maxCTAs=4)
     nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0, newer))
 
 
-def test_queries(nccl, comms):
+def test_queries_return_size_rank_and_device(nccl, comms):
     for function in ("ncclCommCount", "ncclCommCuDevice", "ncclCommUserRank", "ncclCommGetAsyncError"):
         refused(INVALID_ARGUMENT, "comm argument is NULL", nccl.get, function, None)
         refused(INVALID_ARGUMENT, "argument is NULL", getattr(nccl, function), comms[0], None)
@@ -261,7 +261,7 @@ def test_queries(nccl, comms):
     assert nccl.async_error(comms[0]) == SUCCESS
 
 
-def test_end_of_a_communicator(nccl):
+def test_destroyed_communicator_refuses_calls(nccl):
     comm = nccl.init(1, nccl.unique_id(), 0)
     assert nccl.ncclCommFinalize(comm) == SUCCESS
     refused(INVALID_ARGUMENT, "finalized or revoked before", nccl.ncclCommFinalize, comm)
@@ -272,8 +272,8 @@ def test_end_of_a_communicator(nccl):
     refused(INVALID_ARGUMENT, "destroyed or aborted", nccl.ncclAllReduce, 8, 8, 1, 7, SUM, comm, None)
 
 
-def test_a_second_destroy_in_a_group_counts_for_nobody_else(nccl):
-    """The other communicator of this process still hears of its peer's death."""
+def test_second_destroy_in_a_group_is_not_counted_for_another_communicator(nccl):
+    """The other communicator of this process still reports its peer's death."""
     uid = nccl.unique_id()
     peer = start("comm = init(3, 2, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
     comms = [ctypes.c_void_p(), ctypes.c_void_p()]
@@ -295,7 +295,7 @@ def test_a_second_destroy_in_a_group_counts_for_nobody_else(nccl):
     nccl.ncclCommAbort(comms[1])
 
 
-def test_destroy_in_any_order_while_work_is_queued(nccl, streams):
+def test_destroy_in_any_order_waits_for_queued_work(nccl, streams):
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         comms = nccl.init_all(4)
         values = [np.ones(200_000, np.float32) for _ in comms]
@@ -307,7 +307,7 @@ def test_destroy_in_any_order_while_work_is_queued(nccl, streams):
             nccl.ncclGroupEnd()
         for rank in order:
             nccl.ncclCommDestroy(comms[rank])
-        # The last destroy has waited for everything.
+        # The last destroy has waited for all operations.
         assert all((value == 64).all() for value in values)
 
 
@@ -325,8 +325,8 @@ def test_finalize_waits_for_issued_work(nccl, streams):
         nccl.ncclCommDestroy(comm)
 
 
-def test_configured_collectives(nccl, comms, streams):
-    """Every nccl*Config call does what its plain one does, with a configuration and without."""
+def test_collectives_with_config_equal_plain_ones(nccl, comms, streams):
+    """Every nccl*Config call does what its plain variant does, with a configuration and without one."""
     for config in (None, ctypes.byref(CollConfig(minCTAs=1, maxCTAs=2, algSelection=b"ring"))):
         send, recv = [np.ones(8, np.float32) for _ in comms], [np.zeros(32, np.float32) for _ in comms]
         nccl.ncclGroupStart()
@@ -364,7 +364,7 @@ def test_configured_collectives(nccl, comms, streams):
 
 @pytest.mark.parametrize("blocking", [1, 0])
 def test_launch_event_is_recorded_in_the_stream_of_the_call(nccl, blocking):
-    """The default stream is that of the communicator's device, whichever is current where the launch is made."""
+    """The default stream is that of the communicator's device, whichever device is current at the launch."""
     nccl.driver.use(1)
     comm = ctypes.c_void_p()
     nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=blocking))
@@ -402,7 +402,7 @@ def test_simulated_group_launches_nothing(nccl, comms, streams):
     assert sum_ones(nccl, comms, streams) == 4
 
 
-def test_user_operators(nccl, comms, streams):
+def test_user_operators_scale_and_are_checked(nccl, comms, streams):
     scalar, op = np.array([3], np.float32), ctypes.c_int()
     create = nccl.ncclRedOpCreatePreMulSum
     p = bodies.pointer(scalar)
@@ -416,7 +416,7 @@ def test_user_operators(nccl, comms, streams):
     refused(INVALID_ARGUMENT, "garbage", nccl.ncclRedOpDestroy, -4, comms[0])
     refused(INVALID_ARGUMENT, "invalid type 50", create, ctypes.byref(op), p, 50, SCALAR_HOST, comms[0])
     refused(INVALID_ARGUMENT, "scalar argument is NULL", create, ctypes.byref(op), None, 7, SCALAR_HOST, comms[0])
-    # Destroyed between the call and the end of the group: the operation keeps what it needs.
+    # Destroyed between the call and the end of the group: the operation has a copy of what it needs.
     ops = []
     for comm in comms:
         create(ctypes.byref(op), p, 7, SCALAR_HOST, comm)
@@ -435,7 +435,7 @@ def test_user_operators(nccl, comms, streams):
     refused(INVALID_ARGUMENT, "unknown to this communicator", nccl.ncclRedOpDestroy, ops[0], comms[0])
 
 
-def test_memory_and_registration(nccl, comms):
+def test_memory_and_registrations_are_checked(nccl, comms):
     pointer = ctypes.c_void_p()
     nccl.ncclMemAlloc(ctypes.byref(pointer), 1000)
     assert pointer.value % 256 == 0
@@ -458,7 +458,7 @@ def test_memory_and_registration(nccl, comms):
     assert nccl.ncclMemFree(None) == SUCCESS
 
 
-def test_ranks_that_disagree_get_an_async_error(nccl, streams):
+def test_mismatched_collectives_set_an_async_error(nccl, streams):
     comms = nccl.init_all(2)
     buffers = [np.ones(1000, np.float32) for _ in comms]
     nccl.ncclGroupStart()
@@ -477,7 +477,7 @@ def test_ranks_that_disagree_get_an_async_error(nccl, streams):
     assert all((buffer == 1).all() for buffer in buffers)
 
 
-def test_message_of_the_wrong_size_gets_an_async_error(nccl, processes, streams):
+def test_message_of_the_wrong_size_sets_an_async_error(nccl, processes, streams):
     comms = nccl.init_all(2)
     value = np.zeros(100, np.uint8)
     nccl.ncclGroupStart()
@@ -493,8 +493,8 @@ def test_message_of_the_wrong_size_gets_an_async_error(nccl, processes, streams)
 
 
 @pytest.mark.parametrize("sent, wanted", [((8, 7), (4, 8)), ((4, 7), (4, 2))], ids=["same-bytes", "same-count"])
-def test_message_of_another_type_gets_an_async_error(nccl, processes, streams, sent, wanted):
-    """As many bytes as wanted, but of another type: float32 into float64, float32 into int32."""
+def test_message_of_another_type_sets_an_async_error(nccl, processes, streams, sent, wanted):
+    """A message with the expected number of bytes, but of another type: float32 into float64, float32 into int32."""
     comms = nccl.init_all(2)
     source, target = np.ones(32, np.uint8), np.zeros(32, np.uint8)
     nccl.ncclGroupStart()

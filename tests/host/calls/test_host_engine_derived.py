@@ -1,4 +1,4 @@
-"""Communicators made out of others, on the host engine: shrink, grow, and what revoke and suspend leave of them."""
+"""Communicators made from others on the host engine: shrink, grow, and the effects of revoke and suspend."""
 
 import ctypes
 import os
@@ -48,8 +48,8 @@ def grow_id(nccl, comm):
 
 
 def ranks_sum(rank, comm):
-    """Return (rank, size, sum of the parent's ranks) of a communicator, computed by it."""
-    value = np.full(30000, rank.rank, np.float32)  # more than travels with the description of the operation
+    """Return (rank, size, sum of the parent's ranks) of a communicator; the communicator computes the sum."""
+    value = np.full(30000, rank.rank, np.float32)  # too large for an inline contribution
     rank.nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, value.size, FLOAT32, SUM, comm, rank.stream)
     rank.synchronize()
     assert len(set(value)) == 1
@@ -89,7 +89,7 @@ def test_shrink(nccl, processes, placement):
     ]
 
 
-def test_shrink_refuses(nccl, comms):
+def test_shrink_with_invalid_arguments_is_refused(nccl, comms):
     refused(INVALID_ARGUMENT, "rank 0 is excluded and must not call", shrink, nccl, comms[0], [1, 0])
     refused(INVALID_ARGUMENT, "no rank 4 to exclude among 4 ranks", shrink, nccl, comms[0], [4])
     refused(INVALID_ARGUMENT, "no rank -1", shrink, nccl, comms[0], [-1])
@@ -102,7 +102,7 @@ def test_shrink_refuses(nccl, comms):
     )
 
 
-def test_a_shrink_that_its_group_drops_was_no_attempt(nccl, comms):
+def test_shrink_dropped_by_its_group_does_not_count_as_an_attempt(nccl, comms):
     other = in_thread(shrink, nccl, comms[1], [2, 3])
     nccl.ncclGroupStart()
     shrink(nccl, comms[0], [2, 3])
@@ -112,9 +112,9 @@ def test_a_shrink_that_its_group_drops_was_no_attempt(nccl, comms):
     join(other)
 
 
-def test_shrink_with_abort_ends_what_is_stuck(nccl, comms, streams):
+def test_shrink_with_abort_ends_stuck_operations(nccl, comms, streams):
     value = np.ones(100_000, np.float32)
-    for rank in range(3):  # rank 3 never comes
+    for rank in range(3):  # rank 3 never calls
         nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, value.size, FLOAT32, SUM, comms[rank], streams[rank])
     children = [ctypes.c_void_p() for _ in range(3)]
     shrinking = [in_thread(shrink, nccl, comms[rank], [3], ABORT, None, children[rank]) for rank in range(3)]
@@ -136,7 +136,7 @@ def test_shrink_with_abort_ends_what_is_stuck(nccl, comms, streams):
 
 
 @pytest.mark.parametrize("blocking", [0, 1])
-def test_shrink_leaves_the_dead_behind(nccl, streams, blocking):
+def test_shrink_excludes_dead_ranks(nccl, streams, blocking):
     uid = nccl.unique_id()
     other = start("comm = init(3, 1, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
     comms = [ctypes.c_void_p(), None, ctypes.c_void_p()]
@@ -172,9 +172,9 @@ def test_shrink_leaves_the_dead_behind(nccl, streams, blocking):
         nccl.ncclCommDestroy(comms[rank])
 
 
-def test_abort_ends_a_shrink_that_waits(nccl):
+def test_abort_ends_a_waiting_shrink(nccl):
     comms = nccl.init_all(3)
-    threads = [in_thread(shrink, nccl, comms[rank], [2]) for rank in (1,)]  # rank 0 does not come
+    threads = [in_thread(shrink, nccl, comms[rank], [2]) for rank in (1,)]  # rank 0 never calls
     assert blocked(threads[0])
     nccl.ncclCommAbort(comms[1])
     with pytest.raises(NcclError, match="aborted while it waited for the other survivors"):
@@ -194,7 +194,7 @@ def grow_to_four(rank, uid):
     return None
 
 
-def test_grow_by_processes(nccl, processes):
+def test_grow_adds_processes(nccl, processes):
     comms = nccl.init_all(2)
     for size, more in ((3, [2]), (4, [2, 3])):  # twice, from the same parent
         uid = grow_id(nccl, comms[0])
@@ -232,7 +232,7 @@ def test_grow_by_processes(nccl, processes):
         nccl.ncclCommDestroy(comm)
 
 
-def test_grow_refuses(nccl, comms):
+def test_grow_with_invalid_arguments_is_refused(nccl, comms):
     uid = nccl.unique_id()
     refused(INVALID_ARGUMENT, "must be positive, got 0", grow, nccl, comms[0], 0)
     refused(INVALID_ARGUMENT, "total ranks 4 is not more than current ranks 4", grow, nccl, comms[0], 4)
@@ -243,7 +243,7 @@ def test_grow_refuses(nccl, comms):
     refused(INVALID_ARGUMENT, "uniqueId", nccl.ncclCommGetUniqueId, comms[0], None)
 
 
-def test_a_nonblocking_grow_that_nobody_joins_can_be_aborted(nccl):
+def test_nonblocking_grow_without_new_ranks_can_be_aborted(nccl):
     before = len(os.listdir("/proc/self/fd"))
     comms = nccl.init_all(1)
     grow_id(nccl, comms[0])
@@ -253,7 +253,7 @@ def test_a_nonblocking_grow_that_nobody_joins_can_be_aborted(nccl):
     assert nccl.async_error(grown) == IN_PROGRESS
     join(in_thread(nccl.ncclCommAbort, grown))
     nccl.ncclCommDestroy(comms[0])
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # what it had opened, closed in the background
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # its descriptors are closed in the background
 
 
 def test_scalable_init_takes_several_ids(nccl):
@@ -278,7 +278,7 @@ def test_scalable_init_takes_several_ids(nccl):
 
 
 @pytest.mark.parametrize("blocking", [0, 1])
-def test_revoke_ends_what_is_stuck(nccl, streams, blocking):
+def test_revoke_ends_stuck_operations(nccl, streams, blocking):
     uid = nccl.unique_id()
     comms = [ctypes.c_void_p() for _ in range(2)]
 
@@ -341,7 +341,7 @@ def suspend_and_resume(rank):
         return before, during, ranks_sum(rank, comm)[2]
 
 
-def test_suspend_waits_for_what_was_issued(nccl, streams):
+def test_suspend_waits_for_issued_operations(nccl, streams):
     (comm,) = nccl.init_all(1)
     value = np.ones(1, np.float32)
     with Gate(nccl.driver, streams[0]):
@@ -352,7 +352,7 @@ def test_suspend_waits_for_what_was_issued(nccl, streams):
     nccl.ncclCommDestroy(comm)
 
 
-def test_suspend_gives_memory_back(nccl, processes):
+def test_suspend_releases_memory(nccl, processes):
     for before, during, total in processes.run(nccl, 2, suspend_and_resume):
         assert before[0] > 0 and before[1] == 0
         assert during[:2] == [0, 1]
@@ -361,8 +361,8 @@ def test_suspend_gives_memory_back(nccl, processes):
         assert total == 1
 
 
-def test_threads_have_the_parents_of_the_same_kind(nccl, comms):
-    """A split inside a shrunk communicator, with the parent closed before."""
+def test_split_of_a_shrunk_communicator_works_after_its_parent_closed(nccl, comms):
+    """A split inside a shrunk communicator, whose parent was closed before."""
     children = [None] * 4
 
     def work(rank):

@@ -1,4 +1,4 @@
-"""What the host engine tells of communicators and itself: properties, teams, parameters; no device side."""
+"""Queries of communicators and of the engine: properties, teams, parameters; the missing device side."""
 
 import ctypes
 import subprocess
@@ -57,7 +57,7 @@ def test_properties_of_an_older_caller_are_not_written_beyond(nccl, comms):
     assert (properties.rank, properties.ginType) == (2, 77)
 
 
-def test_properties_refuse(nccl, comms):
+def test_properties_with_invalid_arguments_are_refused(nccl, comms):
     refused(INVALID_USAGE, "INITIALIZER", nccl.ncclCommQueryProperties, comms[0], ctypes.byref(Properties()))
     refused(INVALID_ARGUMENT, "props", nccl.ncclCommQueryProperties, comms[0], None)
     refused(INVALID_ARGUMENT, "comm", nccl.ncclCommQueryProperties, None, None)
@@ -80,7 +80,7 @@ def test_teams(nccl, comms, name, expected):
     assert name in nccl.last_error()
 
 
-def test_ranks_of_teams(nccl, comms):
+def test_team_ranks_map_to_world_ranks(nccl, comms):
     library = nccl.library
     for name in ("ncclTeamRankToWorld", "ncclTeamRankToLsa"):
         function = getattr(library, name)
@@ -179,7 +179,7 @@ def test_encryption_is_checked_and_reported(nccl):
         ("ncclGetPeerDeviceLeInfo", 5),
     ],
 )
-def test_there_is_no_device_side(nccl, name, arguments):
+def test_device_side_calls_are_refused(nccl, name, arguments):
     function = getattr(nccl.library, name)
     function.argtypes = None
     assert function(*[None] * arguments) == INVALID_USAGE

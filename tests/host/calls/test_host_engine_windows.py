@@ -40,7 +40,7 @@ def wait(nccl, comm, stream, *wanted):
 
 
 def ring_of_puts(rank, count, rounds):
-    """Pass values around, adding one a hop, beside an all-reduce on another stream."""
+    """Pass values around a ring, adding one at each hop, beside an all-reduce on another stream."""
     nccl, n = rank.nccl, rank.nranks
     right, left = (rank.rank + 1) % n, (rank.rank - 1) % n
     with rank.communicator() as comm:
@@ -53,7 +53,7 @@ def ring_of_puts(rank, count, rounds):
         for round_ in range(rounds):
             mine[:] = rank.rank if round_ == 0 else from_left + 1
             nccl.ncclAllReduce(ones.ctypes.data, ones.ctypes.data, 1000, FLOAT32, 2, comm, other)
-            nccl.driver.cuStreamSynchronize(other)  # nobody puts before all have taken what they got
+            nccl.driver.cuStreamSynchronize(other)  # no rank puts again before all have read what they received
             nccl.ncclPutSignal(pointer, count, FLOAT32, right, window, 4 * count, 0, 0, 0, comm, rank.stream)
             wait(nccl, comm, rank.stream, (1, left, 0, 0))
             rank.synchronize()
@@ -81,16 +81,16 @@ def not_of_mem_alloc(rank):
         except NcclError as error:
             return error.code, error.text
         finally:
-            value = np.ones(1, np.float32)  # the communicator is as well as before
+            value = np.ones(1, np.float32)  # the communicator still works
             rank.nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, 1, FLOAT32, SUM, comm, rank.stream)
             rank.synchronize()
 
 
-def test_only_memory_of_mem_alloc_reaches_other_processes(nccl, processes):
+def test_window_of_other_memory_is_refused_between_processes(nccl, processes):
     for code, text in processes.run(nccl, 2, not_of_mem_alloc):
         assert code == INVALID_ARGUMENT
         assert "rank 0 is not of ncclMemAlloc, and ranks are in several processes" in text
-    assert as_threads(nccl, 2, not_of_mem_alloc) == [None, None]  # among threads any memory will do
+    assert as_threads(nccl, 2, not_of_mem_alloc) == [None, None]  # among threads any memory can be registered
 
 
 def test_one_thread_registers_for_all_its_ranks(nccl, comms):
@@ -108,7 +108,7 @@ def test_one_thread_registers_for_all_its_ranks(nccl, comms):
     refused(INVALID_ARGUMENT, "no window", nccl.ncclWinGetUserPtr, comms[0], windows[0], ctypes.byref(pointer))
 
 
-def test_wrong_arguments(nccl, streams):
+def test_wrong_arguments_are_refused(nccl, streams):
     (comm,) = nccl.init_all(1)
     memory = np.zeros(100, np.float32)
     p = memory.ctypes.data
@@ -135,13 +135,14 @@ def test_wrong_arguments(nccl, streams):
     refused(INVALID_ARGUMENT, "reach beyond", put, 2**62, 0, window, 8)
     refused(INVALID_ARGUMENT, "signal index 1 is invalid (numRmaSig is 1)", put, 1, 0, window, 0, 1)
     refused(INVALID_ARGUMENT, "context 1 is invalid (numRmaCtx is 1)", put, 1, 0, window, 0, 0, 1)
-    refused(INVALID_ARGUMENT, "not in a symmetric window", put, 1, 0, window, 0, 0, 0, device)  # registered, not so
+    # registered, but not symmetric
+    refused(INVALID_ARGUMENT, "not in a symmetric window", put, 1, 0, window, 0, 0, 0, device)
     refused(INVALID_ARGUMENT, "invalid type", put, 1, 0, window, 0, 0, 0, p, 99)
     refused(INVALID_ARGUMENT, "0 descriptors", nccl.ncclWaitSignal, 0, None, comm, streams[0])
     refused(INVALID_ARGUMENT, "descriptor 0 has invalid opCnt 0", wait, nccl, comm, streams[0], (0, 0, 0, 0))
     refused(INVALID_ARGUMENT, "invalid peer 4", wait, nccl, comm, streams[0], (1, 4, 0, 0))
     refused(INVALID_ARGUMENT, "flags 1", nccl.ncclSignal, 0, 0, 0, 1, comm, streams[0])
-    wait(nccl, comm, streams[0], (3, 0, 0, 0))  # what was put above, and nothing else
+    wait(nccl, comm, streams[0], (3, 0, 0, 0))  # the signals of the puts above, and no others
     nccl.driver.cuStreamSynchronize(streams[0])
     for one in (plain, window):
         nccl.ncclCommWindowDeregister(comm, one)
@@ -149,7 +150,7 @@ def test_wrong_arguments(nccl, streams):
     nccl.ncclMemFree(device)
 
 
-def test_a_window_goes_when_what_was_issued_has_run(nccl, streams):
+def test_deregistering_a_window_waits_for_issued_operations(nccl, streams):
     (comm,) = nccl.init_all(1)
     memory = np.zeros(2, np.float32)
     window = register(nccl, comm, memory.ctypes.data, memory.nbytes)
@@ -161,7 +162,7 @@ def test_a_window_goes_when_what_was_issued_has_run(nccl, streams):
     nccl.ncclCommDestroy(comm)
 
 
-def test_several_contexts_and_signals(nccl, streams):
+def test_signals_of_several_contexts_are_counted_apart(nccl, streams):
     comm = ctypes.c_void_p()
     nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(numRmaCtx=2, numRmaSig=3))
     for context in range(2):
@@ -174,7 +175,7 @@ def test_several_contexts_and_signals(nccl, streams):
     nccl.ncclCommDestroy(comm)
 
 
-def test_an_abort_ends_a_wait(nccl, streams):
+def test_abort_ends_a_signal_wait(nccl, streams):
     comms = nccl.init_all(2)
     wait(nccl, comms[0], streams[0], (1, 1, 0, 0))
     waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
@@ -196,13 +197,13 @@ def test_wait_for_a_dead_peer_ends_with_the_abort(nccl):
     other.kill()
     wait_for(lambda: nccl.async_error(comm) == REMOTE)
     refused(REMOTE, "rank 1 of 2 is dead", nccl.ncclSignal, 1, 0, 0, 0, comm, stream)
-    assert blocked(waiting)  # as behind a kernel of NCCL
+    assert blocked(waiting)  # it hangs, as a kernel of NCCL does
     nccl.ncclCommAbort(comm)
     join(waiting)
     other.communicate()
 
 
-def test_revoked_and_nonblocking(nccl, streams):
+def test_one_sided_calls_on_revoked_and_nonblocking_communicators(nccl, streams):
     comm = ctypes.c_void_p()
     nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=0))
     assert wait_ready(nccl, comm) == SUCCESS
@@ -236,6 +237,6 @@ def many_windows(rank, rounds):
         return before, held()
 
 
-def test_windows_leave_nothing_behind(nccl, processes):
+def test_windows_leave_no_descriptors_behind(nccl, processes):
     for before, after in processes.run(nccl, 2, many_windows, 300):
         assert before == after

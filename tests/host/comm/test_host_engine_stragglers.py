@@ -1,4 +1,4 @@
-"""Deadlines that name: who has come to what a communicator waits for, and who has not."""
+"""Texts of deadlines: which ranks have arrived at what a communicator waits for, and which have not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT32 = 7
 
 @pytest.fixture
 def who(nccl):
-    """Return a function that asks the host engine about a communicator."""
+    """Return a function that returns the host engine's report on a communicator."""
     nccl.library.ncclpyHostWhoIsMissing.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
     nccl.library.ncclpyHostWhoIsMissing.restype = ctypes.c_size_t
 
@@ -34,7 +34,7 @@ def who(nccl):
 
 @pytest.fixture
 def init_all(nccl):
-    """As `Nccl.init_all`; what is left of them is aborted."""
+    """Init as `Nccl.init_all`; abort the remaining communicators at the end of the test."""
     made = []
 
     def init_all(nranks):
@@ -55,7 +55,7 @@ def abort_all(nccl, comms):
         nccl.library.ncclCommAbort(comm)
 
 
-def test_a_collective_that_some_ranks_have_come_to(nccl, who, init_all, streams):
+def test_collective_names_arrived_and_missing_ranks(nccl, who, init_all, streams):
     comms = init_all(4)
     value = [np.ones(3, np.float32) for _ in comms]
     assert [who(comm) for comm in comms] == [""] * 4
@@ -79,13 +79,13 @@ def test_a_collective_that_some_ranks_have_come_to(nccl, who, init_all, streams)
     assert who(comms[0]) == "" and nccl.last_error() == said != "", "no communicator, no trace of the question"
 
 
-def test_what_a_missing_rank_does_instead(nccl, who, init_all, streams):
+def test_missing_rank_is_reported_with_its_current_call(nccl, who, init_all, streams):
     comms = init_all(4)
     value = [np.ones(3, np.float32) for _ in comms]
     reduce(nccl, comms[0], streams[0], value[0])
     nccl.ncclRecv(value[1].ctypes.data, 3, FLOAT32, 2, comms[1], streams[1])
     nccl.ncclCommAbort(comms[2])
-    # Behind an operation of another communicator on its stream.
+    # Queued after an operation of another communicator on its stream.
     others = init_all(4)
     reduce(nccl, others[3], streams[3], value[3])
     reduce(nccl, comms[3], streams[3], value[3])
@@ -99,7 +99,7 @@ def test_what_a_missing_rank_does_instead(nccl, who, init_all, streams):
     assert who(comms[3]) == "AllReduce has not begun: its stream still has other work to do"
 
 
-def test_messages_name_the_peers_that_are_left(nccl, who, init_all, streams):
+def test_messages_name_the_awaited_peers(nccl, who, init_all, streams):
     comms = init_all(3)
     value = np.ones(6, np.float32)
     nccl.ncclGroupStart()
@@ -116,7 +116,7 @@ def test_messages_name_the_peers_that_are_left(nccl, who, init_all, streams):
         nccl.ncclCommDestroy(comm)
 
 
-def test_an_initialisation_names_those_who_have_not_come(nccl, who):
+def test_init_names_the_missing_ranks(nccl, who):
     comms = [ctypes.c_void_p() for _ in range(6)]
     uid = nccl.unique_id()
 
@@ -134,7 +134,7 @@ def test_an_initialisation_names_those_who_have_not_come(nccl, who):
 
 
 @pytest.mark.parametrize("call", ["split", "shrink", "suspend"])
-def test_calls_in_which_all_ranks_meet(nccl, who, init_all, call):
+def test_control_calls_name_the_missing_ranks(nccl, who, init_all, call):
     comms = init_all(3)
 
     def make():
@@ -155,8 +155,8 @@ def test_calls_in_which_all_ranks_meet(nccl, who, init_all, call):
     join(thread)
 
 
-def test_a_question_while_a_call_holds_the_communicator(nccl, who, init_all):
-    """A split that waits holds everything that it can hold."""
+def test_report_does_not_wait_for_a_call_that_holds_the_communicator(nccl, who, init_all):
+    """A waiting split holds all locks that it can hold."""
     comms = init_all(2)
     thread = in_thread(nccl.split, comms[0], 0, 0)
     wait_for(lambda: who(comms[0]) != "")
@@ -170,8 +170,8 @@ def test_a_question_while_a_call_holds_the_communicator(nccl, who, init_all):
         join(thread)
 
 
-def test_a_timeout_says_it(nccl):
-    """Through `ncclpy`: three ranks in three processes, one of which closes after two operations, one sleeps."""
+def test_timeout_text_names_the_stragglers(nccl):
+    """Through `ncclpy`: three ranks in three processes, one of which closes after two operations and one sleeps."""
     uid = ncclpy.get_unique_id()
     late, closed = (
         start(
@@ -202,7 +202,7 @@ def test_a_timeout_says_it(nccl):
         process.communicate("\n", timeout=30)
 
 
-def test_rank_of_this_process_that_is_blocked_elsewhere_is_no_idle_one(nccl, who, init_all, streams):
+def test_rank_blocked_in_another_communicator_is_not_reported_as_idle(nccl, who, init_all, streams):
     """Each of two communicators waits for a rank that is in the other one."""
     first, second = init_all(2), init_all(2)
     value = [np.ones(3, np.float32) for _ in range(2)]
@@ -215,8 +215,8 @@ def test_rank_of_this_process_that_is_blocked_elsewhere_is_no_idle_one(nccl, who
         wait_for(lambda comm=comm, blocked=blocked: blocked in who(comm))
 
 
-def test_operation_has_no_number_of_the_engine_beside_that_of_the_caller():
-    """Of its texts that are told with ncclpy's own numbers."""
+def test_report_has_no_engine_number_beside_the_operation_number():
+    """Texts with ncclpy's own operation numbers."""
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1.0)
     value = np.ones(2)
     comms[0].broadcast(value, root=0)
@@ -226,14 +226,14 @@ def test_operation_has_no_number_of_the_engine_beside_that_of_the_caller():
     testing.abort_all(comms)
 
 
-def test_a_forgotten_group_is_asked_about():
+def test_missing_rank_of_this_process_hints_at_a_group():
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
     with pytest.raises(ncclpy.NcclTimeout, match=r"missing: 1 .*are the calls in one group\(\)\?"):
         comms[0].all_reduce(np.ones(2))
     testing.abort_all(comms)
 
 
-def test_a_child_that_is_not_made_is_asked_of_its_parent():
+def test_unfinished_child_is_reported_by_its_parent():
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
     with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit: came: 0; missing: 1 \(process"):
         comms[0].split(0)

@@ -1,4 +1,4 @@
-"""Large collectives among processes go the faster of two ways, with the same results."""
+"""Large collectives among processes use the faster of two transports, with the same results."""
 
 import subprocess
 
@@ -20,7 +20,9 @@ def ways(tmp_path_factory):
     )
 
     def run(prefers, *rows):
-        """Return how many collectives of each row (number, seconds of each way) went the second."""
+        """Return how many collectives of each row (number, microseconds of each transport) used the second
+        transport.
+        """
         command = [program, str(int(prefers)), *(str(each) for row in rows for each in row)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return [int(line) for line in done.stdout.split()]
@@ -29,40 +31,40 @@ def ways(tmp_path_factory):
 
 
 @pytest.mark.parametrize("prefers", [False, True])
-def test_the_faster_way_is_taken_and_the_other_costs_little(ways, prefers):
+def test_faster_transport_is_used_and_trials_cost_little(ways, prefers):
     (second,) = ways(prefers, (3000, 100, 50))
     assert 2900 < second < 3000
     (second,) = ways(prefers, (3000, 10, 100))
     assert 0 < second <= 8 * prefers + 6 * 3, "tries are rare where they cost much"
 
 
-def test_ways_that_take_the_same_are_both_taken(ways):
+def test_equally_fast_transports_are_both_used(ways):
     (second,) = ways(False, (3000, 50, 50))
     assert 0 < second < 3000
 
 
-def test_it_changes_with_the_machine(ways):
+def test_choice_follows_a_change_of_speed(ways):
     assert ways(True, (1000, 100, 90), (1000, 20, 90), (1000, 400, 90))[1:] == pytest.approx([60, 950], abs=60)
     first, second = ways(False, (2000, 50, 200), (1000, 400, 200))
     assert first < 40 and second > 950, "at once, where what was better has become worse than the other was"
 
 
-def test_what_cannot_be_measured_does_not_go_to_and_fro(ways):
-    """Nor is it taken where the other can be."""
+def test_unmeasurable_transport_is_not_tried_again_and_again(ways):
+    """An unmeasurable transport is not used where the other one can be measured."""
     assert ways(False, (3000, 0, 0))[0] < 150
     assert ways(True, (3000, 0, 0))[0] > 2850
     assert ways(True, (3000, 50, 0))[0] < 150
 
 
-def test_it_begins_with_what_is_likely(ways):
+def test_first_choice_is_the_preferred_transport(ways):
     assert ways(True, (8, 1, 1)) == [8]
     assert ways(False, (8, 1, 1)) == [0]
     assert ways(False, (11, 1, 1)) == [3], "and then tries the other"
 
 
 @pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_both_ways_lead_to_the_same_results(nccl, nranks):
-    """Each operation so often that both have been tried, and one chosen."""
+def test_both_transports_give_the_same_results(nccl, nranks):
+    """Run each operation so often that both transports have been tried, and one chosen."""
     processes = Processes()
     try:
         for count in (40_000, 140_001):
@@ -81,11 +83,11 @@ def test_both_ways_lead_to_the_same_results(nccl, nranks):
         pytest.param(1, [0, 0], id="1-threads", marks=pytest.mark.slow),
     ],
 )
-def test_what_goes_past_the_caches_arrives(nccl, monkeypatch, placement, reads):
+def test_nontemporal_results_are_complete(nccl, monkeypatch, placement, reads):
     monkeypatch.setenv("NCCLPY_HOST_READ_PEERS", str(reads))
     processes = Processes()
     try:
-        for count in (4_200_001, 8_400_000):  # a part of the result, and all of it, are 8 MiB and more
+        for count in (4_200_001, 8_400_000):  # a rank's part of the result, or all of it, has 8 MiB or more
             processes.run(nccl, 2, bodies.every_copy, [count], (INT8,), placement=placement)
             processes.run(nccl, 2, bodies.large_sums, count, placement=placement)
     finally:

@@ -1,6 +1,6 @@
-// Runs collectives that take so long, and prints how many of each row use Cross-Memory Attach. Arguments: whether that is what is
-// begun with, then rows of a number of collectives, and the microseconds that the first cma and the second take, of which 0
-// cannot be measured.
+// Runs collectives of given durations, and prints how many of each row use Cross-Memory Attach (CMA). Arguments:
+// whether CMA is preferred at first, then rows of a number of collectives and their microseconds without and with CMA;
+// 0 cannot be measured.
 #include <cstdio>
 #include <cstdlib>
 
@@ -19,11 +19,11 @@ int main(int count, char** arguments) {
       const bool cma = tuner.choose_cma(Collective::reduce, 1 << 20, prefers);
       second += cma;
       double took = microseconds[cma];
-      if (i % 50 == 49 || i % 3 == 1) took *= 100;  // another program
-      // Of its size each is one of several.
+      if (i % 50 == 49 || i % 3 == 1) took *= 100;  // held up by another program
+      // The collectives have several sizes of one class.
       const size_t bytes = (1 << 20) - size_t(i % 5) * 100000;
       if (took > 0) tuner.record(Collective::reduce, bytes, cma, took * 1e-6 * double(bytes) / (1 << 20));
-      // What others take, and what could not be as was wanted, changes nothing.
+      // Durations of other collectives, and of the transport that was not chosen, change nothing.
       tuner.record(Collective::reduce, 1 << 20, !cma, 1e-9);
       tuner.record(Collective::all_reduce, 1 << 20, cma, 1e-9);
       tuner.record(Collective::reduce, 1 << 22, cma, 1e-9);

@@ -1,4 +1,4 @@
-"""What the tests of the host engine's driver half share: the driver, and the device that is current."""
+"""Fixtures of the tests of the host engine's driver half: the driver, and the current device."""
 
 import ctypes
 

@@ -1,7 +1,7 @@
 // Many threads use streams, events and memory of the host engine at once; run under a sanitizer.
 //
-// What a stream does in order is counted without atomics: if order or visibility fails, so does a count, and
-// ThreadSanitizer sees the race. Exits with 0, or says what went wrong and aborts.
+// What a stream does in order is counted without atomics: if the order or visibility fails, so does a count, and
+// ThreadSanitizer reports the race. Exits with 0, or prints what went wrong and aborts.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -39,7 +39,7 @@ void use(int device) {
 
 void increment(void* counter) { ++*static_cast<long*>(counter); }
 
-// Each thread drives streams of its own, and synchronises with some of everyone's.
+// Each thread drives its own streams, and synchronises with some streams of all threads.
 struct Shared {
   CUstream streams[thread_count];
   CUevent events[thread_count];
@@ -88,7 +88,7 @@ void own_streams(Shared& shared, int me) {
         CHECK(cuStreamQuery(temporary) == CUDA_ERROR_INVALID_HANDLE);
         break;
       }
-      case 6: {  // only the legacy stream's fences order these
+      case 6: {  // ordered by the legacy stream's fences alone
         const CUstream legacy = round % 2 ? nullptr : CU_STREAM_LEGACY;
         for (const CUstream each : {CU_STREAM_PER_THREAD, legacy, CU_STREAM_PER_THREAD, legacy})
           OK(cuLaunchHostFunc(each, increment, &ordered));
@@ -119,7 +119,7 @@ void own_streams(Shared& shared, int me) {
   CHECK(ordered == expected_ordered);
 }
 
-// All threads synchronise one stream that one of them feeds: helpers and the stream's thread compete.
+// All threads synchronise one stream, and one thread fills it: helpers and the stream's worker compete.
 void one_stream() {
   use(0);
   CUstream stream;
@@ -148,7 +148,7 @@ void hold(void* data) {
   while (!self.open) std::this_thread::yield();
 }
 
-// A thread that synchronises runs the queue itself as a rule; what is queued meanwhile must not stay behind.
+// A thread that synchronises usually runs the queue itself; tasks queued meanwhile must run as well.
 void left_over() {
   use(0);
   CUstream stream;

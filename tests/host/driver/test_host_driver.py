@@ -48,12 +48,12 @@ def run_python(code, **environment):
 # The driver and its devices
 
 
-def test_every_call_of_the_table_is_there(driver):
+def test_every_call_of_the_table_is_exported(driver):
     assert len(NAMES) > 35
     assert [name for name in NAMES if not hasattr(driver.library, name)] == []
 
 
-def test_nothing_works_before_init():
+def test_calls_before_init_are_refused():
     outcome = run_python(
         "n = ctypes.c_int()\n"
         "print(d.library.cuDeviceGetCount(ctypes.byref(n)), d.library.cuCtxGetCurrent(ctypes.byref(n)),"
@@ -189,7 +189,7 @@ def test_copies_and_memsets_run_in_stream_order(driver):
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20])
-def test_pageable_memory_may_go_when_the_copy_returns(driver, nbytes):
+def test_pageable_source_may_be_freed_when_the_copy_returns(driver, nbytes):
     stream, device = driver.stream(), driver.alloc(nbytes)
     data = os.urandom(nbytes)
     source, target = ctypes.create_string_buffer(data, nbytes), ctypes.create_string_buffer(nbytes)
@@ -213,7 +213,7 @@ def test_a_small_pageable_copy_waits_for_nothing(driver):
     driver.cuMemFree_v2(device)
 
 
-def test_memory_tells_its_owner(driver):
+def test_memory_attributes_name_context_and_type(driver):
     last = driver.get("cuDeviceGetCount", ctypes.c_int) - 1
     driver.use(last)
     device, pinned = driver.alloc(1000), driver.pinned(1000)
@@ -232,8 +232,8 @@ def test_memory_tells_its_owner(driver):
     refused(INVALID_VALUE, driver.get, "cuPointerGetAttribute", ctypes.c_uint, 2, device)
 
 
-def test_small_memory_takes_little_room(driver):
-    """Aligned as CUDA's, and no more: not to 2 MiB, as large memory is."""
+def test_small_allocations_are_packed(driver):
+    """Small allocations are aligned as CUDA's, not to 2 MiB as large ones are."""
     count, nbytes = 256, 600
     pointers = [driver.alloc(nbytes) for _ in range(count)]
     assert [pointer for pointer in pointers if pointer % 512] == []
@@ -242,7 +242,7 @@ def test_small_memory_takes_little_room(driver):
         driver.cuMemFree_v2(pointer)
 
 
-def test_wrong_memory_is_refused(driver):
+def test_invalid_memory_arguments_are_refused(driver):
     device, pinned = driver.alloc(512), driver.pinned(512)
     for wrong in (device + 8, pinned, 0x1000):
         refused(INVALID_VALUE, driver.cuMemFree_v2, wrong)
@@ -303,7 +303,7 @@ def test_a_forked_child_is_refused_and_exits():
 
 
 @host_only
-def test_a_process_exits_in_the_middle_of_work():
+def test_process_with_queued_work_exits():
     outcome = run_python(
         "import threading\n"
         "d.cuInit(0); d.use(0); s = d.stream(); e = d.event(); gate = Gate(d, s); gate.reached()\n"

@@ -42,7 +42,7 @@ def test_a_stream_runs_its_work_in_order(driver, stream):
     assert driver.ready("cuStreamQuery", stream)
 
 
-def test_work_that_nobody_waits_for_is_done_after_much_that_was_waited_for(driver):
+def test_unawaited_work_of_a_lazy_stream_is_done(driver):
     stream = driver.stream(NON_BLOCKING)
     for _ in range(3):
         for _ in range(600):
@@ -105,12 +105,12 @@ def test_a_destroyed_stream_finishes_its_work(driver):
     assert log == ["done"]
 
 
-@host_only  # CUDA promises nothing about handles that were destroyed
-def test_handles_that_are_none_are_refused(driver):
+@host_only  # CUDA promises nothing about destroyed handles
+def test_invalid_handles_are_refused(driver):
     stream, event = driver.stream(), driver.event()
     driver.cuStreamDestroy_v2(stream)
     driver.cuEventDestroy_v2(event)
-    again = driver.stream()  # takes the place of the one destroyed, under another handle
+    again = driver.stream()  # reuses the destroyed stream's slot, with another handle
     assert again != stream
     live_event = driver.event()
     for bad in (stream, live_event, 0x1234, 0x7F0000001000, 2**64 - 1):
@@ -226,7 +226,7 @@ def test_each_thread_has_its_own_per_thread_stream(driver):
     driver.cuMemFree_v2(memory)
 
 
-def test_work_outlives_the_thread_whose_stream_it_is_in(driver):
+def test_work_in_a_per_thread_stream_outlives_its_thread(driver):
     log, opened = [], threading.Event()
 
     def other():
@@ -274,7 +274,7 @@ def test_an_event_is_waited_for_as_it_was_recorded_at_the_time(driver):
     driver.cuEventSynchronize(event)
     driver.cuStreamWaitEvent(waiter, event, 0)
     with Gate(driver, late) as gate:
-        driver.cuEventRecord(event, late)  # does not concern the waiter
+        driver.cuEventRecord(event, late)  # has no effect on the waiting stream
         gate.reached()
         driver.cuStreamSynchronize(waiter)
         assert not driver.ready("cuEventQuery", event)
@@ -302,21 +302,21 @@ Tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def engine_call(driver, name, event, *arguments):
-    """Call what only the host engine has; return its result."""
+    """Call a function that only the host engine has; return its result."""
     function = getattr(driver.library, name)
     function.argtypes = [ctypes.c_void_p, *map(type, arguments)]
     return function(event, *arguments)
 
 
 @host_only
-def test_who_asks_to_be_told_is_told_once(driver):
+def test_event_tell_calls_back_once(driver):
     stream, event, told = driver.stream(), driver.event(), []
     tell = Tell(told.append)
     with Gate(driver, stream) as gate:
         driver.cuEventRecord(event, stream)
         gate.reached()
         assert engine_call(driver, "ncclpyHostEventTell", event, tell, ctypes.c_void_p(7)) == NOT_READY
-        driver.later(stream, lambda: None)  # what comes behind has nothing to do with it
+        driver.later(stream, lambda: None)  # queued after the event, which does not wait for it
         assert told == []
     driver.cuStreamSynchronize(stream)
     assert told == [7]
@@ -327,7 +327,7 @@ def test_who_asks_to_be_told_is_told_once(driver):
 
 
 @host_only
-def test_each_is_told_at_its_event(driver):
+def test_event_tell_calls_back_at_its_event(driver):
     stream, events, told = driver.stream(), [driver.event() for _ in range(3)], []
     tell = Tell(told.append)
     with Gate(driver, stream) as gate:
@@ -343,7 +343,7 @@ def test_each_is_told_at_its_event(driver):
 
 
 @host_only
-def test_who_sleeps_until_an_event_wakes_at_it_or_in_time(driver):
+def test_event_await_returns_at_the_event_or_after_its_time(driver):
     stream, event = driver.stream(), driver.event()
     with Gate(driver, stream) as gate:
         driver.cuEventRecord(event, stream)
@@ -358,7 +358,7 @@ def test_who_sleeps_until_an_event_wakes_at_it_or_in_time(driver):
 
 
 @host_only
-def test_no_host_function_sleeps_until_an_event(driver):
+def test_event_await_in_a_host_function_is_refused(driver):
     stream, event, found = driver.stream(), driver.event(), []
     driver.cuEventRecord(event, stream)
     driver.later(stream, lambda: found.append(engine_call(driver, "ncclpyHostEventAwait", event, ctypes.c_double(1))))
@@ -385,7 +385,7 @@ def test_elapsed_time(driver):
 
 
 def test_many_threads_share_streams_and_events(driver):
-    """Thread i adds to a counter in its stream; each stream waits for the one before, so that the order is total."""
+    """Thread i adds to a counter in its stream; each stream waits for the previous one, so that the order is total."""
     rounds, nthreads = 50, 6
     streams = [driver.stream(NON_BLOCKING) for _ in range(nthreads)]
     events = [driver.event(DISABLE_TIMING) for _ in range(nthreads)]

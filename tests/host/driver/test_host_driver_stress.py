@@ -16,7 +16,7 @@ def run(program):
     assert (ran.returncode, ran.stdout) == (0, "all counts agree\n"), ran.stderr[-8000:]
 
 
-def test_threads(tmp_path):
+def test_driver_calls_of_many_threads_agree(tmp_path):
     engine = host_engine_path()
     build(tmp_path / "stress", ["-O0", "-g0"], [DRIVER], [engine, f"-Wl,-rpath,{os.path.dirname(engine)}"])
     run(tmp_path / "stress")
@@ -25,7 +25,7 @@ def test_threads(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_threads_under_a_sanitizer(sanitizer, tmp_path):
+def test_driver_calls_of_many_threads_pass_a_sanitizer(sanitizer, tmp_path):
     sources = [
         DRIVER,
         *sorted((ROOT / "ncclpy/host/driver").glob("*.cpp")),

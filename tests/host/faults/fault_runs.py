@@ -1,8 +1,8 @@
 """Random programs under random faults, many times: `python fault_runs.py SEED RUNS`.
 
-Ranks are threads. Every run must end in an answer: each rank has either finished its program with right results, or
-has an error, before the deadline; what is wrong must be by a fault that has fired. Prints one JSON object a run; a
-failing run is repeated with its own seed and one run.
+Ranks are threads. Before the deadline each rank must either finish its program with right results or have an error; a
+wrong result must be explained by a fault that has fired. Prints one JSON object for each run; a failing run is
+repeated with its own seed and one run.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from nccl_calls import IN_PROGRESS, SUM, Config, Nccl, NcclError
 from ncclpy.core.runtime.search import host_engine_path
 
 FLOAT32 = 7
-PATIENCE = 0.15  # after a fault has fired, what is stuck for so long is aborted
+PATIENCE = 0.15  # after a fault has fired, ranks stuck for this long are aborted
 DEADLINE = 15.0
 ACTIONS = "error,error:ncclRemoteError,busy:3,busy:5ms,delay:3ms,hang,hang:20ms,corrupt"
 
@@ -29,7 +29,7 @@ nccl.library.ncclpyHostFaultsFired.restype = ctypes.c_char_p
 
 
 class WrongResult(Exception):
-    """Tells whether the host engine has written the result where another rank was aborted."""
+    """A wrong result; states whether the host engine wrote it because another rank was aborted."""
 
     def __init__(self, text, values):
         super().__init__(text)
@@ -42,7 +42,7 @@ class Rank:
         self.random = random.Random(seed)  # the same in every rank
         self.config = Config(blocking=blocking)
         self.comm, self.child = ctypes.c_void_p(), ctypes.c_void_p()
-        self.kept = []  # buffers outlive what may still run on the stream
+        self.kept = []  # buffers must outlive what may still run on the stream
         self.outcome = None
         self.initialised = False
 
@@ -61,7 +61,7 @@ class Rank:
         except NcclError as error:
             self.outcome = f"{error.code} {error.text}"
         except WrongResult as error:
-            # NCCL tells no other rank of an abort.
+            # NCCL does not tell other ranks of an abort.
             self.outcome = "beside an abort" if error.is_of_an_abort else f"wrong {error}"
 
     def ready(self):
@@ -144,7 +144,7 @@ def run(seed):
         if now - quiet_since > PATIENCE or now - begin > DEADLINE:
             break
     happened = fired()
-    # Faults are over before the end, so that everything can be closed; those that hang go on until the abort.
+    # Faults end before the closing, so that everything can be closed; hanging calls continue until the abort.
     nccl.library.ncclpyHostSetFaults(None)
     aborts = on_threads(
         [lambda c=c: nccl.library.ncclCommAbort(c) for rank in ranks for c in (rank.comm, rank.child) if c]
@@ -155,7 +155,7 @@ def run(seed):
             if thread.is_alive():
                 problems.append(f"{what} {number} still runs {DEADLINE} s after the start")
     for rank in ranks:
-        if rank.comm and not problems:  # one that the initialisation left behind after the abort of the others
+        if rank.comm and not problems:  # the initialisation left it behind after the abort of the others
             nccl.library.ncclCommAbort(rank.comm)
         if rank.outcome is None:
             problems.append(f"rank {rank.rank} has no answer")
@@ -186,7 +186,7 @@ def left_over():
 
 if __name__ == "__main__":
     first, runs = int(sys.argv[1]), int(sys.argv[2])
-    # What is opened once for the whole process.
+    # Descriptors that the process opens once.
     alone = Rank(0, 1, 0, nccl.unique_id(), blocking=0)
     alone.run()
     assert alone.outcome == "right", alone.outcome
@@ -194,7 +194,7 @@ if __name__ == "__main__":
     nccl.driver.cuStreamDestroy_v2(alone.stream)
     end = time.monotonic() + 5
     while any(name.startswith("ncclpy") for name in leftovers.threads()) and time.monotonic() < end:
-        time.sleep(0.01)  # the stream's thread ends in its own time
+        time.sleep(0.01)  # the stream's thread ends later
     before = left_over()
     for number in range(runs):
         print(json.dumps(run(first + number)), flush=True)

@@ -8,7 +8,7 @@ from nccl_calls import SUCCESS, SUM
 
 import testing
 
-#: What the host engine writes where there are no data.
+#: The byte that the host engine writes where there are no data.
 WRONG = np.frombuffer(b"\x5a" * 4, np.float32)[0]
 
 
@@ -35,7 +35,7 @@ def test_all_reduce_beside_an_aborted_rank_completes_with_wrong_data(nccl, strea
         join(thread)
     assert (values[0] == 1).all() and (values[1] == WRONG).all()
     assert nccl.async_error(comms[1]) == SUCCESS
-    all_reduce(nccl, values[2], comms[2], streams[2])  # behind rank 1, which has completed it
+    all_reduce(nccl, values[2], comms[2], streams[2])  # needs rank 1, which has completed it
     join(synchronizing(nccl, streams[2]))
     assert (values[2] == WRONG).all()
     for comm in comms[ends == "ncclCommAbort" :]:
@@ -43,7 +43,7 @@ def test_all_reduce_beside_an_aborted_rank_completes_with_wrong_data(nccl, strea
 
 
 @pytest.mark.parametrize("count", [1, 10_000, 1_000_000])
-def test_what_a_rank_completed_before_its_abort_is_right_on_all_ranks(nccl, streams, count):
+def test_collective_completed_before_an_abort_is_right_on_all_ranks(nccl, streams, count):
     comms = nccl.init_all(2)
     values = [np.ones(count, np.float32) for _ in comms]
     for rank in (0, 1):
@@ -52,7 +52,7 @@ def test_what_a_rank_completed_before_its_abort_is_right_on_all_ranks(nccl, stre
     nccl.ncclCommAbort(comms[0])
     join(synchronizing(nccl, streams[1]))
     assert (values[1] == 2).all()
-    all_reduce(nccl, values[1], comms[1], streams[1])  # which rank 0 never called
+    all_reduce(nccl, values[1], comms[1], streams[1])  # rank 0 never called it
     waiting = synchronizing(nccl, streams[1])
     assert blocked(waiting)
     nccl.ncclCommAbort(comms[1])
@@ -60,7 +60,7 @@ def test_what_a_rank_completed_before_its_abort_is_right_on_all_ranks(nccl, stre
     assert (values[1] == 2).all()
 
 
-def test_all_that_an_aborted_rank_had_issued_completes_with_wrong_data(nccl, streams):
+def test_all_issued_collectives_of_an_aborted_rank_complete_with_wrong_data(nccl, streams):
     comms = nccl.init_all(2)
     values = [np.ones((20, 100), np.float32) for _ in comms]
     for value in values[0]:
@@ -93,8 +93,8 @@ def test_broadcast_without_its_root_completes_with_wrong_data(nccl, streams, cou
 
 @pytest.mark.parametrize("count", [1, 1_000_000])
 @pytest.mark.parametrize("aborted", [0, 1])
-def test_message_of_an_aborted_peer_completes(nccl, streams, count, aborted):
-    """The sender's wait for the receiver as well as the receiver's, which gets wrong data."""
+def test_message_of_an_aborted_peer_completes_with_wrong_data(nccl, streams, count, aborted):
+    """The sender's wait for the receiver ends, as does the receiver's, which gets wrong data."""
     comms = nccl.init_all(3)
     values = [np.ones(count, np.float32) for _ in comms]
     p = [bodies.pointer(value) for value in values]
@@ -102,7 +102,7 @@ def test_message_of_an_aborted_peer_completes(nccl, streams, count, aborted):
 
     def exchange(rank):
         nccl.ncclGroupStart()
-        nccl.ncclRecv(p[rank], count, 7, 2, comms[rank], streams[rank])  # which never sends
+        nccl.ncclRecv(p[rank], count, 7, 2, comms[rank], streams[rank])  # rank 2 never sends
         if rank == 0:
             nccl.ncclSend(p[2], count, 7, 1, comms[0], streams[0])
         else:
@@ -123,7 +123,7 @@ def test_message_of_an_aborted_peer_completes(nccl, streams, count, aborted):
         nccl.ncclCommAbort(comms[rank])
 
 
-@pytest.mark.parametrize("count", [1, 10_000, 500_000])  # at once, through the segment, and read from the peer
+@pytest.mark.parametrize("count", [1, 10_000, 500_000])  # inline, through the segment, and read from the peer
 def test_abort_in_processes_corrupts_the_next_rank(nccl, processes, count):
     processes.run(nccl, 3, bodies.abort_stuck_collective, count)
 

@@ -1,4 +1,4 @@
-"""Faults on command: the plan's language, each fault, and random ones."""
+"""Injected faults: the plan's language, each fault, and random ones."""
 
 import ctypes
 import json
@@ -40,7 +40,7 @@ kept = []
 
 @pytest.fixture
 def plan(nccl):
-    """Set a plan; it ends with the test."""
+    """Return a function that sets a plan, which ends with the test."""
     nccl.library.ncclpyHostSetFaults.argtypes = [ctypes.c_char_p]
 
     def put(text):
@@ -59,9 +59,9 @@ def fired(nccl):
 
 
 def reduce_all(nccl, comms, streams, count=1000, skip=()):
-    """All-reduce ones from this thread, all ranks but some; return their results, not waited for."""
+    """All-reduce ones from this thread, for all ranks but some; return their results without waiting."""
     values = [np.ones(count, np.float32) for _ in comms]
-    kept.append(values)  # the streams may use them for longer than the caller
+    kept.append(values)  # the streams may use them after the caller has returned
     for rank, (comm, stream, value) in enumerate(zip(comms, streams, values, strict=False)):
         if rank not in skip:
             nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, count, FLOAT32, SUM, comm, stream)
@@ -82,7 +82,7 @@ def test_an_error_at_the_nth_call_of_one_rank(nccl, comms, streams, plan, fired)
     refused(SYSTEM, "injected fault: rank 2 AllReduce nth=2 call: error ncclSystemError", nccl.ncclAllReduce, *late)
     synchronize(nccl, streams)
     assert fired() == ["rank 2 AllReduce nth=2 call: error ncclSystemError"]
-    nccl.ncclAllReduce(*late)  # the third one is well again, and so are the others
+    nccl.ncclAllReduce(*late)  # the third call succeeds again, as do the other ranks' calls
     reduce_all(nccl, comms, streams, 1, skip=[2])
     synchronize(nccl, streams)
 
@@ -91,7 +91,7 @@ def test_an_error_at_the_nth_call_of_one_rank(nccl, comms, streams, plan, fired)
     ("nth", "failing"),
     [("1", {1}), ("2", {2}), ("2+", {2, 3, 4}), ("*", {1, 2, 3, 4})],
 )
-def test_occurrences(nccl, comms, plan, nth, failing):
+def test_nth_selects_occurrences(nccl, comms, plan, nth, failing):
     plan(f"call=ncclCommCount nth={nth} rank=1 do=error")
     failed = set()
     for number in range(1, 5):
@@ -103,7 +103,7 @@ def test_occurrences(nccl, comms, plan, nth, failing):
     assert failed == failing
 
 
-def test_a_communicator_by_its_name(nccl, plan):
+def test_rule_selects_a_communicator_by_name(nccl, plan):
     comms = []
     for name in (b"red", b"blue"):
         comm = ctypes.c_void_p()
@@ -117,7 +117,7 @@ def test_a_communicator_by_its_name(nccl, plan):
 
 
 def test_a_split_without_a_configuration_keeps_the_name(nccl, plan):
-    """As NCCL, which copies the parent's configuration; one of its own has its own name, or none."""
+    """As in NCCL the child copies the parent's configuration; a configuration of its own has its own name, or none."""
     parent = ctypes.c_void_p()
     nccl.init_into(parent, 1, nccl.unique_id(), 0, Config(commName=b"red"))
     same, none = nccl.split(parent, 0, 0), nccl.split(parent, 0, 0, Config())
@@ -128,7 +128,7 @@ def test_a_split_without_a_configuration_keeps_the_name(nccl, plan):
         nccl.ncclCommDestroy(comm)
 
 
-def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
+def test_delay_at_run_delays_the_operation(nccl, comms, streams, plan, fired):
     plan("rank=3 call=AllReduce at=run do=delay:400ms")
     begin = time.monotonic()
     values = reduce_all(nccl, comms, streams)
@@ -139,14 +139,14 @@ def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
     assert fired() == ["rank 3 AllReduce nth=1 run: delay"]
 
 
-def test_a_call_that_returns_late(nccl, comms, plan):
+def test_delay_at_call_delays_the_call(nccl, comms, plan):
     plan("rank=0 call=CommCount do=delay:100ms")
     begin = time.monotonic()
     nccl.get("ncclCommCount", comms[0])
     assert time.monotonic() - begin >= 0.1
 
 
-def test_an_operation_that_hangs_until_abort(nccl, streams, plan):
+def test_hang_at_run_lasts_until_abort(nccl, streams, plan):
     comms = nccl.init_all(2)
     plan("rank=1 call=AllReduce at=run do=hang")
     reduce_all(nccl, comms, streams)
@@ -158,7 +158,7 @@ def test_an_operation_that_hangs_until_abort(nccl, streams, plan):
     synchronize(nccl, streams)
 
 
-def test_a_call_that_hangs_until_abort(nccl, streams, plan):
+def test_hang_at_call_lasts_until_abort(nccl, streams, plan):
     comms = nccl.init_all(2)
     plan("rank=1 call=AllReduce do=hang")
     value = np.ones(1, np.float32)
@@ -173,7 +173,7 @@ def test_a_call_that_hangs_until_abort(nccl, streams, plan):
 
 
 @pytest.mark.parametrize("function", ["CommAbort", "CommDestroy", "CommFinalize", "CommDeregister"])
-def test_what_ends_things_can_hang_for_a_time(nccl, plan, function):
+def test_ending_calls_can_hang_for_a_time(nccl, plan, function):
     (comm,) = nccl.init_all(1)
     handle = ctypes.c_void_p()
     memory = np.ones(10)
@@ -240,7 +240,7 @@ def test_a_received_message_is_corrupted(nccl, comms, streams, plan):
 
 @pytest.mark.parametrize("function", ["Reduce", "Gather"])
 def test_nothing_is_corrupted_where_nothing_is_received(nccl, comms, streams, plan, fired, function):
-    """The receive buffer of who is not the root is not looked at, and may be anything."""
+    """The receive buffer of a rank that is not the root is not accessed, and may be any pointer."""
     plan(f"rank=1 call={function} do=corrupt")
     sent, got = np.ones(4, np.float32), np.zeros(16, np.float32)
     elsewhere = np.zeros(16, np.float32)
@@ -270,8 +270,8 @@ def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):
     synchronize(nccl, streams)
 
 
-def test_an_error_outlasts_what_was_in_progress(nccl, streams, plan):
-    """A split that began before the error and ends well after it does not wipe it out."""
+def test_error_is_not_cleared_by_the_end_of_a_call_in_progress(nccl, streams, plan):
+    """A split that began before the error and succeeds after it does not clear it."""
     uid = nccl.unique_id()
     comms = [ctypes.c_void_p(), ctypes.c_void_p()]
     for rank, comm in enumerate(comms):
@@ -296,7 +296,7 @@ def test_an_error_outlasts_what_was_in_progress(nccl, streams, plan):
 
 
 @pytest.mark.parametrize("busy", ["3", "60ms"])
-def test_in_progress_for_some_polls_or_a_time(nccl, streams, plan, busy):
+def test_busy_lasts_for_some_polls_or_a_time(nccl, streams, plan, busy):
     comm = ctypes.c_void_p()
     nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=0))
     assert wait_ready(nccl, comm) == SUCCESS
@@ -359,12 +359,12 @@ def test_initialisations_can_fail(nccl, plan, function):
     assert not comm.value
 
 
-# These take no communicator, or take it to say what they know of it without any action.
+# Functions without a communicator, and those that only read its state.
 WITHOUT_FAULTS = {"ncclGroupStart", "ncclGetLastError", "ncclGetErrorString", "ncclGetVersion", "ncclSetEncryption"}
 
 
 def test_every_function_of_a_communicator_is_a_site(nccl, plan, fired):
-    """Called with arguments that make no sense but for the communicator, each one meets its fault first."""
+    """Called with arguments that are invalid except for the communicator, each function runs into its fault first."""
     comms = nccl.init_all(1)
     missed = []
     for name in nccl.names:
@@ -373,7 +373,7 @@ def test_every_function_of_a_communicator_is_a_site(nccl, plan, fired):
         if name in WITHOUT_FAULTS or position is None or name.startswith("ncclTeam") or "DevComm" in name:
             continue
         plan(f"call={name} do=error:ncclTimeout")
-        # 99 is no built-in operator, which would be refused before anything else.
+        # 99 is no built-in operator; a built-in one would be refused before anything else.
         arguments = [ctypes.c_int(99) if kind is ctypes.c_int else kind() for kind in parameters]
         arguments[position] = parameters[position](comms[0])
         getattr(nccl.library, name)(*arguments)
@@ -392,7 +392,7 @@ def communicator_position(name):
     return None
 
 
-def test_the_names_are_those_of_the_header(nccl):
+def test_call_names_are_those_of_the_header(nccl):
     assert set(nccl.names) <= set(NAMES)
 
 
@@ -421,13 +421,13 @@ def test_the_names_are_those_of_the_header(nccl):
         ("call=AllReduce do=hang; call=X do=hang", '"call=X"'),
     ],
 )
-def test_a_plan_that_is_not_understood(nccl, plan, text, words):
+def test_invalid_plan_is_refused(nccl, plan, text, words):
     with pytest.raises(NcclError) as caught:
         plan(text)
     assert caught.value.code == INVALID_ARGUMENT and words in caught.value.text
 
 
-def test_a_wrong_plan_in_the_environment_is_said_by_every_call():
+def test_invalid_plan_in_the_environment_fails_every_call():
     program = "import ctypes, sys; e = ctypes.CDLL(sys.argv[1]); e.ncclGetLastError.restype = ctypes.c_char_p; "
     program += "print(e.ncclGetUniqueId(ctypes.create_string_buffer(128)), e.ncclGetLastError(None).decode())"
     done = subprocess.run(
@@ -460,7 +460,7 @@ def test_a_random_plan_replays(nccl, comms, plan, fired, capfd):
 class TestFace:
     """`ncclpy.faults`."""
 
-    def test_it_ends_with_its_block(self):
+    def test_plan_ends_with_its_block(self):
         comm = ncclpy.Communicator.init_all([0])[0]
         values = np.ones(3)
         with ncclpy.faults("call=AllReduce do=error:ncclRemoteError") as faults:
@@ -474,7 +474,7 @@ class TestFace:
         comm.all_reduce(values)
         comm.close()
 
-    def test_blocks_nest(self):
+    def test_inner_block_restores_the_outer_plan(self):
         comm = ncclpy.Communicator.init_all([0])[0]
         with ncclpy.faults("call=CommCount do=error"):
             with ncclpy.faults("call=CommUserRank do=error") as inner:
@@ -500,8 +500,8 @@ class TestFace:
             ("AllReduceConfig", "all_reduce"),
         ],
     )
-    def test_a_rule_names_what_users_call(self, call, users):
-        """Whichever of NCCL's functions ncclpy makes of it."""
+    def test_rule_names_the_function_that_users_call(self, call, users):
+        """The rule applies to whichever of NCCL's functions ncclpy calls."""
         comm = ncclpy.Communicator.init_all([1])[0]
         calls = {
             "init": lambda: ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0),
@@ -514,7 +514,7 @@ class TestFace:
         assert len(faults.fired) == 1
         comm.close()
 
-    def test_a_rule_that_never_fired_is_told(self):
+    def test_rule_that_never_fired_warns(self):
         comm = ncclpy.Communicator.init_all([0])[0]
         rule = "rank=3 call=AllGather do=error"
         with (
@@ -525,7 +525,7 @@ class TestFace:
         assert len(warned) == 1 and warned[0].filename == __file__
         comm.close()
 
-    def test_an_inner_block_makes_no_rule_unfired(self):
+    def test_inner_block_does_not_reset_fired_rules(self):
         comm = ncclpy.Communicator.init_all([0])[0]
         with ncclpy.faults("call=CommCount do=delay:1us"):
             ncclpy.bindings.comm_count(comm.handle)
@@ -533,13 +533,13 @@ class TestFace:
                 ncclpy.bindings.comm_user_rank(comm.handle)
         comm.close()
 
-    def test_it_refuses(self):
+    def test_invalid_plan_raises(self):
         with pytest.raises(ValueError, match=r'"do=what" is not understood'), ncclpy.faults("do=what"):
             pass
         with pytest.raises(TypeError, match="plan must be a str, not int"):
             ncclpy.faults(3)
 
-    def test_only_the_host_engine_takes_orders(self, monkeypatch):
+    def test_faults_on_another_engine_are_refused(self, monkeypatch):
         from ncclpy.core.runtime import faults, library
 
         class Loaded:
@@ -558,7 +558,7 @@ class TestFace:
         pytest.param(2 * testing.share(250), id="campaign", marks=pytest.mark.campaign),
     ],
 )
-def test_random_runs_end_in_an_answer(count):
+def test_random_faults_end_in_a_result_or_an_error(count):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     halves = [
         subprocess.Popen(
@@ -591,8 +591,8 @@ def test_random_runs_end_in_an_answer(count):
             key: left["before"][key] for key in ("threads", "shm")
         }
     kinds = {line.split(": ")[1].split()[0] for run in runs for line in run["fired"]}
-    if count == 500:  # a few runs may do without one of them
+    if count == 500:  # in a few runs one of them may not occur
         assert kinds == {"error", "busy", "delay", "hang", "corrupt"}, "every fault has been at work"
-    enough = count / 5 if count >= 50 else 0  # of a few it may be one
+    enough = count / 5 if count >= 50 else 0  # in a few runs one may not occur
     assert sum(bool(run["fired"]) for run in runs) > enough
     assert sum(set(run["outcomes"]) == {"right"} for run in runs) > enough

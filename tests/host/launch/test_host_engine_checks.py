@@ -1,4 +1,6 @@
-"""With ``NCCLPY_HOST_CHECKS=1``, as all tests run, what is nearly always a defect is an error that says whose."""
+"""With ``NCCLPY_HOST_CHECKS=1``, as in all tests, nearly certain defects are errors that name the user of the
+memory.
+"""
 
 import ctypes
 import threading
@@ -34,7 +36,7 @@ def window_of(nccl, comm, pointer, nbytes=4 * COUNT, flags=SYMMETRIC):
 
 
 def refuses_to_free(nccl, pointer, *words):
-    """Check that no call gives the memory back, and that all say why."""
+    """Check that no call frees the memory, and that all report why."""
     for word in words:
         refused(INVALID_USAGE, word, nccl.ncclMemFree, pointer)
     with pytest.raises(DriverError) as error:
@@ -42,7 +44,7 @@ def refuses_to_free(nccl, pointer, *words):
     assert error.value.code == ILLEGAL_STATE
     text = nccl.driver.text("cuGetErrorString", ILLEGAL_STATE)
     assert [word for word in words if word not in text] == [], text
-    (ctypes.c_char * 1).from_address(pointer)[0] = b"x"  # it is still there
+    (ctypes.c_char * 1).from_address(pointer)[0] = b"x"  # still accessible
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_memory_of_a_window_is_not_freed(nccl, end):
         nccl.ncclCommDestroy(comm)
 
 
-def test_host_memory_of_the_driver_too(nccl, comm):
+def test_registered_host_memory_is_not_freed(nccl, comm):
     pointer = nccl.driver.pinned(4096)
     handle = register(nccl, comm, pointer)
     with pytest.raises(DriverError):
@@ -98,7 +100,7 @@ def test_host_memory_of_the_driver_too(nccl, comm):
     nccl.driver.cuMemFreeHost(pointer)
 
 
-def test_each_communicator_counts(nccl, comm):
+def test_memory_registered_with_two_communicators_needs_both_deregistrations(nccl, comm):
     (other,) = nccl.init_all(1)
     pointer = allocate(nccl)
     handles = [register(nccl, each, pointer) for each in (comm, other)]
@@ -108,7 +110,7 @@ def test_each_communicator_counts(nccl, comm):
     nccl.ncclMemFree(pointer)
 
 
-def test_an_old_refusal_is_not_told_again(nccl, comm, stream):
+def test_error_string_does_not_repeat_an_old_refusal(nccl, comm, stream):
     pointer = allocate(nccl)
     register(nccl, comm, pointer)
     refuses_to_free(nccl, pointer, "ncclCommRegister")
@@ -125,7 +127,7 @@ def test_an_old_refusal_is_not_told_again(nccl, comm, stream):
 
 
 def operations(nccl, comm, rank, stream, other):
-    """Return by name what each operation of two ranks does with `send` and `recv` of this one."""
+    """Return by name what each operation of two ranks does with this rank's `send` and `recv`."""
     return {
         "AllReduce": lambda s, r: nccl.ncclAllReduce(s, r, 16, FLOAT32, SUM, comm, stream),
         "Reduce": lambda s, r: nccl.ncclReduce(s, r, 16, FLOAT32, SUM, rank, comm, stream),
@@ -156,7 +158,7 @@ OPERATIONS = list(operations(None, None, 0, None, None))
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("Send", "Recv")])
-def test_what_an_operation_uses_is_not_freed(nccl, comm, stream, name):
+def test_memory_of_an_unfinished_operation_is_not_freed(nccl, comm, stream, name):
     other = nccl.driver.stream(1)
     send, recv, bystander = (allocate(nccl) for _ in range(3))
     with Gate(nccl.driver, stream) as gate:
@@ -173,11 +175,11 @@ def test_what_an_operation_uses_is_not_freed(nccl, comm, stream, name):
 
 
 @pytest.mark.parametrize("name", ["Send", "Recv", "AllReduce", "AllGather", "ReduceScatter"])
-def test_an_operation_whose_peer_has_not_come(nccl, name):
-    """What waiting would not help: each rank frees what the other's absence keeps in use. The far ends count too."""
+def test_memory_of_an_operation_without_its_peer_is_not_freed(nccl, name):
+    """A wait would not help: each rank frees memory that the peer's absence keeps in use. Its last bytes count too."""
     comms, rank = nccl.init_all(2), 1
     send, recv = allocate(nccl), allocate(nccl)
-    shift = 4 * COUNT - 128  # two blocks fit: the second is the last that the operation touches
+    shift = 4 * COUNT - 128  # two blocks fit: the second one is the last that the operation accesses
     nccl.driver.use(1)
     stream = nccl.driver.stream(1)
     operations(nccl, comms[rank], rank, stream, None)[name](send + shift, recv + shift)
@@ -187,13 +189,13 @@ def test_an_operation_whose_peer_has_not_come(nccl, name):
             refuses_to_free(nccl, pointer, f"{name} of 16 float32", "rank 1 of communicator of 2 ranks")
         else:
             nccl.ncclMemFree(pointer)
-    nccl.ncclCommAbort(comms[rank])  # ends it
+    nccl.ncclCommAbort(comms[rank])  # ends the operation
     for pointer in used:
         nccl.ncclMemFree(pointer)
     nccl.ncclCommAbort(comms[0])
 
 
-def test_how_far_an_operation_reaches(nccl):
+def test_last_byte_of_an_operation_is_checked(nccl):
     """The second block of a gather lies in another allocation than its first, as far as the check can tell."""
     comms = nccl.init_all(2)
     nccl.driver.use(1)
@@ -209,7 +211,7 @@ def test_how_far_an_operation_reaches(nccl):
 
 
 @pytest.mark.parametrize("end", ["ncclCommAbort", "ncclCommRevoke"])
-def test_what_an_abort_has_ended_is_freed(nccl, stream, end):
+def test_memory_of_an_aborted_operation_is_freed(nccl, stream, end):
     (comm,) = nccl.init_all(1)
     pointer = allocate(nccl)
     with Gate(nccl.driver, stream) as gate:
@@ -223,8 +225,8 @@ def test_what_an_abort_has_ended_is_freed(nccl, stream, end):
         nccl.ncclCommAbort(comm)
 
 
-def test_copies_are_waited_for_or_refused(nccl, stream):
-    """cuMemFree waits for copies, as CUDA does; ncclMemFree waits for nobody."""
+def test_free_waits_for_copies_or_is_refused(nccl, stream):
+    """cuMemFree waits for copies, as CUDA does; ncclMemFree waits for nothing."""
     a, b, c = (allocate(nccl) for _ in range(3))
     gate = Gate(nccl.driver, stream)
     nccl.driver.cuMemcpyAsync(a, b, 64, stream)
@@ -239,7 +241,7 @@ def test_copies_are_waited_for_or_refused(nccl, stream):
     nccl.ncclMemFree(c)
 
 
-def test_a_graph_uses_memory_while_it_runs(nccl, comm, stream):
+def test_memory_of_a_running_graph_is_not_freed(nccl, comm, stream):
     driver = nccl.driver
     pointer, copied, source = (allocate(nccl) for _ in range(3))
     graph, runnable = ctypes.c_void_p(), ctypes.c_void_p()
@@ -262,7 +264,7 @@ def test_a_graph_uses_memory_while_it_runs(nccl, comm, stream):
 
 
 def put_into_a_neighbour(rank):
-    """A put is the peer's concern until it is told; then the peer may free at once what was written."""
+    """The target of a put is in use until the peer has the signal; then the peer may free it at once."""
     nccl = rank.nccl
     freed_early = []
     with rank.communicator() as comm:
@@ -286,7 +288,7 @@ def put_into_a_neighbour(rank):
     return freed_early
 
 
-def test_a_put_and_its_target(nccl):
+def test_target_of_a_put_is_not_freed_before_its_signal(nccl):
     assert as_threads(nccl, 2, put_into_a_neighbour) == [[INVALID_USAGE] * 20, []]
 
 
@@ -294,7 +296,7 @@ def test_a_put_and_its_target(nccl):
 
 
 @pytest.mark.parametrize(("at", "size"), [(256, 256), (300, 100), (0, 1024), (0, 257), (511, 1), (500, 300)])
-def test_what_overlaps_is_registered_twice(nccl, comm, at, size):
+def test_overlapping_registration_is_refused(nccl, comm, at, size):
     pointer = allocate(nccl)
     handle = register(nccl, comm, pointer + 256, 256)
     words = f"{size} bytes at {pointer + at:#x} are registered twice with rank 0 of communicator of 1 ranks"
@@ -305,19 +307,19 @@ def test_what_overlaps_is_registered_twice(nccl, comm, at, size):
     nccl.ncclMemFree(pointer)
 
 
-def test_what_does_not_overlap_is_not(nccl, comm):
+def test_separate_registrations_are_accepted(nccl, comm):
     pointer = allocate(nccl)
     (other,) = nccl.init_all(1)
     handles = [register(nccl, comm, pointer + at, 256) for at in (256, 0, 512, 768)]
-    register(nccl, other, pointer)  # another communicator is another matter
-    window_of(nccl, comm, pointer)  # and so is a window
+    register(nccl, other, pointer)  # another communicator is independent
+    window_of(nccl, comm, pointer)  # as is a window
     assert len(set(handles)) == 4
     for one in (comm, other):
         nccl.ncclCommAbort(one)
     nccl.ncclMemFree(pointer)
 
 
-def test_of_many_threads_one_registers(nccl, comm):
+def test_concurrent_registrations_of_one_buffer_succeed_once(nccl, comm):
     pointer = allocate(nccl)
     ready, outcomes = threading.Barrier(8), []
 
@@ -340,7 +342,7 @@ def test_of_many_threads_one_registers(nccl, comm):
     nccl.ncclMemFree(pointer)
 
 
-def test_a_window_is_registered_once(nccl, comm):
+def test_overlapping_window_is_refused(nccl, comm):
     pointer = allocate(nccl)
     window = window_of(nccl, comm, pointer, 512)
     refused(
@@ -352,7 +354,7 @@ def test_a_window_is_registered_once(nccl, comm):
         pointer + 500,
         100,
     )
-    window_of(nccl, comm, pointer + 500, 100, flags=0)  # one of another kind
+    window_of(nccl, comm, pointer + 500, 100, flags=0)  # a window with other flags
     window_of(nccl, comm, pointer + 512, 100)
     nccl.ncclCommWindowDeregister(comm, window)
     window_of(nccl, comm, pointer, 512)
@@ -375,12 +377,12 @@ def windows_of_several_sizes(rank):
         memory = np.full(4, rank.rank, np.float32)
         nccl.ncclAllReduce(memory.ctypes.data, memory.ctypes.data, 4, FLOAT32, SUM, comm, rank.stream)
         rank.synchronize()
-        assert memory.tolist() == [3.0] * 4  # and the communicator is as well as before
+        assert memory.tolist() == [3.0] * 4  # the communicator still works
     return outcome
 
 
 @pytest.mark.parametrize("placement", [None, [0, 1, 2], [0, 0, 1]], ids=["threads", "processes", "mix"])
-def test_windows_of_several_sizes(nccl, processes, placement):
+def test_windows_of_different_sizes_are_refused(nccl, processes, placement):
     if placement is None:
         outcomes = as_threads(nccl, 3, windows_of_several_sizes)
     else:

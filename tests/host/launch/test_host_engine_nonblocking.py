@@ -28,7 +28,7 @@ def two_ranks(nccl):
     return comms
 
 
-def test_nonblocking_life(nccl, streams):
+def test_nonblocking_communicator_from_init_to_destroy(nccl, streams):
     uid = nccl.unique_id()
     first = ctypes.c_void_p()
     assert nccl.init_into(first, 2, uid, 0, NONBLOCKING) == IN_PROGRESS
@@ -77,7 +77,7 @@ def test_nonblocking_life(nccl, streams):
         assert nccl.ncclCommDestroy(comm) == SUCCESS
 
 
-def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
+def test_state_is_in_progress_until_all_calls_are_over(nccl, streams):
     comms = two_ranks(nccl)
     memory, windows = np.ones(10), [ctypes.c_void_p() for _ in comms]
     for comm, window in zip(comms, windows, strict=True):
@@ -87,7 +87,7 @@ def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
     children = [ctypes.c_void_p() for _ in comms]
     nccl.ncclCommSplit(comms[0], 0, 0, ctypes.byref(children[0]), None)
     assert nccl.ncclCommWindowDeregister(comms[0], windows[0]) == IN_PROGRESS
-    time.sleep(0.05)  # this has nothing to wait for; the split waits for the other rank
+    time.sleep(0.05)  # the deregistration has nothing to wait for; the split waits for the other rank
     assert nccl.async_error(comms[0]) == IN_PROGRESS
     nccl.ncclCommSplit(comms[1], 0, 1, ctypes.byref(children[1]), None)
     assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
@@ -95,8 +95,8 @@ def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_an_error_stays_where_a_group_ends_behind_it(nccl, streams):
-    """To issue the group is a success, and nothing of it runs."""
+def test_error_is_not_cleared_by_a_later_group_end(nccl, streams):
+    """Issuing the group succeeds, and none of its operations runs."""
     comms = two_ranks(nccl)
     values = [np.ones(4, np.float32) for _ in comms]
     pointers = [bodies.pointer(value) for value in values]
@@ -116,7 +116,7 @@ def test_an_error_stays_where_a_group_ends_behind_it(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_nonblocking_init_that_fails(nccl):
+def test_failed_nonblocking_init_reports_by_its_state(nccl):
     uid = nccl.unique_id()
     comms = [ctypes.c_void_p(), ctypes.c_void_p()]
     for rank, comm in enumerate(comms):
@@ -128,7 +128,7 @@ def test_nonblocking_init_that_fails(nccl):
         nccl.ncclCommAbort(comm)
 
 
-def test_blocking_and_nonblocking_do_not_mix_in_a_group(nccl):
+def test_blocking_and_nonblocking_in_one_group_are_refused(nccl):
     comms = [ctypes.c_void_p(), ctypes.c_void_p()]
     nccl.ncclGroupStart()
     nccl.init_into(comms[0], 1, nccl.unique_id(), 0, NONBLOCKING)

@@ -1,4 +1,4 @@
-"""How many threads the host engine has, and what the end of a process finds of them."""
+"""The number of the host engine's threads, and the end of a process that has them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine_threads():
         try:
             with open(f"/proc/self/task/{task}/comm") as file:
                 names.append(file.read().strip())
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
     return [name for name in names if name.startswith("ncclpy-dev")]
 
@@ -40,7 +40,7 @@ def reduce_all(groups):
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
 def test_communicators_cost_no_threads(timeout):
-    """128 communicators, one pair after the other at work: a few threads go from one to the next."""
+    """128 communicators, of which one pair after the other works: a few threads serve them all."""
     parents = ncclpy.Communicator.init_all([0, 1], timeout=timeout)
     pairs = []
     for _ in range(64):
@@ -57,8 +57,8 @@ def test_communicators_cost_no_threads(timeout):
     testing.close_all(parents)
 
 
-def test_whoever_has_work_has_a_thread():
-    """64 operations that wait for each other's peers, all at the same time, and none of them is held up."""
+def test_every_stream_with_work_has_a_thread():
+    """64 operations, each of which waits for another one's peer, all at the same time: none is held up."""
     parents = ncclpy.Communicator.init_all([0, 1])
     pairs = []
     for _ in range(32):
@@ -66,7 +66,7 @@ def test_whoever_has_work_has_a_thread():
             pairs.append([parent.split(0) for parent in parents])
     streams = [[ncclpy.Stream(comm.device) for comm in pair] for pair in pairs]
     values = [[np.ones(4) for _ in pair] for pair in pairs]
-    for rank in range(2):  # the second ranks come when all the first ones wait, and in the other order
+    for rank in range(2):  # the second ranks call when all the first ones wait, in reverse order
         order = range(32) if rank == 0 else reversed(range(32))
         for i in order:
             pairs[i][rank].all_reduce(values[i][rank], stream=streams[i][rank])
@@ -85,7 +85,7 @@ def test_whoever_has_work_has_a_thread():
 
 
 def test_nothing_is_destroyed_at_the_end_of_a_process():
-    """Threads of the engine run until then: a destructor of ours would take something away from under them."""
+    """Threads of the engine run until then: a destructor of the engine would destroy objects that they use."""
     listed = subprocess.run(
         ["nm", "-D", "--undefined-only", host_engine_path()], capture_output=True, text=True, check=True
     )

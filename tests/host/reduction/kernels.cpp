@@ -1,7 +1,8 @@
-// One output, to which a result goes at once, against two, which are copies of one: the same bits, for each copy of the loops that
-// this processor runs, for every data type and operator, of two inputs and of more, wherever the operands lie, in place and not,
-// past the caches and not; and nothing beside the output is written. Sums and maxima of three types, against plain loops as
-// well. Prints how many were compared.
+// Compares reductions with one output, which is written directly, and with two, which are copies of a block: they must
+// have the same bits, for each copy of the loops that this processor runs, for every data type and operator, for two
+// and more inputs, at different alignments, in place or not, with non-temporal stores or not; and nothing beside the
+// output may be written. Sums and maxima of three types are also compared with plain loops. Prints the number of
+// comparisons.
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -17,7 +18,7 @@ constexpr size_t guard = 128;
 constexpr int most_inputs = 5;
 std::mt19937_64 numbers(1);
 
-// Without infinities and NaNs: which of two NaNs is kept is for the compiler to say.
+// Without infinities and NaNs: the compiler decides which of two NaNs is kept.
 Bytes finite(size_t bytes, size_t element) {
   Bytes made(bytes);
   for (size_t i = 0; i < bytes; i++) made[i] = static_cast<unsigned char>(numbers() & (i % element == element - 1 ? 0xbf : 0xff));
@@ -29,8 +30,8 @@ struct Case {
   Operator op;
   size_t count;
   int inputs;
-  size_t offsets[most_inputs + 1];  // bytes, of the inputs and of the output
-  int in_place;                     // which input is the output, or -1
+  size_t offsets[most_inputs + 1];  // in bytes, of the inputs and of the output
+  int in_place;                     // the input that is also the output, or -1
   bool nontemporal;
 };
 

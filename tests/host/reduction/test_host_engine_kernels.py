@@ -17,12 +17,12 @@ from sanitizers import KERNELS, build
 
 FOLDER = ROOT / "ncclpy/host/reduction"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-#: Sum, product, maximum and minimum for eight types that are accumulated in themselves. What wraps around three signed
-#: types share with unsigned ones.
+#: Sum, product, maximum and minimum for eight types that are accumulated in themselves. Wrapping sums and products of
+#: three signed types share instances with the unsigned ones.
 OWN = 8 * 4 - 3 * 2
 #: The same for four types that are accumulated in float32.
 SMALL = 4 * 4
-#: How many instances each function has. A small type's inputs and results may each be the accumulator.
+#: The number of instances of each function. A small type's inputs and results may each be the accumulator.
 INSTANCES = {
     "combine": OWN + SMALL * 4,
     "combine_nontemporal": OWN + SMALL,
@@ -32,7 +32,7 @@ INSTANCES = {
 
 
 def build_flags():
-    """Return the flags of each instruction set, as the build has them."""
+    """Return the flags of each instruction set, as the build uses them."""
     text = (FOLDER / "meson.build").read_text()
     common = ast.literal_eval(re.search(r"kernel_args = (\[.*?\])", text, re.DOTALL)[1])
     variants = dict(re.findall(r"'(\w+)': (\[.*\])", text))
@@ -55,7 +55,7 @@ def lines_with(text):
 
 
 def compile_kernels(flags, folder, record, source=KERNELS):
-    """Compile the kernels with a record of some kind."""
+    """Compile the kernels with an optimisation record."""
     command = [
         *COMPILER,
         "-std=c++17",
@@ -66,7 +66,7 @@ def compile_kernels(flags, folder, record, source=KERNELS):
         f"-I{FOLDER.parents[1] / 'abi'}",
     ]
     command += ["-c", source, "-o", folder / "kernels.o", record]
-    environment = {**os.environ, "CCACHE_DISABLE": "1"}  # a cached object comes without its record
+    environment = {**os.environ, "CCACHE_DISABLE": "1"}  # ccache would return an object without its record
     subprocess.run(list(map(str, command)), check=True, timeout=120, cwd=folder, env=environment)
 
 
@@ -84,7 +84,7 @@ def loops(flags, folder):
             continue
         if said.startswith(("loop vectorized", "couldn't vectorize loop")):
             key = record["function"], where["line"]
-            # What is left for the last few elements is looked at once more, in vain.
+            # GCC analyses the remainder loop of the last few elements once more, without success.
             found[key] = found.get(key, False) or record["kind"] == "success"
     names = sorted({name for name, _ in found})
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True, timeout=20)
@@ -104,7 +104,7 @@ records_of_gcc = pytest.mark.skipif(
     "types", [pytest.param(r"\w+", id="all", marks=pytest.mark.slow), pytest.param("int32_t", id="one")]
 )
 def test_no_reduction_loop_is_left_unvectorised(types, tmp_path):
-    """The short sister: GCC's list of lines, which does not say of which type and operator each entry is."""
+    """A short variant: GCC's list of lines, which does not name the type and operator of each entry."""
     source = tmp_path / KERNELS.name
     source.write_text(re.sub(rf"\n    case ncc\w+: return run_operator<(?!({types})>).*", "", KERNELS.read_text()))
     compile_kernels(build_flags()["avx512"], tmp_path, f"-fopt-info-vec-all={tmp_path / 'said'}", source)
@@ -113,7 +113,7 @@ def test_no_reduction_loop_is_left_unvectorised(types, tmp_path):
     whole = {int(line) for line, _, said in entries if said.startswith("loop vectorized using 64 byte vectors")}
     missed = {int(line) for line, kind, said in entries if kind == "missed" and said == "couldn't vectorize loop"}
     vectors = over_elements
-    if types == "int32_t":  # what is accumulated in its own type is copied
+    if types == "int32_t":  # for elements that are their own accumulator it is a copy
         vectors = vectors - (
             lines_with("E::store(acc[i], result[i])")
             | lines_with("E::load(input(0)[i])")
@@ -123,7 +123,7 @@ def test_no_reduction_loop_is_left_unvectorised(types, tmp_path):
     assert over_elements & missed == lines_with("divide(Divided("), "only averages of integers divide one by one"
 
 
-# SSE2, the baseline, has no 64-bit comparison or product. One takes 8 s: the record has 160 MB.
+# SSE2, the baseline, has no 64-bit comparison or product. One variant takes 8 s: the record has 160 MB.
 @pytest.mark.campaign
 @records_of_gcc
 @pytest.mark.timeout(240)
@@ -133,14 +133,15 @@ def test_every_reduction_loop_is_vectorised(instructions, tmp_path):
     names = {name for name, _ in found}
     assert {key: len([name for name in names if f"{key}<" in name]) for key in INSTANCES} == INSTANCES
     scalar = {(name, line) for (name, line), vectorised in found.items() if not vectorised}
-    # No instruction set divides vectors of integers: once for each element of an average, not for each input.
+    # No instruction set divides vectors of integers; a division happens once for each element of an average, not for
+    # each input.
     assert {line for _, line in scalar} == lines_with("divide(Divided(")
     assert not [name for name, _ in scalar if re.search("fold_average<(SmallFloat|float|double)", name)]
 
 
 @pytest.mark.slow  # 10 s for the compiler
-def test_one_output_is_what_two_are(tmp_path):
-    """It is written at once, and they are copies: a program compares them."""
+def test_one_output_equals_each_of_two(tmp_path):
+    """One output is written directly, and two are copies of a block: a program compares them."""
     program = tmp_path / "kernels"
     sources = [ROOT / "tests/host/reduction/kernels.cpp", KERNELS, FOLDER / "reduce.cpp"]
     build(program, build_flags()["baseline"], sources)

@@ -1,5 +1,6 @@
-// A fuzzer (libFuzzer) of how ranks meet: the bytes of a unique id, and the memory that it leads to, which any process
-// of the user can write. Joining must end with an answer, without touching what is not there or taking memory for it.
+// A fuzzer (libFuzzer) of the rendezvous of ranks: the bytes of a unique id, and the memory that it refers to, which
+// any process of the user can write. Joining must return, without accessing memory that does not exist or allocating
+// memory for it.
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -32,7 +33,7 @@ struct Input {
   }
 };
 
-// What a unique id and the memory begin with, learnt from those that the engine made.
+// The beginnings of a unique id and of the memory, taken from those that the engine made.
 struct Made {
   ncclUniqueId id;
   uint64_t magic;
@@ -45,7 +46,7 @@ struct Made {
   }
 };
 
-// A file without a name, as the engine makes them, of `bytes`, beginning with `content` at `offset`.
+// A memfd as the engine makes them, of `bytes`, with `content` at `offset`.
 int file(const char* name, size_t bytes, size_t offset, const void* content, size_t size, bool sealed) {
   const int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (made < 0 || ftruncate(made, off_t(bytes)) != 0) abort();
@@ -62,9 +63,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto kind = input.value<uint8_t>();
   const auto nranks = input.value<int32_t>();
   const auto rank = input.value<int32_t>();
-  if (nranks < 1 || rank < 0 || rank >= nranks) return -1;  // refused before the id is looked at
+  if (nranks < 1 || rank < 0 || rank >= nranks) return -1;  // refused before the id is read
 
-  // Bit by bit: damage the memory's beginning, the place in the table, the id behind its beginning, all of the id.
+  // Damages the memory's beginning, the entry in the table, the id after its beginning, or the whole id.
   alignas(Header) unsigned char bytes[sizeof(Header)] = {};
   Header* header = reinterpret_cast<Header*>(bytes);
   header->magic = made.magic;
@@ -78,30 +79,30 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   const int memory = file("ncclpy-communicator", length, 0, bytes, sizeof bytes, !(kind & 16));
 
-  Place place;
-  memcpy(place.nonce, made.id.internal + 16, 16);
-  place.word = (kind & 32) ? uint64_t(Phase::offered) : uint64_t(Phase::laid_out);
-  place.memory = uint64_t(getpid()) << 32 | uint64_t(memory);
-  place.nranks = uint32_t(nranks);
-  if (kind & 2) input.bytes(static_cast<void*>(&place), sizeof place);
-  if (uint8_t(place.word) == uint8_t(Phase::being_laid_out)) place.word = 0;  // is waited upon, for 2 s
-  const int table = file("ncclpy-ids", 1 << 20, 0, &place, sizeof place, !(kind & 64));
+  IdEntry entry;
+  memcpy(entry.nonce, made.id.internal + 16, 16);
+  entry.word = (kind & 32) ? uint64_t(Phase::offered) : uint64_t(Phase::laid_out);
+  entry.memory = uint64_t(getpid()) << 32 | uint64_t(memory);
+  entry.nranks = uint32_t(nranks);
+  if (kind & 2) input.bytes(static_cast<void*>(&entry), sizeof entry);
+  if (uint8_t(entry.word) == uint8_t(Phase::being_laid_out)) entry.word = 0;  // joining would wait for 2 s
+  const int table = file("ncclpy-ids", 1 << 20, 0, &entry, sizeof entry, !(kind & 64));
 
   ncclUniqueId id = made.id;
   memcpy(id.internal + 12, &table, 4);
-  memset(id.internal + 32, 0, 4);  // the first place
+  memset(id.internal + 32, 0, 4);  // the first entry
   if (kind & 4) input.bytes(id.internal + 16, sizeof id - 16);
   if (kind & 8) input.bytes(id.internal, sizeof id);
 
   std::shared_ptr<Segment> segment;
   if (join_segment(id, nranks, rank, 0, &segment) == ncclSuccess) {
     segment->complete();
-    segment->take_pulses();
+    segment->find_dead_ranks();
     if (segment->first_dead() >= nranks) abort();
     segment->buffer_bytes(rank);
-    segment->small(rank, 1, inline_bytes)[0] = 1;
-    segment->small(rank, 1, little_bytes)[little_bytes - 1] = 1;
-    segment->piece(rank, rank, channel_slots - 1, piece_little_bytes)[piece_little_bytes - 1] = 1;
+    segment->inline_buffer(rank, 1, inline_bytes)[0] = 1;
+    segment->inline_buffer(rank, 1, record_inline_bytes)[record_inline_bytes - 1] = 1;
+    segment->piece(rank, rank, channel_slots - 1, piece_inline_bytes)[piece_inline_bytes - 1] = 1;
     segment->piece(rank, rank, channel_slots - 1, piece_bytes)[piece_bytes - 1] = 1;
     segment->end_meeting();
   }

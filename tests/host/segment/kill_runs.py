@@ -1,7 +1,7 @@
 """Kill a rank at a random moment of a random program, many times: `python kill_runs.py SEED RUNS`.
 
-Prints one JSON object a run. It forks its ranks, so it must not use the engine itself; a failing run is repeated with
-its own seed and one run.
+Prints one JSON object for each run. It forks its ranks, so it must not use the engine itself; a failing run is
+repeated with its own seed and one run.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ def descriptors():
 
 
 class Rank:
-    """A rank in a process of its own: works until something fails, then tells what it was."""
+    """A rank in a process of its own: works until something fails, then reports the failure."""
 
     def __init__(self, rank, nranks, seed, pipe):
         self.rank, self.nranks, self.pipe = rank, nranks, pipe
-        self.random = random.Random(seed)  # the same in every rank: they all call the same
+        self.random = random.Random(seed)  # the same in every rank: all make the same calls
         self.nccl = Nccl(host_engine_path())
         self.nccl.driver.use(rank)
         self.stream = self.nccl.driver.stream(1)
@@ -61,10 +61,10 @@ class Rank:
         answer["async"], answer["last"] = self.nccl.async_error(comm), self.nccl.last_error(comm)
         self.nccl.ncclCommAbort(comm)
         self.nccl.driver.cuStreamSynchronize(self.stream)
-        # What watches the others keeps one descriptor, and lets the rest go in its own time; the ids keep another.
+        # The watching thread keeps one descriptor and closes the others later; the table of ids keeps another one.
         end = time.monotonic() + 2
         while descriptors() > before + 2 and time.monotonic() < end:
-            self.drop_child()  # one that came late
+            self.drop_child()  # a child that was made late
             time.sleep(0.001)
         answer["descriptors"] = descriptors() - before
         self.send(answer)
@@ -88,7 +88,7 @@ class Rank:
         else:
             self.split(comm)
         self.poll(comm)
-        while not nccl.driver.ready("cuStreamQuery", self.stream):  # a dead rank's never comes to an end
+        while not nccl.driver.ready("cuStreamQuery", self.stream):  # a dead rank's operation never completes
             self.poll(comm)
             time.sleep(0.0001)
         self.poll(comm)
@@ -135,7 +135,7 @@ def run(seed):
     end = time.monotonic() + DEADLINE
 
     def hear(wanted, ranks):
-        """Read what the ranks say until each has said `wanted`."""
+        """Read what the ranks report until each has reported `wanted`."""
         missing = {rank for rank in ranks if not any(wanted in said for said in children[rank]["answers"])}
         while missing and time.monotonic() < end:
             pipes = {children[rank]["up"]: rank for rank in missing}

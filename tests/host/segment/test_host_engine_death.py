@@ -1,4 +1,4 @@
-"""Ranks that die, what is left of them, and what waiting costs."""
+"""Ranks that die, what they leave behind, and the cost of waiting."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ FLOAT32 = 7
         pytest.param(testing.share(100), id="campaign", marks=pytest.mark.campaign),
     ],
 )
-def test_kills_at_random_moments(kills):
+def test_ranks_killed_at_random_moments_are_noticed(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     shared = leftovers.shared_memory()
     done = subprocess.run(
@@ -46,12 +46,12 @@ def test_kills_at_random_moments(kills):
     assert done.returncode == 0 and len(runs) == kills, done.stderr
     failed = [run for run in runs if run["problems"]]
     assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
-    assert max(run["noticed_ms"] for run in runs) < 5000  # not by a deadline, of 10 s
+    assert max(run["noticed_ms"] for run in runs) < 5000  # not by a deadline, which is 10 s
     assert leftovers.shared_memory() == shared
 
 
 @pytest.mark.parametrize("end", ["kill", "exit", "crash"])
-def test_a_rank_that_ends_while_others_are_still_to_come(nccl, end):
+def test_rank_that_ends_during_init_is_reported(nccl, end):
     uid = nccl.unique_id()
     comm = ctypes.c_void_p()
     waiting = in_thread(nccl.init_into, comm, 3, uid, 0)
@@ -77,7 +77,7 @@ def test_a_rank_that_ends_while_others_are_still_to_come(nccl, end):
     assert not comm.value
 
 
-def test_who_has_destroyed_its_communicator_may_end(nccl):
+def test_process_that_destroyed_its_communicator_may_end(nccl):
     uid = nccl.unique_id()
     other = start("nccl.ncclCommDestroy(init(2, 1, sys.argv[1]))", uid.hex())
     comm = nccl.init(2, uid, 0)
@@ -88,20 +88,20 @@ def test_who_has_destroyed_its_communicator_may_end(nccl):
     nccl.ncclCommDestroy(comm)
 
 
-def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, streams):
+def test_death_breaks_only_communicators_of_the_dead_rank(nccl, comms, streams):
     uid = nccl.unique_id()
     other = start("comm = init(2, 1, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
     comm = nccl.init(2, uid, 0)
     assert other.stdout.readline() == "in\n"
     values = np.ones(10, np.float32)
     nccl.ncclAllReduce(values.ctypes.data, values.ctypes.data, 10, FLOAT32, SUM, comm, streams[0])
-    other.send_signal(signal.SIGSTOP)  # being slow is not being dead
+    other.send_signal(signal.SIGSTOP)  # a stopped process is not dead
     time.sleep(0.3)
     assert nccl.async_error(comm) == 0
     other.kill()
     wait_for(lambda: nccl.async_error(comm) == REMOTE)
     synchronizing = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
-    assert blocked(synchronizing)  # as behind a kernel of NCCL, until the abort
+    assert blocked(synchronizing)  # it hangs until the abort, as a kernel of NCCL does
     for refused in (nccl.ncclCommDestroy, nccl.ncclCommFinalize):
         with pytest.raises(NcclError, match="rank 1 of 2 is dead") as caught:
             refused(comm)
@@ -110,7 +110,7 @@ def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, s
     nccl.ncclCommAbort(comm)
     join(synchronizing)
     other.communicate()
-    # The four ranks of this process are as well as ever.
+    # The four ranks of this process still work.
     nccl.ncclGroupStart()
     results = np.zeros(4, np.float32)
     for rank in range(4):
@@ -122,8 +122,8 @@ def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, s
 
 
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
-def test_a_rank_that_dies_while_others_read_its_memory(nccl, streams, attempt):
-    """It has arrived where all meet who have read, but not everybody has read from it: a race, so several times."""
+def test_death_of_a_rank_during_reads_of_its_memory_is_reported(nccl, streams, attempt):
+    """The rank has arrived at the last barrier, but not all ranks have read from it: a race, so several times."""
     count = 128 << 20
     uid = nccl.unique_id()
     other = start(
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_while_others_read_its_memory(nccl, streams, attempt):
     other.communicate()
 
 
-def test_ranks_of_several_threads_and_processes_all_notice(nccl):
+def test_death_is_noticed_by_all_threads_and_processes(nccl):
     uid = nccl.unique_id()
     program = """
         def rank(number):
@@ -175,7 +175,7 @@ def test_ranks_of_several_threads_and_processes_all_notice(nccl):
         data = np.ones(1_000_000, np.float32)
         while nccl.async_error(comms[rank]) == 0:
             nccl.ncclAllReduce(data.ctypes.data, data.ctypes.data, data.size, FLOAT32, 2, comms[rank], stream)
-            nccl.driver.cuStreamSynchronize(stream)  # behind the death until the abort
+            nccl.driver.cuStreamSynchronize(stream)  # hangs after the death until the abort
         nccl.driver.cuStreamDestroy_v2(stream)
 
     working = [in_thread(work, rank) for rank in range(2)]
@@ -189,12 +189,12 @@ def test_ranks_of_several_threads_and_processes_all_notice(nccl):
     for thread in working:
         try:
             join(thread)
-        except NcclError as error:  # of a call behind the death, or the abort
+        except NcclError as error:  # a call after the death, or the abort
             assert error.code in (REMOTE, INVALID_ARGUMENT)
     other.communicate()
 
 
-def test_nothing_is_left_behind(nccl):
+def test_communicators_leave_no_files_behind(nccl):
     for comm in nccl.init_all(8):
         nccl.ncclCommDestroy(comm)
     before = len(os.listdir("/proc/self/fd")), leftovers.shared_memory()
@@ -213,7 +213,7 @@ def sum_much(rank):
         assert (data == rank.nranks).all()
 
 
-def test_the_maker_of_an_id_that_is_no_rank_keeps_no_memory_of_it(nccl, processes):
+def test_id_maker_that_is_no_rank_keeps_no_memory(nccl, processes):
     processes.run(nccl, 2, sum_much)
     open_files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
     assert not [entry for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
@@ -221,7 +221,7 @@ def test_the_maker_of_an_id_that_is_no_rank_keeps_no_memory_of_it(nccl, processe
 
 def test_waiting_costs_no_cpu(nccl):
     uid = nccl.unique_id().hex()
-    # In processes of their own: what else has begun in this one takes time too.
+    # In separate processes: other threads of this one use processor time too.
     other = start("comm = init(8, 7, sys.argv[1])\nsay('in')\nsys.stdin.readline()\nnccl.ncclCommAbort(comm)", uid)
     waiting = start(
         """
@@ -261,7 +261,7 @@ def test_waiting_costs_no_cpu(nccl):
     assert used < 0.01, f"{used:.1%} of a core while waiting"
 
 
-def test_no_more_threads_is_an_error_and_not_the_end():
+def test_no_more_threads_is_an_error_not_a_crash():
     program = """
         import resource
         nccl.driver.use(0)
@@ -283,7 +283,7 @@ def test_no_more_threads_is_an_error_and_not_the_end():
     assert said.startswith(f"init {SYSTEM} ncclGroupEnd : ") and said.endswith("4\n"), said
 
 
-def test_a_launch_that_finds_no_thread_for_a_stream_leaves_the_others_free():
+def test_launch_without_a_thread_for_a_stream_releases_the_others():
     program = """
         import resource
         nccl.driver.use(0)

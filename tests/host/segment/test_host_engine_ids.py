@@ -1,4 +1,4 @@
-"""Unique ids as plain values: what they cost, who can open their memory, and what is said where they lead nowhere."""
+"""Unique ids as plain values: their cost, access to their memory, and the errors of ids that cannot be used."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, SYSTEM, NcclError
 import ncclpy
 import testing
 
-# The beginning of an id: magic, process, descriptor, nonce, place.
+# The start of an id: magic, process, descriptor, nonce, entry.
 HEAD = struct.Struct("Qii16sI")
 
 
 def memories(name=""):
-    """Return {descriptor: name} of the files without a name that this process has open and others could open."""
+    """Return {descriptor: name} of the memfds that this process has open and that other processes could open."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if target.startswith(f"/memfd:ncclpy-{name}"):
             found[int(entry)] = target
@@ -50,8 +50,8 @@ def test_a_dropped_id_costs_next_to_nothing(nccl):
     assert after[1] <= mappings + 4 and after[2] < resident + 4096
 
 
-def test_more_ids_than_a_table_holds(nccl):
-    """A used id's place is used again; the dropped ones fill tables of thousands, and all ids still work."""
+def test_more_ids_than_a_table_holds_all_work(nccl):
+    """The entry of a used id is reused; dropped ids fill tables of thousands, and all ids still work."""
     first = nccl.unique_id()
     for _ in range(17_000):
         last = nccl.unique_id()
@@ -74,7 +74,7 @@ def test_refused_initialisations_leave_nothing_open(nccl):
     for _ in range(50):
         with pytest.raises(NcclError, match="at most 4096"):
             nccl.init(5000, nccl.unique_id(), 0)
-        with pytest.raises(NcclError, match="on device 0"):  # both ranks come, and are refused
+        with pytest.raises(NcclError, match="on device 0"):  # both ranks join, and are refused
             same_device(nccl, nccl.unique_id())
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -102,7 +102,7 @@ def test_an_id_is_a_plain_value():
         assert comm.nranks == 1
 
 
-def test_only_bytes_survive_and_lead_other_processes_together(nccl):
+def test_id_passed_as_bytes_joins_other_processes(nccl):
     uid = nccl.unique_id().hex()
     ranks = [start(f"comm = init(2, {rank}, sys.argv[1])\nsay('in')", uid) for rank in range(2)]
     for rank in ranks:
@@ -142,7 +142,7 @@ def test_the_memory_is_sealed_and_the_users_alone(nccl, half_joined):
         assert (info.st_mode & 0o777, info.st_uid) == (0o600, os.getuid())
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
         again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as any process of the user can
-        for size in {0, 4096, info.st_size + 4096} - {info.st_size}:  # other tests' memory may have that
+        for size in {0, 4096, info.st_size + 4096} - {info.st_size}:  # other tests' memory may have that size
             with pytest.raises(PermissionError):
                 os.ftruncate(again, size)
         os.close(again)
@@ -150,7 +150,7 @@ def test_the_memory_is_sealed_and_the_users_alone(nccl, half_joined):
 
 
 def forged(uid, sealed, name="ncclpy-ids", change=None):
-    """Return an id that leads to a copy of its table, made here."""
+    """Return an id that refers to a copy of its table, made here."""
     magic, pid, descriptor, nonce, place = HEAD.unpack(uid[: HEAD.size])
     table = os.pread(descriptor, 1 << 20, 0)
     made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -162,7 +162,7 @@ def forged(uid, sealed, name="ncclpy-ids", change=None):
     return HEAD.pack(magic, pid, made, nonce, place) + uid[HEAD.size :], made
 
 
-def test_memory_that_could_be_taken_away_is_not_used(nccl):
+def test_unsealed_memory_is_not_used(nccl):
     uid, descriptor = forged(nccl.unique_id(), sealed=False)
     with pytest.raises(NcclError, match="is not sealed") as caught:
         nccl.init(1, uid, 0)
@@ -185,7 +185,7 @@ def test_memory_of_another_user_is_not_used(nccl):
 
 
 def said_by_a_rank(nccl, before):
-    """Return what a rank of another process says that comes with an id of this one, after some preparation."""
+    """Return the error of a rank in another process that joins with an id of this one, after some preparation."""
     body = f"""{before}
 try:
     init(2, 1, sys.argv[1])
@@ -203,20 +203,20 @@ FULL = "import resource, os\nresource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)
 )
 
 
-def test_no_descriptor_is_said_of_the_process_that_lacks_one(nccl):
+def test_lack_of_descriptors_is_reported_for_the_right_process(nccl):
     said = said_by_a_rank(nccl, FULL)
     assert said.startswith(f"{SYSTEM} ") and "no file descriptor is free" in said and "ulimit -n" in said
     assert "leads nowhere" not in said
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-def test_another_user_is_said(nccl):
+def test_other_user_is_reported(nccl):
     said = said_by_a_rank(nccl, "import os\nos.setgid(65534)\nos.setuid(65534)")
     assert f"may not open the memory of process {os.getpid()}, which made this unique id" in said
     assert "another user" in said and "PR_SET_DUMPABLE" in said and said.startswith(f"{SYSTEM} ")
 
 
-def test_an_ended_process_is_said(nccl):
+def test_ended_process_is_reported(nccl):
     maker = start("print(nccl.unique_id().hex())", "")
     uid, errors = maker.communicate(timeout=60)
     assert uid, errors
@@ -225,8 +225,8 @@ def test_an_ended_process_is_said(nccl):
     assert caught.value.code == INVALID_USAGE
 
 
-def test_a_rank_that_gave_up_is_said(nccl):
-    """Who comes after that would wait without end."""
+def test_rank_that_gave_up_is_reported(nccl):
+    """A rank that joins later would otherwise wait without end."""
     uid = nccl.unique_id()
     comm = ctypes.c_void_p()
 
@@ -243,7 +243,7 @@ def test_a_rank_that_gave_up_is_said(nccl):
         nccl.init(2, uid, 1)
 
 
-def test_a_damaged_id_is_said(nccl):
+def test_damaged_id_is_reported(nccl):
     uid = bytearray(nccl.unique_id())
     uid[32:36] = b"\xff" * 4
     with pytest.raises(NcclError, match="damaged: it was not passed on byte for byte") as caught:
@@ -251,7 +251,7 @@ def test_a_damaged_id_is_said(nccl):
     assert caught.value.code == INVALID_ARGUMENT
 
 
-def test_a_refused_thread_is_called_a_thread():
+def test_refused_thread_is_reported_as_a_thread():
     """`ulimit -v`: the stacks of threads find no address space."""
     said = testing.run_python(
         """
@@ -285,11 +285,11 @@ def test_a_refused_thread_is_called_a_thread():
     assert "no thread can be started" in said and "ulimit -u" in said and "ulimit -v" in said
 
 
-# Who cannot be looked at is alive
+# A process that cannot be inspected counts as alive
 
 
-def test_a_rank_without_descriptors_does_not_bury_its_peers(nccl):
-    """Neither does it look like another process to them."""
+def test_rank_without_descriptors_does_not_report_peers_dead(nccl):
+    """The peers do not report the rank dead either."""
     uid = ncclpy.get_unique_id()
     rank = start(
         FULL + "\nos.close(kept.pop())\ncomm = init(2, 1, sys.argv[1])\nsay('in')\n"
@@ -311,8 +311,8 @@ def test_a_rank_without_descriptors_does_not_bury_its_peers(nccl):
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
-def test_a_shrink_without_descriptors_says_so(timeout):
-    """On every rank, also those that wait for another one's memory; also where the call is polled."""
+def test_shrink_without_descriptors_reports_the_lack(timeout):
+    """The error is reported on every rank, also on those that wait for another rank's memory, and in a polled call."""
     said = testing.run_python(
         f"""
         import os, resource, threading, ncclpy
@@ -344,7 +344,7 @@ def test_a_shrink_without_descriptors_says_so(timeout):
 
 
 def test_a_death_is_noticed_without_descriptors(nccl):
-    """The watch needs none to see that a process is gone."""
+    """The watching thread needs no descriptor to notice that a process has ended."""
     said = testing.run_python(
         """
         import os, resource, subprocess, sys, time
@@ -382,7 +382,7 @@ def test_a_death_is_noticed_without_descriptors(nccl):
 
 
 def test_threads_join_at_once_through_one_table(nccl):
-    """Hundreds of ids made, used and given back at the same time."""
+    """Hundreds of ids made, used and freed at the same time."""
     failures = []
 
     def many(device):

@@ -1,4 +1,6 @@
-"""Who only gives, as the root of a small broadcast, goes on before the others have come, but not for ever."""
+"""A rank that only sends, such as the root of a small broadcast, continues before the others arrive, within a
+limit.
+"""
 
 import contextlib
 import random
@@ -13,7 +15,7 @@ from host_checks import blocked, in_thread, join
 from nccl_calls import INVALID_USAGE, SUM, NcclError
 
 FLOAT32 = 7
-#: How many collectives a rank may be ahead, by the bytes that it gives with each.
+#: How many collectives a rank may be ahead, by the bytes that it contributes to each.
 AHEAD = {8: 8, 4096: 2}
 
 
@@ -33,18 +35,18 @@ def broadcast(nccl, comm, stream, array, root, count=None):
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)
-def test_the_root_of_a_broadcast_goes_on(nccl, streams, nbytes):
+def test_broadcast_root_continues_before_the_others_arrive(nccl, streams, nbytes):
     comms, ahead = nccl.init_all(2), AHEAD[nbytes]
     arrays = [np.full(nbytes // 4, float(i), np.float32) for i in range(ahead + 1)]
     for array in arrays[:ahead]:
         broadcast(nccl, comms[0], streams[0], array, 0)
-        nccl.driver.cuStreamSynchronize(streams[0])  # nobody else has come
+        nccl.driver.cuStreamSynchronize(streams[0])  # no other rank has arrived
     broadcast(nccl, comms[0], streams[0], arrays[ahead], 0)
     waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
-    assert blocked(waiting)  # there is room for no more
+    assert blocked(waiting)  # there is no space for another record
     kept = [array.copy() for array in arrays]
     for array in arrays[:ahead]:
-        array.fill(-1)  # the root's own again
+        array.fill(-1)  # the buffer is the root's own again
     for expected in kept:
         received = np.empty_like(expected)
         broadcast(nccl, comms[1], streams[1], received, 0)
@@ -55,8 +57,8 @@ def test_the_root_of_a_broadcast_goes_on(nccl, streams, nbytes):
         nccl.ncclCommDestroy(comm)
 
 
-def test_all_who_give_to_a_root_go_on_and_go_through(nccl, streams):
-    """Who is ahead of the root waits for it alone, and not for another who has given all that it has to."""
+def test_senders_to_a_root_continue_before_the_root_arrives(nccl, streams):
+    """A rank that is ahead waits for the root only, not for another rank that has already sent everything."""
     comms, rounds = nccl.init_all(3), 100
     received = [np.empty(3, np.float32) for _ in range(rounds)]
 
@@ -75,7 +77,7 @@ def test_all_who_give_to_a_root_go_on_and_go_through(nccl, streams):
         nccl.ncclCommDestroy(comm)
 
 
-def test_who_went_on_hears_of_a_disagreement_later(nccl, streams):
+def test_rank_that_continued_gets_a_mismatch_with_a_later_call(nccl, streams):
     comms = nccl.init_all(2)
     arrays = [np.full(4, float(rank), np.float32) for rank in range(2)]
     broadcast(nccl, comms[0], streams[0], arrays[0], 0, count=4)
@@ -83,7 +85,7 @@ def test_who_went_on_hears_of_a_disagreement_later(nccl, streams):
     broadcast(nccl, comms[1], streams[1], arrays[1], 0, count=3)
     nccl.driver.cuStreamSynchronize(streams[1])
     assert nccl.async_error(comms[1]) == INVALID_USAGE and (arrays[1] == 1).all()
-    assert nccl.async_error(comms[0]) == 0  # it has not looked yet
+    assert nccl.async_error(comms[0]) == 0  # rank 0 has not compared the records yet
     p = bodies.pointer(arrays[0])
     nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comms[0], streams[0])
     nccl.driver.cuStreamSynchronize(streams[0])
@@ -93,8 +95,8 @@ def test_who_went_on_hears_of_a_disagreement_later(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_ranks_that_call_for_little_and_for_much_all_hear_of_it(nccl, streams):
-    """Who calls for much meets the others at a gate, to which who does not agree does not come."""
+def test_mismatched_small_and_large_calls_are_reported_to_all_ranks(nccl, streams):
+    """A rank with a large call meets the others at a barrier, where a rank that disagrees does not arrive."""
     comms = nccl.init_all(3)
     arrays = [np.ones(count, np.float32) for count in (4, 100_000, 100_000)]
     for rank, (comm, array) in enumerate(zip(comms, arrays, strict=True)):
@@ -107,10 +109,11 @@ def test_ranks_that_call_for_little_and_for_much_all_hear_of_it(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_what_follows_a_disagreement_waits_for_nobody(nccl, streams):
+def test_operation_after_a_mismatch_does_not_wait(nccl, streams):
     comms = nccl.init_all(2)
     arrays = [np.full(300_000, float(rank), np.float32) for rank in range(2)]
-    gates = [Gate(nccl.driver, stream) for stream in streams[:2]]  # who has heard of it refuses the next call
+    # a rank that has learned of the mismatch refuses the next call
+    gates = [Gate(nccl.driver, stream) for stream in streams[:2]]
     for rank, comm in enumerate(comms):
         broadcast(nccl, comm, streams[rank], arrays[rank], 0, count=4 + rank)
         p = bodies.pointer(arrays[rank])
@@ -125,14 +128,14 @@ def test_what_follows_a_disagreement_waits_for_nobody(nccl, streams):
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)
-def test_who_receives_waits_for_the_root_alone(nccl, streams, nbytes):
+def test_broadcast_receiver_waits_for_the_root_only(nccl, streams, nbytes):
     comms, ahead = nccl.init_all(3), AHEAD[nbytes]
     sent = [np.full(nbytes // 4, float(i), np.float32) for i in range(ahead)]
     received = [np.zeros_like(each) for each in sent]
     for i in range(ahead):
         broadcast(nccl, comms[0], streams[0], sent[i], 0)
         broadcast(nccl, comms[1], streams[1], received[i], 0)
-        nccl.driver.cuStreamSynchronize(streams[1])  # the third has not come
+        nccl.driver.cuStreamSynchronize(streams[1])  # the third rank has not arrived
         nccl.driver.cuStreamSynchronize(streams[0])
         assert (received[i] == i).all()
     for i in range(ahead):
@@ -148,7 +151,7 @@ def all_hear(nccl, comms, streams):
     arrays = [np.ones(4, np.float32) for _ in comms]
     for rank, comm in enumerate(comms):
         p = bodies.pointer(arrays[rank])
-        with contextlib.suppress(NcclError):  # it has heard
+        with contextlib.suppress(NcclError):  # the rank may know of the mismatch
             nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comm, streams[rank])
     for rank, comm in enumerate(comms):
         synchronize(nccl, streams[rank])
@@ -156,8 +159,8 @@ def all_hear(nccl, comms, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_who_does_not_agree_with_the_root_hears_at_once(nccl, streams):
-    """And who does, when it has to wait for others."""
+def test_receiver_that_disagrees_with_the_root_gets_the_error(nccl, streams):
+    """A rank that agrees with the root gets the error when it has to wait for others."""
     comms = nccl.init_all(3)
     arrays = [np.full(4, float(rank), np.float32) for rank in range(3)]
     for rank in range(3):
@@ -168,7 +171,7 @@ def test_who_does_not_agree_with_the_root_hears_at_once(nccl, streams):
     all_hear(nccl, comms, streams)
 
 
-def test_two_roots_and_who_follows_one_of_them_hear(nccl, streams):
+def test_mismatched_roots_are_reported_to_roots_and_receivers(nccl, streams):
     comms = nccl.init_all(3)
     array = np.ones(4, np.float32)
     for rank, root in (0, 0), (2, 0), (1, 1):
@@ -178,8 +181,8 @@ def test_two_roots_and_who_follows_one_of_them_hear(nccl, streams):
     all_hear(nccl, comms, streams)
 
 
-def test_who_waits_for_a_root_hears_that_it_does_not_come(nccl, streams):
-    """It has ended over what came before, which the one who waits had gone on from."""
+def test_receiver_learns_that_its_root_will_not_arrive(nccl, streams):
+    """The root has ended because of an earlier collective, from which the waiting rank had continued."""
     comms = nccl.init_all(3)
     array = np.ones(4, np.float32)
     broadcast(nccl, comms[0], streams[0], array, 0)
@@ -189,7 +192,7 @@ def test_who_waits_for_a_root_hears_that_it_does_not_come(nccl, streams):
     broadcast(nccl, comms[0], streams[0], np.zeros(4, np.float32), 2)
     waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
     assert blocked(waiting)
-    broadcast(nccl, comms[2], streams[2], array, 0, count=3)  # of the first
+    broadcast(nccl, comms[2], streams[2], array, 0, count=3)  # of the first collective
     nccl.driver.cuStreamSynchronize(streams[2])
     join(waiting)
     assert [nccl.async_error(comms[rank]) for rank in (0, 2)] == [INVALID_USAGE] * 2
@@ -198,13 +201,14 @@ def test_who_waits_for_a_root_hears_that_it_does_not_come(nccl, streams):
 
 @pytest.mark.parametrize("wrong", [1, 2])
 @pytest.mark.parametrize("nbytes", AHEAD)
-def test_what_is_queued_behind_a_disagreement_has_no_wrong_data(nccl, streams, nbytes, wrong):
-    """Who has found it runs nothing more; so the others, who go on for a while, find it too."""
+def test_operation_queued_after_a_mismatch_has_no_wrong_data(nccl, streams, nbytes, wrong):
+    """A rank that has found the mismatch runs nothing more; the others, which continue for a while, find it too."""
     comms, count, rounds = nccl.init_all(3), nbytes // 4, 20
     received = np.zeros((3, rounds, count), np.float32)
     for i in range(rounds):
         received[0, i] = i + 1
-    gates = [Gate(nccl.driver, stream) for stream in streams[:3]]  # who has heard of it refuses the next call
+    # a rank that has learned of the mismatch refuses the next call
+    gates = [Gate(nccl.driver, stream) for stream in streams[:3]]
     for rank, comm in enumerate(comms):
         for i in range(rounds):
             broadcast(nccl, comm, streams[rank], received[rank, i], 0, count=count - (rank == wrong and i == 0))
@@ -222,8 +226,8 @@ def test_what_is_queued_behind_a_disagreement_has_no_wrong_data(nccl, streams, n
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)
-def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
-    """Also where it agrees with the root, and others who have not come cannot tell it again."""
+def test_rank_that_found_a_mismatch_runs_nothing_more(nccl, streams, nbytes):
+    """Also if the rank agrees with the root, and ranks that have not arrived cannot report the mismatch again."""
     comms, count = nccl.init_all(3), nbytes // 4
     rounds = AHEAD[nbytes]
     received = np.zeros((3, rounds, count), np.float32)
@@ -237,7 +241,7 @@ def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
             broadcast(nccl, comm, streams[rank], received[rank, i], 0, count=count - (rank == 2 and i == 0))
     for gate in gates:
         gate.open()
-    synchronize(nccl, streams[0])  # there is room for all that it gives
+    synchronize(nccl, streams[0])  # there is space for all that it contributes
     synchronize(nccl, streams[2])
     assert nccl.async_error(comms[2]) == INVALID_USAGE and (received[2] == 0).all()
     late.open()
@@ -246,7 +250,7 @@ def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
 
 
 def disagree_on_a_broadcast(nccl, comms, streams, wait=True):
-    """Ranks 0 and 1 go on from it."""
+    """Ranks 0 and 1 continue from it."""
     arrays = [np.ones(4, np.float32) for _ in comms]
     for rank, comm in enumerate(comms):
         broadcast(nccl, comm, streams[rank], arrays[rank], 0, count=4 - (rank == 2))
@@ -256,7 +260,7 @@ def disagree_on_a_broadcast(nccl, comms, streams, wait=True):
     return arrays
 
 
-def test_a_message_from_who_has_found_a_disagreement_is_not_waited_for(nccl, streams):
+def test_message_from_a_rank_that_found_a_mismatch_is_not_waited_for(nccl, streams):
     comms = nccl.init_all(3)
     arrays = disagree_on_a_broadcast(nccl, comms, streams)
     nccl.ncclRecv(bodies.pointer(arrays[1]), 4, FLOAT32, 2, comms[1], streams[1])
@@ -267,8 +271,8 @@ def test_a_message_from_who_has_found_a_disagreement_is_not_waited_for(nccl, str
         nccl.ncclCommAbort(comm)
 
 
-def test_who_waits_for_a_message_hears_of_a_disagreement(nccl, streams):
-    """It sleeps by then."""
+def test_rank_that_waits_for_a_message_learns_of_a_mismatch(nccl, streams):
+    """The rank sleeps by then."""
     comms = nccl.init_all(3)
     arrays = [np.ones(4, np.float32) for _ in comms]
     for rank in range(2):
@@ -286,8 +290,8 @@ def test_who_waits_for_a_message_hears_of_a_disagreement(nccl, streams):
 
 
 @pytest.mark.parametrize("also", ["nothing", "split"])
-def test_who_sleeps_hears_of_one_who_goes_on(nccl, streams, also):
-    """Each is a root, and nobody waits in the broadcast."""
+def test_sleeping_rank_learns_of_a_mismatch_from_a_rank_that_continues(nccl, streams, also):
+    """Each rank is a root, and none waits in the broadcast."""
     comms = nccl.init_all(2)
     array = np.ones(4, np.float32)
     broadcast(nccl, comms[0], streams[0], array, 0)
@@ -305,7 +309,7 @@ def test_who_sleeps_hears_of_one_who_goes_on(nccl, streams, also):
         nccl.ncclCommAbort(comm)
 
 
-def test_a_message_queued_behind_a_disagreement_is_not_sent(nccl, streams):
+def test_message_queued_after_a_mismatch_is_not_sent(nccl, streams):
     comms = nccl.init_all(3)
     gates = [Gate(nccl.driver, stream) for stream in streams[:3]]
     arrays = disagree_on_a_broadcast(nccl, comms, streams, wait=False)
@@ -321,8 +325,8 @@ def test_a_message_queued_behind_a_disagreement_is_not_sent(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_a_split_behind_a_disagreement_says_so(nccl, streams):
-    """Where the one that has found it is refused the call."""
+def test_split_after_a_mismatch_reports_it(nccl, streams):
+    """Where the rank that has found the mismatch is refused the call."""
     comms = nccl.init_all(3)
     disagree_on_a_broadcast(nccl, comms, streams)
     said = []
@@ -339,21 +343,21 @@ def test_a_split_behind_a_disagreement_says_so(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_who_receives_a_scatter_waits_for_the_root_alone(nccl, streams):
+def test_scatter_receiver_waits_for_the_root_only(nccl, streams):
     comms = nccl.init_all(3)
     sent, received = np.arange(3, dtype=np.float32), np.zeros(3, np.float32)
     for rank in range(3):
         p = bodies.pointer(received[rank:])
         nccl.ncclScatter(bodies.pointer(sent), p, 1, FLOAT32, 0, comms[rank], streams[rank])
-        synchronize(nccl, streams[rank])  # those behind it have not come
+        synchronize(nccl, streams[rank])  # the ranks after it have not arrived
         assert received[rank] == rank
     for comm in comms:
         nccl.ncclCommDestroy(comm)
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)
-def test_room_comes_with_what_others_have_passed(nccl, streams, nbytes):
-    """Also to who sleeps, and from who comes to nothing else for a while."""
+def test_record_space_is_freed_when_others_have_passed(nccl, streams, nbytes):
+    """Also for a rank that sleeps, and from a rank that makes no other call for a while."""
     comms, ahead = nccl.init_all(2), AHEAD[nbytes]
     array = np.ones(nbytes // 4, np.float32)
     for _ in range(ahead + 1):
@@ -368,7 +372,7 @@ def test_room_comes_with_what_others_have_passed(nccl, streams, nbytes):
         nccl.ncclCommAbort(comm)
 
 
-def test_two_who_both_give_hear_that_they_do_not_agree(nccl, streams):
+def test_two_mismatched_senders_learn_of_the_mismatch(nccl, streams):
     comms = nccl.init_all(2)
     array = np.ones(2, np.float32)
 
@@ -385,7 +389,7 @@ def test_two_who_both_give_hear_that_they_do_not_agree(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
-def test_a_suspension_waits_until_what_was_given_is_read(nccl, streams):
+def test_suspend_waits_until_contributions_are_read(nccl, streams):
     comms = nccl.init_all(2)
     sent, received = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32)
     broadcast(nccl, comms[0], streams[0], sent, 0)
@@ -402,7 +406,7 @@ def test_a_suspension_waits_until_what_was_given_is_read(nccl, streams):
 
 
 @pytest.mark.parametrize("how", ["ncclCommDestroy", "ncclCommAbort"])
-def test_what_was_given_is_there_when_the_giver_has_gone(nccl, streams, how):
+def test_contribution_survives_the_end_of_its_rank(nccl, streams, how):
     comms = nccl.init_all(2)
     sent = [np.arange(8 // 4, dtype=np.float32) + i for i in range(3)]
     for array in sent:
@@ -415,7 +419,7 @@ def test_what_was_given_is_there_when_the_giver_has_gone(nccl, streams, how):
         broadcast(nccl, comms[1], streams[1], received, 0)
         nccl.driver.cuStreamSynchronize(streams[1])
         assert (received == expected).all()
-    # What follows waits for the rank that has gone.
+    # The next operation waits for the rank that has gone.
     p = bodies.pointer(received)
     nccl.ncclAllReduce(p, p, len(received), FLOAT32, SUM, comms[1], streams[1])
     waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
@@ -424,7 +428,7 @@ def test_what_was_given_is_there_when_the_giver_has_gone(nccl, streams, how):
     join(waiting)
 
 
-def test_an_abort_ends_the_wait_for_room(nccl, streams):
+def test_abort_ends_the_wait_for_record_space(nccl, streams):
     comms = nccl.init_all(2)
     array = np.ones(2, np.float32)
     for _ in range(AHEAD[8] + 1):
@@ -437,8 +441,10 @@ def test_an_abort_ends_the_wait_for_room(nccl, streams):
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
-def test_any_sequence_with_any_roots_gives_what_it_should(nccl, streams, seed):
-    """Four ranks with pauses of their own; every kind that somebody is ahead in, and some that all meet in."""
+def test_random_sequences_with_random_roots_give_right_results(nccl, streams, seed):
+    """Four ranks with pauses of their own; all kinds in which a rank may be ahead, and some in which all ranks
+    meet.
+    """
     nranks, rounds = 4, 300
     comms = nccl.init_all(nranks)
     plan = random.Random(seed)
@@ -477,7 +483,7 @@ def test_any_sequence_with_any_roots_gives_what_it_should(nccl, streams, seed):
                 nccl.ncclAllReduce(s, r, count, FLOAT32, SUM, comm, stream)
                 expected = nranks * value + sum(range(nranks))
             nccl.driver.cuStreamSynchronize(stream)
-            sent.fill(-1)  # its own again
+            sent.fill(-1)  # the buffer is its own again
             if not (received == expected).all():
                 errors.append((rank, i, kind, root, count))
                 return

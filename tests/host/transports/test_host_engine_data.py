@@ -11,13 +11,13 @@ from nccl_calls import MAX, SUM
 SMALL = [1, 3, 100]
 COPIES = list(range(12))
 LARGE_TYPES = [0, 7, 9]
-EIGHT = {8}  # where all types are met: as long as the others together
+EIGHT = {8}  # runs with all types: they take as long as all others together
 
 
 def worlds(*numbers, long=()):
-    """Parametrise by where the ranks run, each world once: as threads, a process each, or two threads in each process.
+    """Parametrise by where the ranks run, each setting once: as threads, a process each, or two threads in each process.
 
-    A number in `long` is met in campaigns only. Of more than three ranks those with a process each are slow.
+    A number in `long` runs in campaigns only. A process each for more than three ranks is slow.
     """
     found = []
     for n in [*numbers, *long]:
@@ -30,7 +30,7 @@ def worlds(*numbers, long=()):
 
 @pytest.fixture
 def run(request, nccl, processes):
-    """Return a function that runs a body as so many ranks."""
+    """Return a function that runs a body as the given number of ranks."""
 
     def run(nranks, body, *arguments):
         if request.param == "threads":
@@ -42,24 +42,24 @@ def run(request, nccl, processes):
 
 
 @worlds(1, 2, 3, 4, long=EIGHT)
-def test_reductions(run, nranks):
+def test_reductions_equal_numpy(run, nranks):
     run(nranks, bodies.every_reduction, SMALL, COPIES)
     run(nranks, bodies.every_reduction, [3001], LARGE_TYPES)
 
 
 @worlds(1, 2, 3, 4, long=EIGHT)
-def test_copies(run, nranks):
+def test_copying_collectives_equal_numpy(run, nranks):
     run(nranks, bodies.every_copy, [*SMALL, 3001], COPIES)
 
 
 @worlds(2, 3)
-def test_large(run, nranks):
+def test_large_collectives_equal_numpy(run, nranks):
     run(nranks, bodies.every_reduction, [300_007], [7])
     run(nranks, bodies.every_copy, [300_007], [7])
 
 
 @worlds(1, 2, 4)
-def test_pre_mul_sum(run, nranks):
+def test_pre_mul_sum_equals_numpy(run, nranks):
     run(nranks, bodies.pre_mul_sum, [1, 100, 5000])
 
 
@@ -69,23 +69,23 @@ def test_small_floats_round_as_ml_dtypes_does(nccl, code):
 
 
 @worlds(1, 2, 3, long=EIGHT)
-def test_messages(run, nranks):
+def test_messages_equal_numpy(run, nranks):
     run(nranks, bodies.all_pairs, [1, 0, 1000, 300_001, 17])
 
 
 @worlds(2, 4)
-def test_ring(run, nranks):
+def test_ring_of_messages_equals_numpy(run, nranks):
     run(nranks, bodies.ring, 10)
     run(nranks, bodies.ring, 200_000)
 
 
 @worlds(2, 4, 8)
-def test_split(run, nranks):
+def test_split_collectives_equal_numpy(run, nranks):
     run(nranks, bodies.splits)
 
 
 @worlds(2, 4)
-def test_order_over_streams(run, nranks):
+def test_operations_on_several_streams_keep_their_order(run, nranks):
     run(nranks, bodies.many_operations, 100)
 
 

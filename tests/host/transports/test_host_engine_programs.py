@@ -1,7 +1,8 @@
 """Random programs of collectives, messages and splits, compared with a plain interpreter of the same program.
 
-A program is a list of steps over communicators that splits make out of the first; `execute` runs it on ranks that are
-threads or processes, `interpret` computes with numpy what every rank must get. NCCLPY_TEST_EXAMPLES makes it long.
+A program is a list of steps over communicators that splits make from the first one; `execute` runs it on ranks that
+are threads or processes, `interpret` computes with numpy what every rank must get. NCCLPY_TEST_EXAMPLES lengthens the
+test.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COUNTS = (1, 2, 255, 256, 257, 3000, 40_000)
 
 
 def data(step: int, member: int, count: int) -> np.ndarray:
-    """Return what a rank of the world contributes to a step."""
+    """Return the contribution of a rank of the world to a step."""
     return (np.arange(count, dtype=np.int64) * 7 + step * 31 + member * 1009) % 2003 - 1000
 
 
@@ -96,7 +97,7 @@ def issue(nccl, comm, kind, send, recv, count, op, root, stream):
 
 
 def execute(rank, program) -> list[np.ndarray | None]:
-    """Run a program as one rank, nothing waited for before its end; return what came of each step."""
+    """Run a program as one rank, waiting for nothing before its end; return the result of each step."""
     nccl, (_, steps) = rank.nccl, program
     streams = [rank.stream, nccl.driver.stream(1)]
     groups = members_of(program)
@@ -108,7 +109,7 @@ def execute(rank, program) -> list[np.ndarray | None]:
             comm = comms[which]
             group = next((one for one in groups[which] if rank.rank in one), None)
             if step[0] == "split":
-                # A communicator that this rank is not in is split without it.
+                # A communicator that this rank is not in is split without this rank.
                 comms.append(None if comm is None else nccl.split(comm, step[2][rank.rank], step[3][rank.rank]))
                 results.append(None)
                 continue
@@ -198,7 +199,7 @@ def programs(most):
 EXAMPLES = int(os.environ.get("NCCLPY_TEST_EXAMPLES", "0"))
 profile = settings(
     deadline=None,
-    derandomize=not EXAMPLES,  # the same programs each time, but for long runs
+    derandomize=not EXAMPLES,  # the same programs each time, except in long runs
     database=None,
     print_blob=False,
     suppress_health_check=list(HealthCheck),
@@ -220,13 +221,13 @@ def rerun(program):
 
 
 def every(few, some, many):
-    """Return parameters: so many examples, more among what is slow, and many more in campaigns."""
+    """Return parameters: numbers of examples, more of them marked slow, and many more in campaigns."""
     more = pytest.param(some, marks=pytest.mark.slow), pytest.param(many, marks=pytest.mark.campaign)
     return pytest.mark.parametrize("examples", [few, *more])
 
 
 @every(20, 150, 500)
-def test_threads(nccl, examples):
+def test_programs_of_threads_equal_the_interpreter(nccl, examples):
     @settings(profile, max_examples=EXAMPLES or examples)
     @given(program=programs(5))
     def run(program):
@@ -238,7 +239,7 @@ def test_threads(nccl, examples):
 
 @every(8, 60, 200)
 @pytest.mark.parametrize("placement", ["processes", "mix"])
-def test_processes(nccl, processes, placement, examples):
+def test_programs_of_processes_equal_the_interpreter(nccl, processes, placement, examples):
     @settings(profile, max_examples=EXAMPLES or examples)
     @given(program=programs(4))
     def run(program):
@@ -249,8 +250,8 @@ def test_processes(nccl, processes, placement, examples):
     run()
 
 
-def test_the_interpreter_itself():
-    """Two ranks by hand, so that a mistake of both sides at once would show."""
+def test_interpreter_equals_results_by_hand():
+    """Two ranks by hand: a mistake of both the engine and the interpreter would show."""
     program = (2, [("all_reduce", 0, 0, 0, 2, SUM), ("split", 0, [0, 0], [1, 0]), ("gather", 1, 0, 1, 1, SUM)])
     assert members_of(program)[1] == [[1, 0]]
     first, second = data(0, 0, 2), data(0, 1, 2)

@@ -18,14 +18,14 @@ def processes(request):
     """Processes that see 16 devices; this process only makes the ids."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCLPY_HOST_DEVICES", str(MOST))
-        patch.setenv("NCCLPY_HOST_ABORT_CORRUPTS", "0")  # what has arrived when a rank revokes is to be right
+        patch.setenv("NCCLPY_HOST_ABORT_CORRUPTS", "0")  # data that have arrived when a rank revokes must be right
         patch.setenv("NCCLPY_HOST_READ_PEERS", str(int(request.param == "reading peers")))
         processes = Processes()
         yield processes
         processes.close()
 
 
-# Of each rank, by which process it is run.
+# The process that runs each rank.
 PLACEMENTS = {
     "threads": lambda n: [0] * n,
     "processes": lambda n: list(range(n)),
@@ -34,7 +34,7 @@ PLACEMENTS = {
 
 
 def worlds(numbers, long, slow=()):
-    """Return parameters (number of ranks, placement), each world once; numbers in `long` are met in campaigns only."""
+    """Return parameters (number of ranks, placement), each world once; numbers in `long` run in campaigns only."""
     seen = set()
     found = []
     for n in numbers:
@@ -48,7 +48,7 @@ def worlds(numbers, long, slow=()):
 
 @pytest.fixture
 def run(nccl, processes, nranks, placement):
-    """Return ``run(body, *arguments)``, which runs a body as so many ranks."""
+    """Return ``run(body, *arguments)``, which runs a body as the given ranks."""
     return lambda body, *arguments: processes.run(nccl, nranks, body, *arguments, placement=placement)
 
 
@@ -56,7 +56,7 @@ def run(nccl, processes, nranks, placement):
 @pytest.mark.parametrize(
     ("nranks", "placement"), worlds(range(1, MOST + 1), {6, 7, *range(9, 16)}, {(8, "processes"), (16, "processes")})
 )
-def test_every_number_of_ranks(run, nranks):
+def test_collectives_of_any_number_of_ranks_equal_numpy(run, nranks):
     run(bodies.every_reduction, (1, 1000), (FLOAT16, INT64))
     run(bodies.every_copy, (1, 1000), (INT8,))
     run(bodies.all_pairs, (1, 3000))
@@ -64,9 +64,9 @@ def test_every_number_of_ranks(run, nranks):
         run(bodies.splits)
 
 
-# Bytes: what lies beside a record, or beside a message's kind; what travels inside the segment, of so many ranks; a
+# Bytes: a contribution beside a record, or beside a message's kind; an inline contribution, by the number of ranks; a
 # piece of a message; a block that the kernel may copy between processes; and large ones: a step of a staged
-# collective, or a message that is offered; what a caller runs who may leave it.
+# collective, or a message that is offered; the limit of what a caller with a time limit may run.
 BOUNDARIES = {
     "little": lambda _: 64,
     "little piece": lambda _: 40,
@@ -80,7 +80,7 @@ LARGE = {"step": lambda _: 256 << 10, "brief": lambda _: 1 << 20}
 
 
 def check_around(run, nranks, nbytes, reduced):
-    """Have all sizes beside a boundary copied and sent, and some of them reduced."""
+    """Copy and send all sizes beside a boundary, and reduce some of them."""
     counts = sorted({nbytes // 4 + more for more in (-1, 0, 1)} | {nbytes // 4 // nranks + more for more in (0, 1)})
     run(bodies.every_copy, counts, (FLOAT32,))
     run(bodies.all_pairs, [4 * count for count in counts])
@@ -89,7 +89,7 @@ def check_around(run, nranks, nbytes, reduced):
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize(("nranks", "placement"), worlds((2, 3, 5), long={2, 5}))
-def test_sizes_around_the_boundaries(run, nranks, boundary):
+def test_sizes_around_boundaries_equal_numpy(run, nranks, boundary):
     check_around(run, nranks, BOUNDARIES[boundary](nranks), slice(None))
 
 
@@ -108,15 +108,15 @@ def large():
 
 
 @pytest.mark.parametrize(("processes", "nranks", "placement", "boundary"), large(), indirect=["processes"])
-def test_sizes_around_the_large_boundaries(run, nranks, boundary):
+def test_sizes_around_large_boundaries_equal_numpy(run, nranks, boundary):
     check_around(run, nranks, LARGE[boundary](nranks), slice(-2, None))
 
 
 @pytest.fixture
 def crowded(processes):
-    """Have all processes share a core: with more ranks than cores data move in another way."""
+    """Bind all processes to one core: with more ranks than cores other transports are chosen."""
     had = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(had)})  # they begin when they are needed
+    os.sched_setaffinity(0, {min(had)})  # the processes start on first use
     try:
         crowd = Processes()
         yield crowd
@@ -130,18 +130,18 @@ def crowded(processes):
     ("nranks", "placement"),
     [pytest.param(2, [0, 1], id="processes"), pytest.param(3, [0, 1, 0], id="mix", marks=pytest.mark.slow)],
 )
-def test_reductions_around_what_ranks_on_one_core_read_of_each_other(nccl, crowded, nranks, placement):
+def test_reductions_of_ranks_on_one_core_around_the_read_size_equal_numpy(nccl, crowded, nranks, placement):
     block = (1 << 20) // 4
     for counts, code in (([block - 1, nranks * block + 1], FLOAT32), ([2 * block + 33], FLOAT16)):
         crowded.run(nccl, nranks, bodies.every_reduction, counts, (code,), (SUM, AVG), placement=placement)
 
 
-# At another moment each time.
+# Revoke at a different moment in each turn.
 @pytest.mark.parametrize(
     "turns", [range(0, 10, 5), pytest.param(range(10), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded, turns):
+def test_reader_of_a_revoking_rank_waits_at_the_barrier(nccl, crowded, turns):
     for turn in turns:
         crowded.run(nccl, 2, bodies.revoked_in_the_middle, 64 << 20, 20, turn * 0.007, placement=[0, 1])
 
@@ -150,7 +150,7 @@ def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded, turn
     "turns", [range(0, 10, 5), pytest.param(range(10), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-def test_what_is_read_of_a_rank_that_revokes_meanwhile_has_not_arrived(nccl, processes, tmp_path, turns):
+def test_data_read_from_a_revoking_rank_is_not_delivered(nccl, processes, tmp_path, turns):
     for turn in turns:
         body, done = bodies.sender_revokes_in_the_middle, tmp_path / str(turn)
         _, arrived = processes.run(nccl, 2, body, 64 << 20, 5, turn * 0.004, done)

@@ -26,7 +26,7 @@ enum class WaitResult {
   corrupted,
 };
 
-// Compares the records of a collective that all ranks have described; reports a mismatch to all ranks.
+// Whether the ranks agree on a collective that all have described. A mismatch becomes the communicator's async error.
 using Agree = bool (*)(Comm& comm, uint64_t number);
 // Whether another rank's record of a collective, which is still in its place, equals this rank's.
 using SameAs = bool (*)(Comm& comm, uint64_t number, int rank);

@@ -117,13 +117,14 @@ struct alignas(128) RankSlot {
   cpu_set_t cores{};                    // that the rank may use
   std::atomic<uint32_t> closed{0};      // the communicator was destroyed: the end of its process is no longer reported
   std::atomic<uint32_t> dead{0};        // the process ended before `closed` was set
-  // Read only by straggler_report: words of call_kind.hpp, and how many times the rank has described a collective or
-  // arrived at a barrier.
+  // These two also explain to other ranks why they cannot read this rank's memory.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
   // Collectives after `passed` that this rank has called and will never complete; those of other ranks may complete
   // with wrong data, see abort_corruption.hpp.
   std::atomic<uint64_t> abandoned{0};
+  // For straggler_report, which only reads them: words of call_kind.hpp, and how many times the rank has described a
+  // collective or arrived at a barrier.
   std::atomic<uint64_t> last_call{0};
   std::atomic<uint64_t> last_done{0};  // the last operation that has run
   std::atomic<uint64_t> current_call[sides];

@@ -15,7 +15,7 @@ EIGHT = {8}  # runs with all types: they take as long as all others together
 
 
 def worlds(*numbers, long=()):
-    """Parametrise by where the ranks run, each setting once: as threads, a process each, or two threads in each process.
+    """Parametrise by where the ranks run, each setting once: as threads, one process each, or two threads a process.
 
     A number in `long` runs in campaigns only. A process each for more than three ranks is slow.
     """

@@ -12,7 +12,7 @@ from paths import ROOT
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-g", "-O1", "-pthread", f"-I{ROOT / 'ncclpy/abi'}", f"-I{ROOT / 'ncclpy/host'}"]
 SANITIZERS = ("thread", "address,undefined")
-KERNELS = ROOT / "ncclpy/host/nccl/reduce_kernels.cpp"
+KERNELS = ROOT / "ncclpy/host/reduction/reduce_kernels.cpp"
 #: Compiler flags of each copy of the reductions.
 VARIANTS = {"baseline": []}
 if platform.machine() == "x86_64":

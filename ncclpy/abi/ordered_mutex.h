@@ -28,27 +28,27 @@
   LOCK(GRAPH, "a graph's mutex", NCCLPY_ONE(ISSUING) | NCCLPY_STREAMS, 0)                                            \
   LOCK(ISSUING, "a communicator's `issuing_`", NCCLPY_STREAMS, 0)                                                    \
   LOCK(REGISTRY, "the registry of segments", NCCLPY_ONE(IDS) | NCCLPY_ONE(WATCH), 0)                                 \
-  LOCK(STATE, "a communicator's `mutex`", NCCLPY_ONE(CLAIMS) | NCCLPY_ONE(WATCH), 0)                                 \
+  LOCK(STATE, "a communicator's `mutex`", NCCLPY_ONE(MEMORY_USE) | NCCLPY_ONE(WATCH), 0)                             \
   LOCK(SEGMENT, "a segment's `mutex`", NCCLPY_ONE(WATCH), 0)                                                         \
   LOCK(DEVICE, "the list of a device's streams", 0, 0)                                                               \
-  LOCK(STREAM, "a stream's mutex", NCCLPY_ONE(CREW) | NCCLPY_ONE(CLAIMS), 0)                                         \
-  LOCK(CREW, "the crew's", 0, 0)                                                                                     \
+  LOCK(STREAM, "a stream's mutex", NCCLPY_ONE(WORKERS) | NCCLPY_ONE(MEMORY_USE), 0)                                  \
+  LOCK(WORKERS, "the worker pool's", 0, 0)                                                                           \
   LOCK(CAPTURES, "captures", 0, 0)                                                                                   \
-  LOCK(FATE, "fates", 0, 0)                                                                                          \
+  LOCK(SHARED_ABORT, "shared aborts", 0, 0)                                                                          \
   LOCK(FAULTS, "faults", 0, 0)                                                                                       \
   LOCK(GROUP, "jobs of a group", 0, 0)                                                                               \
-  LOCK(SOON, "jobs that wait for nobody", 0, 0)                                                                      \
+  LOCK(BACKGROUND, "background jobs", 0, 0)                                                                          \
   LOCK(IDS, "unique ids", 0, 0)                                                                                      \
   LOCK(HANDLES, "handles", 0, 0)                                                                                     \
   LOCK(ALLOCATIONS, "allocations", 0, 0)                                                                             \
-  LOCK(CLAIMS, "claims", 0, 0)                                                                                       \
+  LOCK(MEMORY_USE, "memory in use", 0, 0)                                                                            \
   LOCK(EVENT, "events", 0, 0)                                                                                        \
-  LOCK(AWAITED, "who is awaited", 0, 0)                                                                              \
+  LOCK(AWAITED_RANKS, "awaited ranks", 0, 0)                                                                         \
   LOCK(SWEEPER, "the sweeper's", 0, 0)                                                                               \
   LOCK(WATCH, "the watch's", 0, 0)                                                                                   \
   /* Those of stores. */                                                                                             \
-  LOCK(STORE_CLIENT, "a store's client's", NCCLPY_ONE(STORE_KEEPER) | NCCLPY_ONE(STORE_DESCRIPTORS), 0)              \
-  LOCK(STORE_KEEPER, "the keeper's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                                               \
+  LOCK(STORE_CLIENT, "a store's client's", NCCLPY_ONE(STORE_CONNECTIONS) | NCCLPY_ONE(STORE_DESCRIPTORS), 0)         \
+  LOCK(STORE_CONNECTIONS, "the connection thread's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                               \
   LOCK(COORDINATOR, "a coordinator's control plane's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                             \
   LOCK(STORE_DESCRIPTORS, "descriptors of stores", 0, 0)                                                             \
   LOCK(STORE_LINES, "a store's server's lines for the log", 0, 0)                                                   

@@ -19,7 +19,7 @@ namespace ncclpy::store::keeper {
 namespace {
 
 struct Keeper {
-  Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
+  Mutex<NCCLPY_LOCK_STORE_CONNECTIONS> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
   Descriptor news;  // a client was added, the last one was removed, or one has another pace

@@ -37,7 +37,7 @@ class Worker {
     }
   }
 
-  Mutex<NCCLPY_LOCK_SOON> mutex_;
+  Mutex<NCCLPY_LOCK_BACKGROUND> mutex_;
   Condition wake_;
   std::deque<std::function<void()>> queue_;
   bool started_ = false;

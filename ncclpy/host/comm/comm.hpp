@@ -102,7 +102,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   std::vector<std::weak_ptr<Comm>> children_;  // those being initialised by a split
   std::atomic<uint32_t> calls_[size_t(CallKind::kinds)] = {};
-  Mutex<NCCLPY_LOCK_AWAITED> awaited_mutex_;
+  Mutex<NCCLPY_LOCK_AWAITED_RANKS> awaited_mutex_;
   std::vector<int> awaited_[sides];
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };

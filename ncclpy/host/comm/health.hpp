@@ -19,7 +19,7 @@ class Comm;
 // they share NCCL's abort flag: aborting one stops what runs on any of them.
 struct SharedAbort {
   std::atomic<bool> aborted{false};
-  Mutex<NCCLPY_LOCK_FATE> mutex;
+  Mutex<NCCLPY_LOCK_SHARED_ABORT> mutex;
   std::vector<std::weak_ptr<Comm>> members;  // to be notified of an abort, besides the one that made this object
 };
 

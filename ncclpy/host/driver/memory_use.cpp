@@ -13,7 +13,7 @@ namespace ncclpy::host {
 namespace {
 
 struct Registry {
-  Mutex<NCCLPY_LOCK_CLAIMS> mutex;
+  Mutex<NCCLPY_LOCK_MEMORY_USE> mutex;
   std::set<const MemoryUse*> uses;
 };
 

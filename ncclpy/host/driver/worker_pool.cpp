@@ -26,7 +26,7 @@ constexpr std::chrono::seconds idle_timeout{1};
 
 // Never destroyed: threads may run while the process exits.
 struct WorkerPool {
-  Mutex<NCCLPY_LOCK_CREW> mutex;  // guards the workers as well
+  Mutex<NCCLPY_LOCK_WORKERS> mutex;  // guards the workers as well
   std::size_t workers = 0;
   // Has room for all workers. The worker that became idle last is leased first: its caches are warm.
   std::vector<Worker*> idle;

@@ -22,7 +22,7 @@ SIDE = "benchmarks.memory.side"
 OURS, THEIRS, POOL = "ncclpy.memory", "NCCL's own calls", "ncclpy.memory.Pool"
 DEFAULTS = {"rounds": 20, "seed": 1, "only": ["calls", "events", "pool"]}
 RANKS = 2
-#: Calls in a sample: fewer than a GPU's launch queue has room for, so that enqueueing never waits.
+#: Calls in a sample: fewer than a GPU's launch queue has space for, so that enqueueing never waits.
 CALLS = 192
 #: Segments of a kind, and allocations, in a round.
 EVENTS = 20

@@ -180,7 +180,7 @@ def _nowhere() -> Any:
 
 
 def _few(sizes: list[int], most: int = 7) -> list[int]:
-    """Return the sizes that have room for a label on a logarithmic axis, including the first and the last."""
+    """Return the sizes that have space for a label on a logarithmic axis, including the first and the last."""
     apart = (sizes[-1] / sizes[0]) ** (1 / most) if sizes else 1.0
     chosen: list[int] = []
     for nbytes in sizes[:-1]:

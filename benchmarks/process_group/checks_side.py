@@ -79,10 +79,10 @@ class Side:
 
 def _apart(shares: bool):
     """Make this rank's machine unknown, unless the ranks may share memory."""
-    from ncclpy.process_group.check import agreement, messages
+    from ncclpy.process_group.check import collective_check, messages
 
     patched = contextlib.ExitStack()
-    for module in () if shares else (agreement, messages):
+    for module in () if shares else (collective_check, messages):
         patched.enter_context(mock.patch.object(module, "BOOT_ID", ""))
     return patched
 

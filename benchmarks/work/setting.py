@@ -35,7 +35,7 @@ class Setting:
         This process's rank, the number of ranks, and its device.
     comm, stream, send, recv : int
         A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints. At
-        `recv` there is room for `GROUP` times as many.
+        `recv` there is space for `GROUP` times as many.
     sync : callable or None
         Waits for the stream; None on the no-op library, where nothing runs.
     communicator : ncclpy.Communicator or None

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 
-from ncclpy.bootstrap.asked import StoreError
+from ncclpy.bootstrap.store_arguments import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.errors import NcclTimeout
 

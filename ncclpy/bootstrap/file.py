@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from ncclpy.bootstrap.asked import MAX_KEY
-from ncclpy.bootstrap.folder import News, is_local
+from ncclpy.bootstrap.folder_watch import FolderWatch, is_local
 from ncclpy.bootstrap.local import changed, not_within, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
+from ncclpy.bootstrap.store_arguments import MAX_KEY
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.errors import NcclTimeout
 from ncclpy.ownership import ForeignFile, open_own, why_foreign
@@ -313,7 +313,7 @@ class FileStore(Store):
         missing = self._missing(keys)
         if not missing:
             return []
-        news = News(self._keys_folder, self._local)
+        news = FolderWatch(self._keys_folder, self._local)
         try:
             while True:
                 missing = self._missing(keys)

@@ -15,7 +15,7 @@ import time
 from typing import NamedTuple
 
 from ncclpy.bootstrap.address import Address, resolve, shown
-from ncclpy.bootstrap.asked import StoreError
+from ncclpy.bootstrap.store_arguments import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.bootstrap.wire import hmac
 from ncclpy.errors import NcclTimeout

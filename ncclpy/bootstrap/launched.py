@@ -11,18 +11,18 @@ import threading
 import time
 from pathlib import Path
 
-from ncclpy.bootstrap.arrivals import Arrivals, listed
-from ncclpy.bootstrap.asked import TIMEOUT, StoreError, as_seconds
 from ncclpy.bootstrap.place import Place, environment, machine
 from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous, listed
 from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.store_arguments import TIMEOUT, StoreError, as_seconds
 from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.errors import NcclTimeout
 from ncclpy.errors import seconds as as_text
 from ncclpy.ownership import open_own, why_foreign
 from ncclpy.types import Need
 
-__all__ = ["arrivals_of_job", "process_before", "rendezvous"]
+__all__ = ["process_before", "rendezvous", "rendezvous_of_job"]
 
 #: Connects to the store that torchrun serves; called with the address, the port and a timeout in seconds.
 _connect_to_torchrun: Need[[str | None, int | None, float], Store] = Need("connect_to_torchrun")
@@ -36,7 +36,7 @@ _PARENTS = {
 
 _lock = threading.Lock()
 _store: Store | None = None
-_arrivals: Arrivals | None = None
+_arrivals: RankRendezvous | None = None
 #: Local rank and local size of this process, if its launcher does not set them.
 _here: tuple[int, int] | None = None
 _process = 0
@@ -83,13 +83,13 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             try:
                 # From now on the others can learn that this process has ended, however far it has come until then.
                 ranks = PrefixStore("ncclpy/ranks", _end_of(store))
-                _is_first = not ranks.check([Arrivals.been(place.rank)])
-                arrivals = Arrivals(ranks, "this job", place.rank, place.size)
-                here = None if _is_located(place) else _locate(place, arrivals, deadline)
+                _is_first = not ranks.check([RankRendezvous.been(place.rank)])
+                rendezvous = RankRendezvous(ranks, "this job", place.rank, place.size)
+                here = None if _is_located(place) else _locate(place, rendezvous, deadline)
             except BaseException:
                 store.close()
                 raise
-            _store, _process, _arrivals, _here = store, os.getpid(), arrivals, here
+            _store, _process, _arrivals, _here = store, os.getpid(), rendezvous, here
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
@@ -105,18 +105,18 @@ def _is_located(place: Place) -> bool:
     return place.local_rank is not None and place.local_size is not None
 
 
-def _locate(place: Place, arrivals: Arrivals, deadline: float) -> tuple[int, int]:
+def _locate(place: Place, rendezvous: RankRendezvous, deadline: float) -> tuple[int, int]:
     """Return local rank and local size, for which all ranks exchange their machines' names."""
     what = "to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
     told = json.dumps(machine()).encode()
     left = max(0.0, deadline - time.monotonic())
-    machines = json.loads(arrivals.meet("machines", range(place.size), what, told, listed, left, lambda: True))
+    machines = json.loads(rendezvous.meet("machines", range(place.size), what, told, listed, left, lambda: True))
     here = [rank for rank, name in enumerate(machines) if name == machines[place.rank]]
     return here.index(place.rank), len(here)
 
 
-def arrivals_of_job() -> Arrivals:
-    """Return the `Arrivals` of all ranks of this job; `rendezvous` has been called."""
+def rendezvous_of_job() -> RankRendezvous:
+    """Return the `RankRendezvous` of all ranks of this job; `rendezvous` has been called."""
     assert _arrivals is not None
     return _arrivals
 
@@ -127,10 +127,10 @@ def process_before(rank: int) -> str:
     ``"ended"``, ``"absent"`` if it has not reached the launcher's store, else "". An ended process is no reason to
     stop waiting for the rank: another program of that rank may follow.
     """
-    arrivals = _arrivals
-    if arrivals is None:
+    rendezvous = _arrivals
+    if rendezvous is None:
         return ""
-    return "ended" if arrivals.is_gone(rank) else "" if arrivals.has_made(rank) else "absent"
+    return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "absent"
 
 
 def _end_of(store: Store) -> PrefixStore:

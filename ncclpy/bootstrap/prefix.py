@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ncclpy.bootstrap.store import Store, Telling, as_key
+from ncclpy.bootstrap.store import StatusPublication, Store, as_key
 from ncclpy.bootstrap.watch import Change, Watch
 
 __all__ = ["PrefixStore"]
@@ -86,10 +86,10 @@ class PrefixStore(Store):
     def _watch(self, prefix: str) -> Watch:
         return _Stripped(self.store._watch(self._under(prefix)), prefix, len(self._before))
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
         return self.store._tell(self._under(key), rest, self._under(asked), source)
 
-    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+    def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
         return self.store._beat(self._under(key), before, period)
 
     def _close(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ncclpy.bootstrap.asked import (
+from ncclpy.bootstrap.store_arguments import (
     MAX_VALUE,
     MEETINGS,
     TIMEOUT,
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class Telling(Protocol):
+class StatusPublication(Protocol):
     """A value that a store publishes from a thread of its own, until this object is closed."""
 
     def close(self) -> None:
@@ -140,7 +140,9 @@ class Store:
 
     def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
         """Set a key that is deleted when this store's connection, or its process, ends."""
-        raise StoreError(f"{self}: cannot keep an ephemeral key, since it cannot tell which processes are alive; TCPStore does")
+        raise StoreError(
+            f"{self}: cannot keep an ephemeral key, since it cannot tell which processes are alive; TCPStore does"
+        )
 
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
         """Return the values of keys as `_get` does each."""
@@ -154,7 +156,7 @@ class Store:
 
     def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
         """Hold a rendezvous of all ranks; return the values of all, by rank."""
-        from ncclpy.bootstrap.meeting import gather
+        from ncclpy.bootstrap.store_barrier import gather
 
         return gather(self, name, rank, size, value, timeout)
 
@@ -387,16 +389,16 @@ class Store:
                 raise
         return watch
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
         """Publish a native source's value under a key, from a thread of the store that needs no GIL.
 
         The value is put at once, then once a second if it has changed, and whenever other ranks change the key
         `asked`; `rest` is appended to each value. `source.source()` returns a capsule with a native source, see
-        bootstrap/native/teller.hpp. Return None if this store has no such thread.
+        bootstrap/native/publisher.hpp. Return None if this store has no such thread.
         """
         return None
 
-    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+    def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
         """Count up under a key from now on, from a thread of the store that needs no GIL.
 
         The value is `before`, a space, and the count; `period` is the seconds between two counts. Return None if this

@@ -254,9 +254,9 @@ class TCPStore(Store):
             raise self._deaf("watch", time.monotonic())
         return watch
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> wire.Telling:
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> wire.StatusPublication:
         try:
-            return wire.Telling(self._client, _utf8(key), rest, _utf8(asked), source)
+            return wire.StatusPublication(self._client, _utf8(key), rest, _utf8(asked), source)
         except ConnectionError as error:
             raise self._gone(error) from None
 

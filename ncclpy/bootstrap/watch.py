@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ncclpy.bootstrap.asked import as_seconds
+from ncclpy.bootstrap.store_arguments import as_seconds
 from ncclpy.errors import NcclTimeout
 from ncclpy.errors import seconds as as_text
 

@@ -75,8 +75,8 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
     cdef cppclass Source:
         pass
 
-    cdef cppclass Teller:
-        Teller(string, string, const Source&) except +
+    cdef cppclass Publisher:
+        Publisher(string, string, const Source&) except +
 
     cdef enum class Turn "ncclpy::store::Client::Turn":
         answered
@@ -90,7 +90,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         Turn wait(uint64_t, double) except +
         cbool take(uint64_t, Answer&) except +
         void forget(uint64_t, cbool) except +
-        uint64_t tell(const string&, Teller) except +
+        uint64_t tell(const string&, Publisher) except +
         void hush(uint64_t) except +
         void close(const char*, double)
         string lost() except +
@@ -315,7 +315,7 @@ cdef class Client:
 
 
 @cython.no_gc_clear  # __dealloc__ needs both: until then the client uses the source
-cdef class Telling:
+cdef class StatusPublication:
     """A value that a client publishes until this is closed, also while a thread of the process keeps the GIL.
 
     Parameters
@@ -336,18 +336,18 @@ cdef class Telling:
 
     def __init__(self, Client client not None, bytes key not None, bytes rest not None, bytes asked not None, source):
         if self.client is not None:
-            raise RuntimeError("a Telling is initialised once")
+            raise RuntimeError("a StatusPublication is initialised once")
         if client.made_in != generation():
             raise client.loss()
         cdef Source* given = <Source*>PyCapsule_GetPointer(source.source(), b"ncclpy.source")
-        cdef Teller* teller = new Teller(key, rest, given[0])
+        cdef Publisher* publisher = new Publisher(key, rest, given[0])
         cdef string where = asked
         self.client, self.source = client, source
         try:
             with nogil:
-                self.number = client.client.get().tell(where, teller[0])
+                self.number = client.client.get().tell(where, publisher[0])
         finally:
-            del teller
+            del publisher
         if not self.number:
             raise client.loss()
 

@@ -108,7 +108,7 @@ def _perf(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         library, reason = engine.choose()
         print(engine.first_line(f"perf {arguments.collective}", library, reason), flush=True)
         from ncclpy.cli.perf import command
-        from ncclpy.cli.perf.crew import WorkerError
+        from ncclpy.cli.perf.ranks import WorkerError
 
         try:
             return command.run(arguments)

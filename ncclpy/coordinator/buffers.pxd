@@ -3,7 +3,7 @@ from libc.stdint cimport uintptr_t
 from ncclpy.abi.driver cimport CUevent, CUfunction, CUresult, CUstream
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.callbacks cimport Together
+from ncclpy.engine.callbacks cimport LaunchGroup
 from ncclpy.engine.work cimport Work
 
 
@@ -12,7 +12,7 @@ cdef bint copies_apart() noexcept
 
 
 # One array's part in an operation.
-cdef class Brought:
+cdef class TensorEntry:
     cdef readonly Work work
     cdef View view
     cdef bint receives, entered
@@ -40,7 +40,7 @@ cdef class Remembered:
 
 
 # One of the arrays that are brought together, which are mostly known from when they were last brought.
-cdef Brought new_brought(
+cdef TensorEntry new_brought(
     int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place
 )
 
@@ -65,7 +65,7 @@ cdef Copier copier_of(int device)
 
 
 # A fusion buffer: device memory for one launch at a time.
-cdef class Slot:
+cdef class FusionBuffer:
     cdef readonly int device
     cdef uintptr_t pointer
     cdef size_t capacity
@@ -85,7 +85,7 @@ cdef struct Producer:
 
 
 # An event that several works share.
-cdef class Lender:
+cdef class BufferOwner:
     cdef int device
     cdef CUevent event
 
@@ -101,8 +101,8 @@ cdef double MOMENT
 
 
 # A launch in a slot's memory, into which its data are copied and out of which the results are.
-cdef class Carried(Together):
-    cdef Slot slot
+cdef class FusedLaunch(LaunchGroup):
+    cdef FusionBuffer slot
     cdef Ending ending
     cdef Handle comm
     cdef Work inner
@@ -123,6 +123,6 @@ cdef class Carried(Together):
     cdef int copy_in(self, CUstream stream) except -1
 
 
-cdef Carried new_carried(
-    Slot slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+cdef FusedLaunch new_carried(
+    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
 )

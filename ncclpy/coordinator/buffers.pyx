@@ -38,7 +38,7 @@ from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted
 
 
-#: The kinds of operations, by name, for `Brought` in Python modules.
+#: The kinds of operations, by name, for `TensorEntry` in Python modules.
 KINDS = {
     "all_gather": ALL_GATHER,
     "all_reduce": ALL_REDUCE,
@@ -81,14 +81,14 @@ cdef object _bytes_of(const View* view):
     return PyMemoryView_FromMemory(<char*>view.pointer, view.nbytes, PyBUF_READ if view.readonly else PyBUF_WRITE)
 
 
-cdef Brought new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
-    """Return a `Brought` of an array, which is mostly known from when it was last brought."""
-    cdef Brought made = Brought.__new__(Brought)
+cdef TensorEntry new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
+    """Return a `TensorEntry` of an array, which is mostly known from when it was last brought."""
+    cdef TensorEntry made = TensorEntry.__new__(TensorEntry)
     made._look_at(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
     return made
 
 
-cdef class Brought:
+cdef class TensorEntry:
     """One array's part in a named operation.
 
     Parameters
@@ -222,7 +222,7 @@ cdef class Brought:
 
     def begin(self):
         """Note that the operation is launched, by something else than a stream of the device."""
-        self.work.gathering = None
+        self.work.awaits = None
         self.work.entry.launched = now()
         change(&self.work.entry.state, PENDING, LAUNCHED)
 
@@ -251,7 +251,7 @@ cdef class Remembered:
     ----------
     names : tuple of str
         The arrays' names.
-    parts : list of Brought
+    parts : list of TensorEntry
         The arrays.
     op : object
         The operator, as the caller names it.
@@ -260,16 +260,16 @@ cdef class Remembered:
     """
 
     def __init__(self, tuple names not None, list parts not None, op, bytes key not None, bytes fixed not None):
-        cdef Brought part
+        cdef TensorEntry part
         self.names, self.op, self.key, self.fixed = names, op, key, fixed
-        self.code = (<Brought>parts[0]).work.entry.op
+        self.code = (<TensorEntry>parts[0]).work.entry.op
         self.types = [
             (part.view.datatype, part.view.unit, part.view.device, part.shape, part.view.flavour) for part in parts
         ]
 
     cdef bint is_of(self, list parts, op) except -1:
         """Return whether arrays are brought as the last ones of these names were; they then get the same operator."""
-        cdef Brought part
+        cdef TensorEntry part
         cdef tuple known
         cdef Py_ssize_t i
         if op is not self.op and not (type(op) is str and op == self.op):
@@ -406,7 +406,7 @@ cdef double MOMENT = 1e-3
 _LEAST = 1 << 16
 
 
-cdef class Slot:
+cdef class FusionBuffer:
     """A fusion buffer: device memory for one launch at a time, which grows as needed."""
 
     def __init__(self, int device):
@@ -454,14 +454,14 @@ cdef class Slot:
             give_event(self.device, False, self.free)
 
 
-cdef Lender new_lender(int device):
-    cdef Lender lender = Lender.__new__(Lender)
+cdef BufferOwner new_lender(int device):
+    cdef BufferOwner lender = BufferOwner.__new__(BufferOwner)
     lender.device = device
     lender.event = take_event(device, False)
     return lender
 
 
-cdef class Lender:
+cdef class BufferOwner:
     """An event that several works share; the last one returns it."""
 
     def __dealloc__(self):
@@ -476,17 +476,17 @@ cdef class Ending:
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 
-cdef Carried new_carried(
-    Slot slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+cdef FusedLaunch new_carried(
+    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
 ):
-    cdef Carried carried = Carried.__new__(Carried)
+    cdef FusedLaunch carried = FusedLaunch.__new__(FusedLaunch)
     carried.slot, carried.ending, carried.comm, carried.before, carried.behind = slot, ending, comm, before, behind
     carried.copier, carried.together = copier, together
     carried.works, carried.kept = [], []
     return carried
 
 
-cdef class Carried(Together):
+cdef class FusedLaunch(LaunchGroup):
     """A launch in a slot, and the copies into and out of the slot."""
 
     def __dealloc__(self):
@@ -568,7 +568,7 @@ cdef class Carried(Together):
         cdef size_t i, n
         cdef Work work
         cdef Watched* watched
-        cdef Lender lender
+        cdef BufferOwner lender
         cdef double moment
         cdef CUcontext saved
         cdef bint failed
@@ -591,7 +591,7 @@ cdef class Carried(Together):
                     work.timed = False  # the launch measures its time
                     work.lender, work.borrows, work.done = lender, True, lender.event
                 work.stream, work.handle = stream, self.comm
-                work.gathering = None
+                work.awaits = None
                 work.entry.launch = self.inner.entry.launch
             if self.slot.free == NULL:
                 self.slot.free = take_event(self.slot.device, False)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.coordinator.buffers import Brought
-from ncclpy.coordinator.names import as_name
+from ncclpy.coordinator.buffers import TensorEntry
+from ncclpy.coordinator.keys import as_name
 from ncclpy.coordinator.plan import Call
 from ncclpy.coordinator.reductions import reduction, signature_of
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
@@ -16,8 +16,8 @@ from ncclpy.process_group.sparse import SparseSum, maker_of
 from ncclpy.types import as_integer
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator.buffers import Carried
-    from ncclpy.coordinator.carriers import Plane
+    from ncclpy.coordinator.backends import DataPlane
+    from ncclpy.coordinator.buffers import FusedLaunch
 
 __all__ = ["AllGather", "AllReduceSparse", "AllToAll", "Barrier", "Broadcast", "ReduceScatter"]
 
@@ -38,7 +38,7 @@ def _maker_of(array: Any) -> Any:
     return maker
 
 
-class _Rooms:
+class _Outputs:
     """Make the new array of a result: like the brought array, and in the order of the stream that was current then.
 
     Another thread launches, with another current device and stream: the framework's allocator would hand out and reuse
@@ -47,15 +47,15 @@ class _Rooms:
 
     def __init__(self, like: Any) -> None:
         maker = _maker_of(like)
-        self._like, self._make, self._here = like, maker.room, maker.here(like)
+        self._like, self._make, self._here = like, maker.space, maker.here(like)
 
-    def room(self, shape: tuple[int, ...]) -> Any:
+    def space(self, shape: tuple[int, ...]) -> Any:
         """Return a new array of the same package, type and device."""
         return self._make(shape, self._like)
 
     def __enter__(self) -> Callable[[tuple[int, ...]], Any]:
         self._here.__enter__()
-        return self.room
+        return self.space
 
     def __exit__(self, *error: Any) -> None:
         self._here.__exit__(*error)
@@ -68,10 +68,10 @@ class Broadcast(Call):
         root = as_integer(root, "root")
         if not 0 <= root < size:
             raise ValueError(f"root: rank {root} does not exist, there are {size} (0 to {size - 1})")
-        part = Brought(Kind.BROADCAST, device, as_name(name), array, rank != root)
+        part = TensorEntry(Kind.BROADCAST, device, as_name(name), array, rank != root)
         self.begin(part, signature_of(Kind.BROADCAST, part, part.shape, root=root))
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         return plane.broadcast(self.parts[0], self.signatures[0].root)
 
 
@@ -79,17 +79,17 @@ class AllGather(Call):
     """Concatenate arrays of all ranks along the first dimension."""
 
     def __init__(self, name: str, array: Any, device: int) -> None:
-        self._rooms = _Rooms(array)
-        part = Brought(Kind.ALL_GATHER, device, as_name(name), array)
+        self._rooms = _Outputs(array)
+        part = TensorEntry(Kind.ALL_GATHER, device, as_name(name), array)
         rows, entry = _rows_of(part.shape)
         self.own = struct.pack("=q", rows)
         self.begin(part, signature_of(Kind.ALL_GATHER, part, entry))
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         part, entry = self.parts[0], self.signatures[0].shape
         rows = [struct.unpack("=q", own)[0] for own in owns]
-        with self._rooms as room:
-            result = room((sum(rows), *entry))
+        with self._rooms as space:
+            result = space((sum(rows), *entry))
             part.result_in(result)
             return plane.gather(part, [each * prod(entry) for each in rows], result)
 
@@ -98,22 +98,22 @@ class ReduceScatter(Call):
     """Reduce arrays of all ranks; each rank gets some rows of the result."""
 
     def __init__(self, name: str, array: Any, op: Any, device: int, rank: int, size: int) -> None:
-        rooms = _Rooms(array)
-        part = Brought(Kind.REDUCE_SCATTER, device, as_name(name), array)
+        spaces = _Outputs(array)
+        part = TensorEntry(Kind.REDUCE_SCATTER, device, as_name(name), array)
         try:
             code = part.op_code(op, size)
             if not part.shape:
                 raise ValueError("array: it has no first dimension, of which each rank would get a part")
             rows, entry = _rows_of(part.shape)
             self._rows = [rows // size + (each < rows % size) for each in range(size)]
-            self._result = rooms.room((self._rows[rank], *entry))
+            self._result = spaces.space((self._rows[rank], *entry))
         except BaseException as error:
             part.withdraw(error)
             raise
         part.result_in(self._result)
         self.begin(part, signature_of(Kind.REDUCE_SCATTER, part, part.shape, op=code))
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         signature = self.signatures[0]
         op, factor = reduction(signature, len(owns), absent)
         row = prod(signature.shape[1:])
@@ -124,8 +124,8 @@ class AllToAll(Call):
     """Exchange rows: each rank has rows for each rank."""
 
     def __init__(self, name: str, array: Any, send_counts: Sequence[int] | None, device: int, rank: int, size: int):
-        self._rooms = _Rooms(array)
-        part = Brought(Kind.ALL_TO_ALL, device, as_name(name), array)
+        self._rooms = _Outputs(array)
+        part = TensorEntry(Kind.ALL_TO_ALL, device, as_name(name), array)
         self._rank = rank
         try:
             if not part.shape:
@@ -150,15 +150,15 @@ class AllToAll(Call):
         self.own = struct.pack(f"={size}q", *counts)
         self.begin(part, signature_of(Kind.ALL_TO_ALL, part, entry, counted=send_counts is not None))
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         part, signature = self.parts[0], self.signatures[0]
         counts = [struct.unpack(f"={len(owns)}q", own) for own in owns]
         received = tuple(each[self._rank] for each in counts)
         row = prod(signature.shape)
         even = len(set(owns)) == 1 and len(set(counts[0])) == 1 and counts[0][0] * row > 0
         sent = [each * row for each in counts[self._rank]]
-        with self._rooms as room:
-            result = room((sum(received), *signature.shape))
+        with self._rooms as space:
+            result = space((sum(received), *signature.shape))
             if signature.counted:
                 part.result_in(None, lambda: (result, received))
             else:
@@ -170,9 +170,9 @@ class Barrier(Call):
     """Wait for all ranks; no data."""
 
     def __init__(self, name: str, device: int) -> None:
-        self.begin(Brought(Kind.ALL_REDUCE, device, as_name(name), None), Signature(Kind.BARRIER))
+        self.begin(TensorEntry(Kind.ALL_REDUCE, device, as_name(name), None), Signature(Kind.BARRIER))
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | None:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         plane.barrier(self.parts[0])
         return None
 
@@ -181,9 +181,9 @@ class AllReduceSparse(Call):
     """Gather indices and values of all ranks; the sum is made when the result is asked for."""
 
     def __init__(self, name: str, indices: Any, values: Any, device: int, size: int) -> None:
-        self._sum, self._rooms = SparseSum(indices, values, size), _Rooms(values)
-        first = Brought(Kind.ALL_GATHER, device, as_name(name), indices)
-        second = Brought(Kind.ALL_GATHER, device, as_name(name), values)
+        self._sum, self._rooms = SparseSum(indices, values, size), _Outputs(values)
+        first = TensorEntry(Kind.ALL_GATHER, device, as_name(name), indices)
+        second = TensorEntry(Kind.ALL_GATHER, device, as_name(name), values)
         second.result_in(None, self._sum)
         rows = -1 if len(first.shape) == 1 else first.shape[0]
         self.begin(second, signature_of(Kind.ALL_REDUCE_SPARSE, second, second.shape[1:]))
@@ -191,11 +191,11 @@ class AllReduceSparse(Call):
         self.fixed = pack_all((signature_of(Kind.ALL_REDUCE_SPARSE, first, (), rows=rows), *self.signatures))
         self.own = struct.pack("=q", second.shape[0])
 
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> list[Carried]:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
         self._sum.expect([struct.unpack("=q", own)[0] for own in owns])
         with self._rooms:
             begun = [
                 plane.gather(part, counts, whole)
-                for part, (counts, whole) in zip(self.parts, self._sum.rooms(), strict=True)
+                for part, (counts, whole) in zip(self.parts, self._sum.spaces(), strict=True)
             ]
         return [each for each in begun if each is not None]

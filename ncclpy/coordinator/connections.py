@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, look_up, resolve
-from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.place import machine
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.coordinator.control import Control, await_readable
 from ncclpy.coordinator.tree import Tree
 from ncclpy.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
@@ -83,10 +83,10 @@ def open_control(
         ears = _Ears(store, size)
         stack.callback(ears.close)
         mine = json.dumps({"machine": machine(), **ears.told}).encode()
-        arrivals = Arrivals(store, f"coordinator {name!r}", rank, size)
-        combine = arrivals.combined("meet", _read_place)
-        met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, combine, patience, wanted)
-        places = arrivals.parts("meet", met, _read_place)
+        rendezvous = RankRendezvous(store, f"coordinator {name!r}", rank, size)
+        combine = rendezvous.combined("meet", _read_place)
+        met = rendezvous.meet("meet", range(size), f"to connect coordinator {name!r}", mine, combine, patience, wanted)
+        places = rendezvous.parts("meet", met, _read_place)
         tree = Tree([place["machine"] for place in places])
         above = None
         parent = tree.parents[rank]

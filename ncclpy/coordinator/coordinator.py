@@ -15,11 +15,8 @@ from typing import Any
 
 from ncclpy.bootstrap.adapters import as_store
 from ncclpy.coordinator import session as _session
-from ncclpy.coordinator.carriers import Both, Carrier, OfGroup
-from ncclpy.coordinator.ends import did_not_run
-from ncclpy.coordinator.member import Counts, Entrance, Member
-from ncclpy.coordinator.operations import Operations
-from ncclpy.coordinator.plane import (
+from ncclpy.coordinator.backends import DataBackend, GroupBackend, SplitBackend
+from ncclpy.coordinator.data_plane import (
     OVER_STORE,
     aside,
     child_of,
@@ -31,6 +28,9 @@ from ncclpy.coordinator.plane import (
     store_of,
     tell_unmade,
 )
+from ncclpy.coordinator.errors import did_not_run
+from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, Submitter
+from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
@@ -133,7 +133,7 @@ class Coordinator(Operations):
                 tell_unmade(self._group or self._meeting, error)
             raise
         self._mpi_alone = mpi_alone
-        self._counts = Counts()
+        self._counts = OperationStats()
         self._timeline: Timeline | None = None
         self._path, self._device, self._process = timeline, device, os.getpid()
         try:
@@ -168,7 +168,7 @@ class Coordinator(Operations):
                 session.abandon(f"rank {self.rank} could not begin: {error}")
                 raise
 
-    def _meet(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
+    def _meet(self, undo: contextlib.ExitStack) -> tuple[DataBackend, Any]:
         """Return the carrier, and this rank's end of the control plane; have `undo` close them."""
         options, timing = self._options, self._path is not None
         if self._group is not None:
@@ -188,9 +188,9 @@ class Coordinator(Operations):
                 raise error from None
             raise
         behind.callback(control.close)
-        return OfGroup(group), control
+        return GroupBackend(group), control
 
-    def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
+    def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[DataBackend, Any]:
         options, limit = self._options, self._limit
         device = None if self._device is None else as_integer(self._device, "device", 0)
         meeting = _meet_over_mpi(self._comm, options.engine, engine_name(), device, self._mpi_alone, limit)
@@ -205,8 +205,8 @@ class Coordinator(Operations):
         if group is None:
             return meeting.carrier("coordinator", limit), control
         if meeting.engine == "both":
-            return Both(OfGroup(group), meeting.carrier(group.name, limit)), control
-        return OfGroup(group, meeting.end), control
+            return SplitBackend(GroupBackend(group), meeting.carrier(group.name, limit)), control
+        return GroupBackend(group, meeting.end), control
 
     def _group_over(self, store: Any, rank: int, size: int, device: DeviceLike) -> ProcessGroup:
         return group_over(
@@ -232,14 +232,14 @@ class Coordinator(Operations):
                 self._begin()
         return self._session
 
-    def _entrance_of(self, session: Session, member: Member, epoch: int | None) -> Entrance:
+    def _entrance_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
         """Return the entrance to a process set; it is valid while the group has the ranks that it has now."""
-        entrance = session.entrance(member)
+        submitter = session.submitter(member)
         if self._group is not None and epoch is not None:
-            entrance.follow(self._group, epoch)
-        return entrance
+            submitter.follow(self._group, epoch)
+        return submitter
 
-    def _enter_anew(self) -> Entrance:
+    def _enter_anew(self) -> Submitter:
         self._current()
         return self._entrance
 

@@ -1,11 +1,11 @@
-from ncclpy.coordinator.buffers cimport Brought, Carried
+from ncclpy.coordinator.buffers cimport TensorEntry, FusedLaunch
 from ncclpy.coordinator.plan cimport Call, Memory, Pending, Ready, Step
-from ncclpy.coordinator.plane cimport Turns
+from ncclpy.coordinator.data_plane cimport LaunchQueue
 from ncclpy.process_group.group cimport ProcessGroup
 
 
 # Counters that several threads add to.
-cdef class Counts:
+cdef class OperationStats:
     cdef readonly dict operations
     cdef dict numbers
 
@@ -14,18 +14,18 @@ cdef class Counts:
 
 
 # Whether a session lets operations pass.
-cdef class Gate:
+cdef class SubmitGate:
     cdef public bint shut
 
 
 # A rank's entrance to one process set.
-cdef class Entrance:
+cdef class Submitter:
     cdef object session
-    cdef readonly Member member
+    cdef readonly ProcessSetWorker member
     cdef readonly int device
-    cdef Gate gate
+    cdef SubmitGate gate
     cdef object send
-    cdef Counts counts
+    cdef OperationStats counts
     cdef object timeline
     cdef int forks
     cdef ProcessGroup group
@@ -35,7 +35,7 @@ cdef class Entrance:
 
 
 # A rank in one process set.
-cdef class Member:
+cdef class ProcessSetWorker:
     cdef readonly int number
     cdef readonly tuple ranks
     cdef readonly int rank
@@ -49,16 +49,16 @@ cdef class Member:
     cdef bint staged
     cdef long long fusion_bytes
     cdef long long large
-    cdef Counts counts
+    cdef OperationStats counts
     cdef object trouble
     cdef object on_launch
-    cdef readonly Turns turns
+    cdef readonly LaunchQueue turns
 
     cdef int note(self, Call call) except -1
     cdef bint _has_meaning(self, Ready ready) except -1
     cdef int _launch(self, Step step) except -1
     cdef int _count(self, Step step, list brought) except -1
     cdef object _plane_of(self, Step step)
-    cdef object _begin(self, Step step, Brought first)
-    cdef int _copied_out(self, Carried carried) except -1
+    cdef object _begin(self, Step step, TensorEntry first)
+    cdef int _copied_out(self, FusedLaunch carried) except -1
     cdef bint _can_launch(self, Step step) except -1

@@ -3,38 +3,38 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.coordinator.carriers import Plane
+from ncclpy.coordinator.backends import DataPlane
+from ncclpy.coordinator.data_plane import LaunchQueue
 from ncclpy.coordinator.plan import Call, Memory, Pending, Ready
-from ncclpy.coordinator.plane import Turns
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.engine.work import Work
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.types import BufferLike, OpLike
 
 @disjoint_base
-class Counts:
+class OperationStats:
     @property
     def operations(self) -> dict[str, int]: ...
     def add(self, what: str, number: int = 1) -> int: ...
     def as_dict(self) -> dict[str, Any]: ...
 
 @disjoint_base
-class Gate:
+class SubmitGate:
     shut: bool
 
 @disjoint_base
-class Entrance:
+class Submitter:
     def __init__(
         self,
         session: Any,
-        member: Member,
-        gate: Gate,
+        member: ProcessSetWorker,
+        gate: SubmitGate,
         control: Any,
-        counts: Counts,
+        counts: OperationStats,
         timeline: Timeline | None = None,
     ) -> None: ...
     @property
-    def member(self) -> Member: ...
+    def member(self) -> ProcessSetWorker: ...
     @property
     def device(self) -> int: ...
     def follow(self, group: ProcessGroup, number: int) -> None: ...
@@ -50,18 +50,18 @@ class Entrance:
     def bring(self, call: Call) -> int: ...
 
 @disjoint_base
-class Member:
-    plane: Plane
+class ProcessSetWorker:
+    plane: DataPlane
     def __init__(
         self,
         pending: Pending,
-        plane: Plane,
+        plane: DataPlane,
         fusion_bytes: int,
         staged: bool,
-        counts: Counts,
+        counts: OperationStats,
         trouble: Callable[[BaseException], object],
         cache: int,
-        host_plane: Plane | None = None,
+        host_plane: DataPlane | None = None,
         for_devices: bool = True,
         on_launch: Callable[[Sequence[Any], bool], object] | None = None,
     ) -> None: ...
@@ -80,9 +80,9 @@ class Member:
     @property
     def memory(self) -> Memory: ...
     @property
-    def host_plane(self) -> Plane | None: ...
+    def host_plane(self) -> DataPlane | None: ...
     @property
-    def turns(self) -> Turns: ...
+    def turns(self) -> LaunchQueue: ...
     def run(self, operations: list[Ready], then: Callable[[int], object]) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def close(self, timeout: float) -> None: ...

@@ -2,9 +2,9 @@
 
 import os
 
-from ncclpy.coordinator.buffers cimport Brought, Carried
+from ncclpy.coordinator.buffers cimport TensorEntry, FusedLaunch
 from ncclpy.coordinator.plan cimport AllReduce, Call, Memory, Pending, Ready, Step, new_all_reduce, plan
-from ncclpy.coordinator.plane cimport Turn, Turns
+from ncclpy.coordinator.data_plane cimport LaunchStep, LaunchQueue
 from ncclpy.process_group.group cimport ProcessGroup
 
 from ncclpy.coordinator.reductions import reduction
@@ -18,7 +18,7 @@ cdef tuple _NUMBERS = (
 )
 
 
-cdef class Counts:
+cdef class OperationStats:
     """Counters that several threads add to: nothing here releases the GIL, so no addition is lost.
 
     Attributes
@@ -49,7 +49,7 @@ cdef class Counts:
 cdef int _forks = 0  # how many forks lead to this process
 
 
-cdef class Gate:
+cdef class SubmitGate:
     """Whether a session lets operations pass: those of all of its process sets, or none.
 
     Attributes
@@ -59,20 +59,20 @@ cdef class Gate:
     """
 
 
-cdef class Entrance:
+cdef class Submitter:
     """This rank's entrance to one process set, by which operations are brought, for one session.
 
     Parameters
     ----------
     session : Session
         The session of the set, which is asked if its gate is shut.
-    member : Member
+    member : ProcessSetWorker
         This rank in the set.
-    gate : Gate
+    gate : SubmitGate
         The session's gate.
     control : Control
         The session's control plane.
-    counts : Counts
+    counts : OperationStats
         The counters to add to.
     timeline : Timeline, optional
         The timeline that records each operation.
@@ -84,7 +84,7 @@ cdef class Entrance:
     """
 
     def __init__(
-        self, session, Member member not None, Gate gate not None, control, Counts counts not None, timeline=None
+        self, session, ProcessSetWorker member not None, SubmitGate gate not None, control, OperationStats counts not None, timeline=None
     ):
         self.session, self.member, self.gate = session, member, gate
         self.send, self.counts, self.timeline = control.bring, counts, timeline
@@ -101,14 +101,14 @@ cdef class Entrance:
 
     def all_reduce(self, name, array, op, prescale=None, postscale=None):
         """Bring an all-reduce; return its work."""
-        cdef Member member = self.member
+        cdef ProcessSetWorker member = self.member
         cdef AllReduce call = new_all_reduce(name, array, op, self.device, member.size, member.memory, prescale, postscale)
         self.bring(call)
-        return (<Brought>call.parts[0]).work
+        return (<TensorEntry>call.parts[0]).work
 
     cpdef int bring(self, Call call) except -1:
         """Bring an operation; if this raises, the operation is withdrawn and nothing of it was sent."""
-        cdef Member member = self.member
+        cdef ProcessSetWorker member = self.member
         try:
             if self.gate.shut:
                 self.session.check()
@@ -147,27 +147,27 @@ cdef list _kept = []  # arrays with copies that may never end
 cdef dict _NAMES = {kind: kind.name.lower() for kind in Kind}
 
 
-cdef class Member:
+cdef class ProcessSetWorker:
     """This rank in one process set.
 
     Parameters
     ----------
     pending : Pending
         What this rank has brought and not launched; it has the set's number and ranks.
-    plane : Plane
+    plane : DataPlane
         The set's data plane.
     fusion_bytes : int
         See `Coordinator`.
     staged : bool
         Whether arrays of CPU memory are copied to the device.
-    counts : Counts
+    counts : OperationStats
         The counters to add to.
     trouble : callable
         ``trouble(error)`` is called with the error of a launch, for which the other ranks would otherwise wait for
         ever.
     cache : int
         How many names, or groups of names, are remembered.
-    host_plane : Plane, optional
+    host_plane : DataPlane, optional
         The data plane of arrays in CPU memory, if that is another one.
     for_devices : bool
         Whether arrays in device memory are accepted.
@@ -176,7 +176,7 @@ cdef class Member:
     """
 
     def __init__(
-        self, Pending pending not None, plane, long long fusion_bytes, bint staged, Counts counts not None, trouble,
+        self, Pending pending not None, plane, long long fusion_bytes, bint staged, OperationStats counts not None, trouble,
         Py_ssize_t cache, host_plane=None, bint for_devices=True, on_launch=None
     ):
         self.pending, self.label = pending, pending.label
@@ -189,7 +189,7 @@ cdef class Member:
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self.counts, self.trouble, self.on_launch = counts, trouble, on_launch
         self.memory = Memory(cache)
-        self.turns = Turns(f"ncclpy-coordinator-{self.number}", trouble)
+        self.turns = LaunchQueue(f"ncclpy-coordinator-{self.number}", trouble)
 
     # Bringing.
 
@@ -271,7 +271,7 @@ cdef class Member:
         return 0
 
     cdef int _count(self, Step step, list brought) except -1:
-        cdef Brought part
+        cdef TensorEntry part
         cdef long long there = 0, nbytes = 0
         for part in brought:
             if part is not None:
@@ -293,8 +293,8 @@ cdef class Member:
             return self.plane
         return self.host_plane
 
-    cdef object _begin(self, Step step, Brought first):
-        """Launch a step; return the `Carried` to copy out after it, or None."""
+    cdef object _begin(self, Step step, TensorEntry first):
+        """Launch a step; return the `FusedLaunch` to copy out after it, or None."""
         cdef Ready ready = step.operations[0]
         plane, signature, factor = self._plane_of(step), step.signature, None
         op = signature.op
@@ -310,7 +310,7 @@ cdef class Member:
             return None
         return plane.fuse(step.members(), signature.datatype, op, factor, signature.on_device)
 
-    cdef int _copied_out(self, Carried carried) except -1:
+    cdef int _copied_out(self, FusedLaunch carried) except -1:
         """Copy out what was launched through a fusion buffer, and hand its works over to the monitor."""
         try:
             carried.copy_out()
@@ -361,16 +361,16 @@ cdef object _not_launched(error):
     return made
 
 
-cdef _Launch _launch(Member member, Step step):
+cdef _Launch _launch(ProcessSetWorker member, Step step):
     cdef _Launch made = _Launch.__new__(_Launch)
     made.member, made.step = member, step
     return made
 
 
-cdef class _Launch(Turn):
+cdef class _Launch(LaunchStep):
     """The launch of a step of a plan."""
 
-    cdef Member member
+    cdef ProcessSetWorker member
     cdef Step step
 
     cdef bint is_ready(self) except -1:
@@ -386,7 +386,7 @@ cdef _Told _told(then, int number):
     return made
 
 
-cdef class _Told(Turn):
+cdef class _Told(LaunchStep):
     """The call of `then` when all of a frame is launched."""
 
     cdef object then
@@ -397,16 +397,16 @@ cdef class _Told(Turn):
         return 0
 
 
-cdef _CopyOut _copy_out(Member member, carried):
+cdef _CopyOut _copy_out(ProcessSetWorker member, carried):
     cdef _CopyOut made = _CopyOut.__new__(_CopyOut)
     made.member, made.carried = member, carried
     return made
 
 
-cdef class _CopyOut(Turn):
+cdef class _CopyOut(LaunchStep):
     """The copy-out after a launch, once the launch is made."""
 
-    cdef Member member
+    cdef ProcessSetWorker member
     cdef object carried
 
     cdef bint is_ready(self) except -1:

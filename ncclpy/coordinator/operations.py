@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
-from ncclpy.coordinator.member import Entrance
+from ncclpy.coordinator.member import Submitter
 from ncclpy.coordinator.plan import AllReduce
 from ncclpy.engine.work import Work
 from ncclpy.types import SUM, BufferLike, OpLike
@@ -16,16 +16,16 @@ __all__ = ["Operations"]
 class Operations:
     """Methods that bring operations; `Coordinator` and `ProcessSet` are the classes to use."""
 
-    _entrance: Entrance
+    _entrance: Submitter
 
-    def _enter_anew(self) -> Entrance:
+    def _enter_anew(self) -> Submitter:
         """Return a new entrance, as this one is out of date; raise if there is none."""
         raise NotImplementedError
 
-    def _way(self) -> Entrance:
+    def _way(self) -> Submitter:
         """Return the entrance by which operations are brought."""
-        entrance = self._entrance
-        return self._enter_anew() if entrance.is_outdated() else entrance
+        submitter = self._entrance
+        return self._enter_anew() if submitter.is_outdated() else submitter
 
     def all_reduce(
         self,
@@ -74,10 +74,10 @@ class Operations:
         Ranks that have joined contribute the identity of the operator. An average divides by the number of the other
         ranks.
         """
-        entrance = self._entrance
-        if entrance.is_outdated():
-            entrance = self._enter_anew()
-        return entrance.all_reduce(name, array, op, prescale, postscale)
+        submitter = self._entrance
+        if submitter.is_outdated():
+            submitter = self._enter_anew()
+        return submitter.all_reduce(name, array, op, prescale, postscale)
 
     def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[BufferLike], op: OpLike = SUM) -> list[Work]:
         """Reduce arrays together: all of them, or none if something does not fit.
@@ -100,10 +100,10 @@ class Operations:
         if not names or len(names) != len(arrays):
             both = f"{len(names)} and {len(arrays)}"
             raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
-        entrance = self._way()
-        member = entrance.member
-        call = AllReduce(names, arrays, op, entrance.device, member.size, member.memory)
-        entrance.bring(call)
+        submitter = self._way()
+        member = submitter.member
+        call = AllReduce(names, arrays, op, submitter.device, member.size, member.memory)
+        submitter.bring(call)
         return [part.work for part in call.parts]
 
     def all_gather(self, name: str, array: BufferLike) -> Work:
@@ -122,9 +122,9 @@ class Operations:
         Work
             Its result is a new array, of the same package.
         """
-        entrance = self._way()
-        call = AllGather(name, array, entrance.device)
-        entrance.bring(call)
+        submitter = self._way()
+        call = AllGather(name, array, submitter.device)
+        submitter.bring(call)
         return call.work
 
     def broadcast(self, name: str, array: BufferLike, root: int = 0) -> Work:
@@ -142,9 +142,9 @@ class Operations:
         Work
             Its result is the array.
         """
-        entrance = self._way()
-        call = Broadcast(name, array, root, entrance.device, entrance.member.rank, entrance.member.size)
-        entrance.bring(call)
+        submitter = self._way()
+        call = Broadcast(name, array, root, submitter.device, submitter.member.rank, submitter.member.size)
+        submitter.bring(call)
         return call.work
 
     def reduce_scatter(self, name: str, array: BufferLike, op: OpLike = SUM) -> Work:
@@ -164,9 +164,9 @@ class Operations:
         Work
             Its result is a new array, this rank's rows.
         """
-        entrance = self._way()
-        call = ReduceScatter(name, array, op, entrance.device, entrance.member.rank, entrance.member.size)
-        entrance.bring(call)
+        submitter = self._way()
+        call = ReduceScatter(name, array, op, submitter.device, submitter.member.rank, submitter.member.size)
+        submitter.bring(call)
         return call.work
 
     def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work:
@@ -187,9 +187,9 @@ class Operations:
             Its result is a new array: the received rows in the order of the sending ranks. With `send_counts` it is
             ``(array, recv_counts)``, where ``recv_counts`` has the number of rows from each rank.
         """
-        entrance = self._way()
-        call = AllToAll(name, array, send_counts, entrance.device, entrance.member.rank, entrance.member.size)
-        entrance.bring(call)
+        submitter = self._way()
+        call = AllToAll(name, array, send_counts, submitter.device, submitter.member.rank, submitter.member.size)
+        submitter.bring(call)
         return call.work
 
     def barrier(self, name: str) -> Work:
@@ -205,9 +205,9 @@ class Operations:
         Work
             Its result is None.
         """
-        entrance = self._way()
-        call = Barrier(name, entrance.device)
-        entrance.bring(call)
+        submitter = self._way()
+        call = Barrier(name, submitter.device)
+        submitter.bring(call)
         return call.work
 
     def all_reduce_sparse(self, name: str, indices: BufferLike, values: BufferLike) -> Work:
@@ -225,7 +225,7 @@ class Operations:
         Work
             Its result is ``(indices, values)``: each index once, in order, and its sum.
         """
-        entrance = self._way()
-        call = AllReduceSparse(name, indices, values, entrance.device, entrance.member.size)
-        entrance.bring(call)
+        submitter = self._way()
+        call = AllReduceSparse(name, indices, values, submitter.device, submitter.member.size)
+        submitter.bring(call)
         return call.work

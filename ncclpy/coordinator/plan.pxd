@@ -1,6 +1,6 @@
 from libc.stdint cimport uintptr_t
 
-from ncclpy.coordinator.buffers cimport Brought
+from ncclpy.coordinator.buffers cimport TensorEntry
 from ncclpy.engine.callbacks cimport Awaited
 
 
@@ -100,8 +100,8 @@ cdef class Pending:
     cdef UsedMemory uses
 
     cdef int enter(self, Call call) except -1
-    cdef Brought _use(self, list parts)
+    cdef TensorEntry _use(self, list parts)
     cdef int _leave(self, list parts, Py_ssize_t number) except -1
-    cdef str _other(self, Call call, Brought clash)
+    cdef str _other(self, Call call, TensorEntry clash)
     cdef Call _take(self, bytes key)
     cdef int _release(self, Call call) except -1

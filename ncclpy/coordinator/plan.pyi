@@ -3,8 +3,8 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from ncclpy.coordinator.buffers import Brought, Carried
-from ncclpy.coordinator.carriers import Plane
+from ncclpy.coordinator.backends import DataPlane
+from ncclpy.coordinator.buffers import FusedLaunch, TensorEntry
 from ncclpy.coordinator.signature import Signature
 from ncclpy.engine.work import Work
 from ncclpy.types import OpLike
@@ -13,17 +13,19 @@ from ncclpy.types import OpLike
 class Call:
     names: tuple[str, ...]
     key: bytes
-    parts: list[Brought]
+    parts: list[TensorEntry]
     fixed: bytes
     own: bytes
     signatures: tuple[Signature, ...]
     joinable: bool
     @property
     def work(self) -> Work: ...
-    def begin(self, part: Brought, signature: Signature) -> None: ...
+    def begin(self, part: TensorEntry, signature: Signature) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def withdraw(self, error: BaseException) -> None: ...
-    def launch(self, plane: Plane, owns: Sequence[bytes], absent: int) -> Carried | list[Carried] | None: ...
+    def launch(
+        self, plane: DataPlane, owns: Sequence[bytes], absent: int
+    ) -> FusedLaunch | list[FusedLaunch] | None: ...
 
 @disjoint_base
 class Memory:

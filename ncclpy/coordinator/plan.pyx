@@ -4,12 +4,12 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memmove
 
-from ncclpy.coordinator.buffers cimport Brought, Remembered, new_brought
+from ncclpy.coordinator.buffers cimport TensorEntry, Remembered, new_brought
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.arguments.validation cimport lie_apart
 from ncclpy.engine.callbacks cimport Awaited
 
-from ncclpy.coordinator.names import as_name, key_of
+from ncclpy.coordinator.keys import as_name, key_of
 from ncclpy.coordinator.reductions import pack_reductions
 from ncclpy.coordinator.signature import Kind, pack, pack_all, unpack_all
 from ncclpy.errors import ranks, spans
@@ -25,7 +25,7 @@ cdef class Call(Awaited):
         The operations' names.
     key : bytes
         The key of the operation in the control plane, the same on all ranks.
-    parts : list of Brought
+    parts : list of TensorEntry
         The arrays.
     fixed : bytes
         What must be the same on all ranks: the arrays' signatures as bytes.
@@ -48,9 +48,9 @@ cdef class Call(Awaited):
     @property
     def work(self):
         """Return the work of the only, or the last, array."""
-        return (<Brought>self.parts[-1]).work
+        return (<TensorEntry>self.parts[-1]).work
 
-    def begin(self, Brought part not None, signature):
+    def begin(self, TensorEntry part not None, signature):
         """Make this an operation of one array."""
         self.names, self.key = (part.name,), key_of((part.name,))
         self.parts, self.signatures = [part], (signature,)
@@ -288,7 +288,7 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     """Return the launches of a frame's operations, in order.
 
     An all-reduce is fused into the last launch begun before it of the same type, operator, scales and memory, if that
-    has room, even if other launches lie between them.
+    has space, even if other launches lie between them.
 
     Parameters
     ----------
@@ -434,7 +434,7 @@ cdef class Pending:
         ValueError
             If one of its names is in flight, or one of its arrays overlaps memory in flight and either is written.
         """
-        cdef Brought part, clash = None
+        cdef TensorEntry part, clash = None
         cdef str name, taken = None
         if len(call.names) > 1 and len(set(call.names)) < len(call.names):
             twice = next(name for name in call.names if call.names.count(name) > 1)
@@ -462,12 +462,12 @@ cdef class Pending:
         for part in call.parts:
             part.work.entry.communicator = self.label
             part.work.entry.rank, part.work.entry.nranks = self.rank, len(self.members)
-            part.work.gathering = call
+            part.work.awaits = call
         return 0
 
-    cdef Brought _use(self, list parts):
+    cdef TensorEntry _use(self, list parts):
         """Note the memory of these arrays; if one is in use, return the first such part and note nothing."""
-        cdef Brought part
+        cdef TensorEntry part
         cdef Py_ssize_t entered
         for entered in range(len(parts)):
             part = parts[entered]
@@ -481,7 +481,7 @@ cdef class Pending:
 
     cdef int _leave(self, list parts, Py_ssize_t number) except -1:
         """Forget the memory of the first arrays of these, as far as it is noted."""
-        cdef Brought part
+        cdef TensorEntry part
         cdef Py_ssize_t i
         for i in range(number):
             part = parts[i]
@@ -490,9 +490,9 @@ cdef class Pending:
                 self.uses.remove(<uintptr_t>part.view.pointer, part.view.nbytes)
         return 0
 
-    cdef str _other(self, Call call, Brought clash):
+    cdef str _other(self, Call call, TensorEntry clash):
         """Return the name under which an array is in use."""
-        cdef Brought part
+        cdef TensorEntry part
         cdef Call each
         for each in [*self.calls.values(), call]:
             for part in each.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ncclpy.coordinator.member import Entrance
+from ncclpy.coordinator.member import Submitter
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Session
 from ncclpy.errors import NcclAborted
@@ -23,7 +23,7 @@ class ProcessSet(Operations):
         Returns the coordinator's session of now.
     session : Session
         The coordinator's session when this was made.
-    entrance : Entrance
+    submitter : Submitter
         This rank's entrance to the set.
 
     Attributes
@@ -34,12 +34,12 @@ class ProcessSet(Operations):
         This rank's number in the set, and the number of its ranks.
     """
 
-    def __init__(self, current: Callable[[], Session], session: Session, entrance: Entrance) -> None:
-        self._current, self._session, self._entrance = current, session, entrance
-        member = entrance.member
+    def __init__(self, current: Callable[[], Session], session: Session, submitter: Submitter) -> None:
+        self._current, self._session, self._entrance = current, session, submitter
+        member = submitter.member
         self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
 
-    def _enter_anew(self) -> Entrance:
+    def _enter_anew(self) -> Submitter:
         if self._current() is not self._session:
             raise NcclAborted(
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "

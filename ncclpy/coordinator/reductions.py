@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.coordinator.plane import holds
+from ncclpy.coordinator.data_plane import holds
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
-from ncclpy.types import AVG, DataType, ReduceOp, as_op
+from ncclpy.types import DataType, ReduceOp, as_op
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator.buffers import Brought
+    from ncclpy.coordinator.buffers import TensorEntry
 
 __all__ = ["pack_reductions", "reduction", "signature_of"]
 
 _NO_FACTOR = 1.0
 
 
-def signature_of(kind: Kind, part: Brought, shape: tuple[int, ...], **more: Any) -> Signature:
+def signature_of(kind: Kind, part: TensorEntry, shape: tuple[int, ...], **more: Any) -> Signature:
     """Return what an array must have in common with those of other ranks."""
     return Signature(kind, part.dtype, part.datatype, part.unit, on_device=part.on_device, shape=shape, **more)
 
@@ -32,7 +32,7 @@ def _scale(value: Any, argument: str) -> float | None:
     return number
 
 
-def pack_reductions(parts: Sequence[Brought], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
+def pack_reductions(parts: Sequence[TensorEntry], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
     """Return the signatures of all-reduces as bytes; raise where something does not fit."""
     op, prescale, postscale = op, _scale(prescale, "prescale"), _scale(postscale, "postscale")
     signatures = []

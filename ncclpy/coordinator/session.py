@@ -13,14 +13,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ncclpy.bootstrap.place import machine
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.coordinator import connections, ends
+from ncclpy.coordinator import connections, errors
+from ncclpy.coordinator.backends import DataBackend
 from ncclpy.coordinator.buffers import is_as_on_gpus
-from ncclpy.coordinator.carriers import Carrier
 from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
-from ncclpy.coordinator.member import Counts, Entrance, Gate, Member
-from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of, shown
+from ncclpy.coordinator.data_plane import aside
+from ncclpy.coordinator.keys import BEGINNING, LEAVING, key_of, names_of, shown
+from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, SubmitGate, Submitter
 from ncclpy.coordinator.plan import Pending, Ready
-from ncclpy.coordinator.plane import aside
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.errors import NcclError, NcclTimeout, ranks, seconds, spans
@@ -130,9 +130,9 @@ class Session:
         self,
         name: str,
         control: Any,
-        carrier: Carrier,
+        carrier: DataBackend,
         options: Options,
-        counts: Counts,
+        counts: OperationStats,
         timeline: Timeline | None,
     ) -> None:
         self.name, self.rank, self.size = name, control.rank, control.size
@@ -144,8 +144,8 @@ class Session:
         # The waits in progress; and those of which the result came when no thread waited any more, for a later call.
         self._joining: _Wait[int] | None = None
         self._joined: _Wait[int] | None = None
-        self._defining: dict[tuple[int, ...], _Wait[Member]] = {}
-        self._defined: dict[tuple[int, ...], _Wait[Member]] = {}
+        self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
+        self._defined: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
@@ -154,16 +154,16 @@ class Session:
         self.unfinished: list[str] = []  # the operations that were pending when it ended
         self._cause: BaseException | None = None  # what ended the carrier before the session had begun
         self._staged = is_as_on_gpus()
-        self._gate = Gate()
+        self._gate = SubmitGate()
         self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
         self._reader = threading.Thread(target=self._read, name="ncclpy-coordinator", daemon=True)
         self._reader.start()
 
-    def _member(self, number: int, members: tuple[int, ...], carrier: Carrier) -> Member:
+    def _member(self, number: int, members: tuple[int, ...], carrier: DataBackend) -> ProcessSetWorker:
         label = f"coordinator {self.name!r}" + (f", process set {number}" if number else "")
         pending = Pending(label, members.index(self.rank), members, number)
         pending.have = self._control.have
-        made = Member(
+        made = ProcessSetWorker(
             pending, carrier.plane(), self._options.fusion_bytes, self._staged and carrier.for_devices, self._counts,
             self.trouble, self._options.cache, carrier.host_plane(), carrier.for_devices,
             None if self._timeline is None else self._timeline.launched,
@@ -172,13 +172,13 @@ class Session:
         return made
 
     @property
-    def everyone(self) -> Member:
+    def everyone(self) -> ProcessSetWorker:
         """This rank in the set of all ranks."""
         return self._members[0]
 
-    def entrance(self, member: Member) -> Entrance:
+    def submitter(self, member: ProcessSetWorker) -> Submitter:
         """Return the entrance by which operations are brought to a process set."""
-        return Entrance(self, member, self._gate, self._control, self._counts, self._timeline)
+        return Submitter(self, member, self._gate, self._control, self._counts, self._timeline)
 
     @property
     def pending(self) -> int:
@@ -223,7 +223,7 @@ class Session:
         end = None if timeout is None else time.monotonic() + timeout
         while not what.there.wait(_SLICE if end is None else min(_SLICE, max(0.0, end - time.monotonic()))):
             if self.error is not None and not what.there.is_set():
-                raise ends.has_ended(self.name, self.error)
+                raise errors.has_ended(self.name, self.error)
             if end is not None and time.monotonic() >= end:
                 return False
         return True
@@ -233,10 +233,10 @@ class Session:
     def check(self) -> None:
         """Raise if no operation can be brought any more."""
         if self.error is not None:
-            raise ends.has_ended(self.name, self.error)
+            raise errors.has_ended(self.name, self.error)
         if self._closing is not None:
             rank, reason = self._closing
-            raise ends.has_ended(self.name, ends.ended(self.name, rank, (), reason))
+            raise errors.has_ended(self.name, errors.ended(self.name, rank, (), reason))
         if self._joining is not None:
             raise ValueError(
                 f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have"
@@ -251,7 +251,7 @@ class Session:
         why_not = (self.error, self._closing, self._joining, self._joined)
         self._gate.shut = any(each is not None for each in why_not)
 
-    def fail_late(self, member: Member) -> None:
+    def fail_late(self, member: ProcessSetWorker) -> None:
         """Fail operations that were brought while the session ended, which its end may have missed."""
         if self.error is not None:
             for late in member.pending.take_all():
@@ -303,12 +303,12 @@ class Session:
                 self._set_gate()
         return joining.result()
 
-    def define(self, members: tuple[int, ...], timeout: float | None) -> Member:
+    def define(self, members: tuple[int, ...], timeout: float | None) -> ProcessSetWorker:
         """Return this rank in a new process set, once all of its members have asked for it."""
         with self._lock:
             self.check()
             # If an earlier wait was left, or another thread waits, it is for the same set.
-            waiting = self._defined.get(members) or self._defining.setdefault(members, _Wait[Member]())
+            waiting = self._defined.get(members) or self._defining.setdefault(members, _Wait[ProcessSetWorker]())
         self._ask_once(waiting, self._control.define, members)
         if not self._wait(waiting, timeout):
             raise NcclTimeout(
@@ -394,7 +394,7 @@ class Session:
             self.trouble(failure)
             self._end(failure)
         if self.error is None:
-            self._end(ends.ended(self.name, -1, (), "its control plane is closed"))
+            self._end(errors.ended(self.name, -1, (), "its control plane is closed"))
         self._give_back()
 
     def _follow(self, frame: Sequence[tuple]) -> None:
@@ -441,7 +441,7 @@ class Session:
         if member is not None:
             self._fail(member, key, as_error(names_of(key), brought, member.label))
 
-    def _fail(self, member: Member, key: bytes, error: BaseException) -> None:
+    def _fail(self, member: ProcessSetWorker, key: bytes, error: BaseException) -> None:
         if member.number == 0 and key == LEAVING:  # the waiting thread then ends the coordinator itself
             self._all_leave.is_all = False
             self._all_leave.tell(())
@@ -458,23 +458,23 @@ class Session:
 
     def _after_join(self, number: int, key: bytes, fixed: bytes, absent: Sequence[int]) -> None:
         if number == SETS:
-            self._fail_set(key, lambda name: ends.after_join("process_set", name, absent))
+            self._fail_set(key, lambda name: errors.after_join("process_set", name, absent))
             return
         member = self._members.get(number)
         if member is not None:
-            self._fail(member, key, ends.after_join(_what(fixed), key, absent))
+            self._fail(member, key, errors.after_join(_what(fixed), key, absent))
 
     def _overdue(self, number: int, key: bytes, fixed: bytes, have: Sequence[int], missing: Sequence[int]) -> None:
         self._counts.add("overdue")
         if number == SETS:
-            self._fail_set(key, lambda name: ends.overdue("process_set", name, have, missing, self._options.timeout))
+            self._fail_set(key, lambda name: errors.overdue("process_set", name, have, missing, self._options.timeout))
             return
         if number == 0 and key == BEGINNING:
-            self._began.fail(ends.overdue(f"coordinator {self.name!r}", key, have, missing, self._options.timeout))
+            self._began.fail(errors.overdue(f"coordinator {self.name!r}", key, have, missing, self._options.timeout))
             return
         member = self._members.get(number)
         if member is not None:
-            self._fail(member, key, ends.overdue(_what(fixed), key, have, missing, self._options.timeout))
+            self._fail(member, key, errors.overdue(_what(fixed), key, have, missing, self._options.timeout))
 
     def _stalled(
         self,
@@ -540,7 +540,7 @@ class Session:
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
         torn = reason.startswith(_TORN)
-        error = ends.ended(self.name, rank, lost, reason.removeprefix(_TORN))
+        error = errors.ended(self.name, rank, lost, reason.removeprefix(_TORN))
         self._look_for_cause()
         self._end(error)
         self._orderly = not (lost or torn or rank < 0)
@@ -594,7 +594,7 @@ _FOLLOW: dict[str, Callable[..., None]] = {
 
 
 def _warn(where: str, *stalled: Any) -> None:
-    _log.warning("%s: %s", where, ends.stall(*stalled))
+    _log.warning("%s: %s", where, errors.stall(*stalled))
 
 
 def _what(fixed: bytes) -> str:

@@ -8,13 +8,13 @@ composed of NCCL's calls.
 
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.start cimport (
-    Signals, fill_barrier, op_code, root_rank, shape_put, shape_signal, shape_wait, spread_over, start, start_bare,
-    start_or_lower, start_pair, start_spread,
+    Signals, fill_barrier, op_code, root_rank, validate_put, validate_signal, validate_wait, vector_collective, start, start_bare,
+    start_or_lower, start_pair, start_vector,
 )
 from ncclpy.core.arguments.operation cimport SENDRECV, Operation
 from ncclpy.core.arguments.validation cimport (
-    Spread, check_overlap, read_on_device, shape_all_gather, shape_all_reduce, shape_all_to_all, shape_broadcast,
-    shape_gather, shape_recv, shape_reduce, shape_reduce_scatter, shape_scatter, shape_send,
+    VectorCollective, check_overlap, read_on_device, validate_all_gather, validate_all_reduce, validate_all_to_all, validate_broadcast,
+    validate_gather, validate_recv, validate_reduce, validate_reduce_scatter, validate_scatter, validate_send,
 )
 from ncclpy.core.handles.watch cimport check_alive
 from ncclpy.core.handles.state cimport READY
@@ -80,7 +80,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        shape_all_reduce(&o, &s, &r, send, recv, self.device)
+        validate_all_reduce(&o, &s, &r, send, recv, self.device)
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
 
@@ -107,7 +107,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
-        shape_reduce(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        validate_reduce(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
 
@@ -133,7 +133,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
-        shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        validate_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         start(self, &o, &s if recv is None else &r, send, recv, stream, timeout)
 
     def all_gather(self, send, recv, counts=None, *, stream=None, timeout=None):
@@ -158,18 +158,18 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if self.state != READY:
             check_alive(self)
         if counts is not None or isinstance(recv, list):
-            spread = spread_over(self)
+            vector = vector_collective(self)
             if counts is None:
-                spread.all_gather(send, recv)
+                vector.all_gather(send, recv)
             else:
-                spread.all_gather_by_counts(send, recv, counts)
-            start_spread(self, spread, stream, timeout)
+                vector.all_gather_by_counts(send, recv, counts)
+            start_vector(self, vector, stream, timeout)
             return
-        shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
+        validate_all_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
         start(self, &o, &s, send, recv, stream, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, stream=None, timeout=None):
@@ -196,19 +196,19 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if self.state != READY:
             check_alive(self)
         if counts is not None or isinstance(send, list):
-            spread = spread_over(self)
+            vector = vector_collective(self)
             if counts is None:
-                spread.reduce_scatter(send, recv)
+                vector.reduce_scatter(send, recv)
             else:
-                spread.reduce_scatter_by_counts(send, recv, counts)
-            spread.operation.op = op_code(self, op, &spread.view)
-            start_spread(self, spread, stream, timeout)
+                vector.reduce_scatter_by_counts(send, recv, counts)
+            vector.operation.op = op_code(self, op, &vector.view)
+            start_vector(self, vector, stream, timeout)
             return
-        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
+        validate_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
 
@@ -234,18 +234,18 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if self.state != READY:
             check_alive(self)
         if send_counts is not None or recv_counts is not None or isinstance(send, list) or isinstance(recv, list):
-            spread = spread_over(self)
+            vector = vector_collective(self)
             if send_counts is None and recv_counts is None:
-                spread.all_to_all(send, recv)
+                vector.all_to_all(send, recv)
             else:
-                spread.all_to_all_by_counts(send, recv, send_counts, recv_counts)
-            start_spread(self, spread, stream, timeout)
+                vector.all_to_all_by_counts(send, recv, send_counts, recv_counts)
+            start_vector(self, vector, stream, timeout)
             return
-        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
+        validate_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
         start_or_lower(self, &o, &s, send, recv, stream, timeout)
 
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
@@ -269,16 +269,16 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
         if self.rank == o.root and isinstance(recv, list):
-            spread = spread_over(self)
-            spread.gather(send, recv, o.root)
-            start_spread(self, spread, stream, timeout)
+            vector = vector_collective(self)
+            vector.gather(send, recv, o.root)
+            start_vector(self, vector, stream, timeout)
             return
-        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
+        validate_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
         start(self, &o, &s, send, recv, stream, timeout)
 
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
@@ -302,16 +302,16 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, root, "root")
         if self.rank == o.root and isinstance(send, list):
-            spread = spread_over(self)
-            spread.scatter(send, recv, o.root)
-            start_spread(self, spread, stream, timeout)
+            vector = vector_collective(self)
+            vector.scatter(send, recv, o.root)
+            start_vector(self, vector, stream, timeout)
             return
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
+        validate_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
         start(self, &o, &r, send, recv, stream, timeout)
 
     def send(self, buf, peer, *, stream=None, timeout=None):
@@ -336,7 +336,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if peer is None:
             return
         o.root = root_rank(self.nranks, peer, "peer")
-        shape_send(&o, &s, buf, "buf", self.device)
+        validate_send(&o, &s, buf, "buf", self.device)
         start(self, &o, &s, buf, None, stream, timeout)
 
     def recv(self, buf, peer, *, stream=None, timeout=None):
@@ -360,7 +360,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if peer is None:
             return
         o.root = root_rank(self.nranks, peer, "peer")
-        shape_recv(&o, &r, buf, "buf", self.device)
+        validate_recv(&o, &r, buf, "buf", self.device)
         start(self, &o, &r, None, buf, stream, timeout)
 
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
@@ -390,8 +390,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             return self.send(send, dest, stream=stream, timeout=timeout)
         there.root = root_rank(self.nranks, dest, "dest")
         here.root = root_rank(self.nranks, source, "source")
-        shape_send(&there, &s, send, "send", self.device)
-        shape_recv(&here, &r, recv, "recv", self.device)
+        validate_send(&there, &s, send, "send", self.device)
+        validate_recv(&here, &r, recv, "recv", self.device)
         check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
         start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
 
@@ -446,7 +446,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        shape_put(self, &o, &s, send, window, peer, offset, signal)
+        validate_put(self, &o, &s, send, window, peer, offset, signal)
         start(self, &o, &s, send, window, stream, timeout)
 
     def signal(self, peer, signal=0, *, stream=None, timeout=None):
@@ -467,7 +467,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        shape_signal(self, &o, peer, signal)
+        validate_signal(self, &o, peer, signal)
         start_bare(self, &o, None, stream, timeout)
 
     def wait_signal(self, peers, signal=0, count=1, *, stream=None, timeout=None):
@@ -493,7 +493,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         cdef Signals wanted
         if self.state != READY:
             check_alive(self)
-        wanted = shape_wait(self, &o, peers, signal, count)
+        wanted = validate_wait(self, &o, peers, signal, count)
         start_bare(self, &o, wanted, stream, timeout)
 
     def pre_mul_sum(self, scalar, dtype):

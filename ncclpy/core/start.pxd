@@ -2,7 +2,7 @@ from ncclpy.abi.nccl cimport ncclWaitSignalDesc_t
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.arguments.validation cimport Spread
+from ncclpy.core.arguments.validation cimport VectorCollective
 
 
 # The checked number of an operator for a data type, of a root or peer, and the seconds of a deadline. `own_op_code`
@@ -40,8 +40,8 @@ cdef int start_pair(
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
 
 # A collective over parts on this communicator, for the caller to fill in; and its submission, as a group.
-cdef Spread spread_over(Handle comm)
-cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1
+cdef VectorCollective vector_collective(Handle comm)
+cdef int start_vector(Handle comm, VectorCollective vector, object stream, object timeout) except -1
 
 
 # The descriptors of a wait for signals. NCCL copies them in the call.
@@ -54,10 +54,10 @@ cdef class Signals:
 
 # Check the arguments and fill in all of an operation but its stream. `window`, and the Signals returned, must live as
 # long as the operation can be issued.
-cdef int shape_put(
+cdef int validate_put(
     Handle comm, Operation* o, View* s, object send, object window, object peer, object offset, object signal
 ) except -1
 
 
-cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) except -1
-cdef Signals shape_wait(Handle comm, Operation* o, object peers, object signal, object count)
+cdef int validate_signal(Handle comm, Operation* o, object peer, object signal) except -1
+cdef Signals validate_wait(Handle comm, Operation* o, object peers, object signal, object count)

@@ -12,7 +12,7 @@ from ncclpy.core.arguments.datatypes cimport BOOLEAN, BYTES
 from ncclpy.core.runtime.library cimport nccl, require
 from ncclpy.core.arguments.operation cimport ALL_REDUCE, PUT_SIGNAL, SENDRECV, SIGNAL, WAIT_SIGNAL
 from ncclpy.core.arguments.validation cimport (
-    Lowered, cannot_reduce, lacks, lie_apart, lower, new_spread, op_number, read_on_device, type_name,
+    Lowered, cannot_reduce, lacks, lie_apart, lower, new_vector_collective, op_number, read_on_device, type_name,
 )
 from ncclpy.core.window cimport CustomOp, Window, lies_in_window
 from ncclpy.core.runtime.stream cimport as_stream_of
@@ -144,15 +144,15 @@ cdef int start_bare(Handle comm, Operation* operation, object keeps, object stre
     return submit(comm, operation, None, keeps, False, limit)
 
 
-cdef Spread spread_over(Handle comm):
+cdef VectorCollective vector_collective(Handle comm):
     """Return a collective over parts on this communicator, for the caller to fill in."""
-    return new_spread(comm.device, comm.nranks, comm.rank)
+    return new_vector_collective(comm.device, comm.nranks, comm.rank)
 
 
-cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1:
+cdef int start_vector(Handle comm, VectorCollective vector, object stream, object timeout) except -1:
     """Submit a collective over parts, as a group."""
-    cdef Lowered lowered = lower(&spread.operation, comm.rank, comm.nranks, spread.sends, spread.recvs)
-    return _start_lowered(comm, lowered, &spread.view, spread.send, spread.recv, stream, timeout)
+    cdef Lowered lowered = lower(&vector.operation, comm.rank, comm.nranks, vector.sends, vector.recvs)
+    return _start_lowered(comm, lowered, &vector.view, vector.send, vector.recv, stream, timeout)
 
 
 cdef int start_or_lower(
@@ -181,7 +181,7 @@ cdef int _start_lowered(
 cdef object _MOST = 2**63 - 1
 
 
-cdef int shape_put(
+cdef int validate_put(
     Handle comm, Operation* o, View* s, object send, object window, object peer, object offset, object signal
 ) except -1:
     """Fill in a put; for an empty buffer, a signal only."""
@@ -220,7 +220,7 @@ cdef int shape_put(
     return 0
 
 
-cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) except -1:
+cdef int validate_signal(Handle comm, Operation* o, object peer, object signal) except -1:
     """Fill in a signal without a put."""
     require(<void*>nccl.ncclSignal, b"ncclSignal")
     o.root = root_rank(comm.nranks, peer, "peer")
@@ -232,7 +232,7 @@ cdef int shape_signal(Handle comm, Operation* o, object peer, object signal) exc
     return 0
 
 
-cdef Signals shape_wait(Handle comm, Operation* o, object peers, object signal, object count):
+cdef Signals validate_wait(Handle comm, Operation* o, object peers, object signal, object count):
     """Fill in a wait; the caller keeps the returned descriptors as long as the operation."""
     cdef Signals wanted
     require(<void*>nccl.ncclWaitSignal, b"ncclWaitSignal")

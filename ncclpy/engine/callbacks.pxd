@@ -7,20 +7,20 @@ from ncclpy.abi.locks cimport mutex_t
 cdef bint is_plain(object value, int depth=*) noexcept
 
 
-cdef class Message:
+cdef class LazyText:
     cdef str before
     cdef object key
     cdef str after
     cdef str text
 
 
-# A text with a key in it: a str if the key is plain, else a Message.
+# A text with a key in it: a str if the key is plain, else a LazyText.
 cdef object message(str before, object key, str after)
 
-# A text with something before and after it. The text may be a Message.
+# A text with something before and after it. The text may be a LazyText.
 cdef object around(str before, object words, str after)
 
-# A text, which may be a Message, with another end: `cut` returns its last part without what is dropped.
+# A text, which may be a LazyText, with another end: `cut` returns its last part without what is dropped.
 cdef object ended_by(object words, cut, str after)
 
 # A copy of an error with another sentence at its end; the error itself if it has the sentence already.
@@ -29,7 +29,7 @@ cdef object with_sentence(object error, str sentence)
 # The same in place, for an error that only the caller refers to.
 cdef int add_sentence(object error, str sentence) except -1
 
-# What an error says, as a str or a Message.
+# What an error says, as a str or a LazyText.
 cdef object words_of(object error)
 
 
@@ -38,7 +38,7 @@ cdef object words_of(object error)
 
 
 # What the works of one launch report to.
-cdef class Together:
+cdef class LaunchGroup:
     cdef list works  # works in flight, with a reference each
     cdef PyObject* loose  # address of one work in flight without a reference, or NULL
     cdef set more_loose  # addresses of more such works, None if there are none
@@ -57,8 +57,8 @@ cdef class Together:
 cdef class LaunchOwner:
     cdef bint spares  # a failure is reported alone: nothing is aborted
     cdef bint aborts  # it aborts the communicators itself, after the other ranks have been told, or not at all
-    cdef int launch_done(self, Together launch) except -1
-    cdef int launch_failed(self, Together launch, object error) except -1
+    cdef int launch_done(self, LaunchGroup launch) except -1
+    cdef int launch_failed(self, LaunchGroup launch, object error) except -1
 
 
 # The owner of sets of communicators (`CommunicatorSet`).

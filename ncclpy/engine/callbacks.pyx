@@ -17,7 +17,7 @@ another thread lead. So a task may wait for anything, even for a task behind it 
 Python code and does not wait.
 
 Showing a key runs its ``__repr__``, which may take any lock and any time. So a text with a key in it is made when it
-is read, in the thread that reads it; until then it is a `Message`. Keys of plain types are shown at once.
+is read, in the thread that reads it; until then it is a `LazyText`. Keys of plain types are shown at once.
 """
 
 import atexit
@@ -64,7 +64,7 @@ cdef bint is_plain(object value, int depth=_DEPTH) noexcept:
 
 
 @cython.final
-cdef class Message:
+cdef class LazyText:
     """The text of an error that names a key; the text is made when it is read."""
 
     def __str__(self):
@@ -80,33 +80,33 @@ cdef class Message:
 
 
 cdef object message(str before, object key, str after):
-    """Return a text with a key in it: a str if the key is plain, else a `Message`."""
-    cdef Message made
+    """Return a text with a key in it: a str if the key is plain, else a `LazyText`."""
+    cdef LazyText made
     if is_plain(key):
         return before + <str>show(key) + after
-    made = Message.__new__(Message)
+    made = LazyText.__new__(LazyText)
     made.before, made.key, made.after = before, key, after
     return made
 
 
 cdef object around(str before, object words, str after):
     """Return a text between two others."""
-    cdef Message made, inner
-    if type(words) is not Message:
+    cdef LazyText made, inner
+    if type(words) is not LazyText:
         return before + <str>words + after
     inner = words
-    made = Message.__new__(Message)
+    made = LazyText.__new__(LazyText)
     made.before, made.key, made.after = before + inner.before, inner.key, inner.after + after
     return made
 
 
 cdef object ended_by(object words, cut, str after):
     """Return a text with another end: `cut` takes the last part and returns it without what is dropped."""
-    cdef Message made, inner
-    if type(words) is not Message:
+    cdef LazyText made, inner
+    if type(words) is not LazyText:
         return cut(words) + after
     inner = words
-    made = Message.__new__(Message)
+    made = LazyText.__new__(LazyText)
     made.before, made.key, made.after = inner.before, inner.key, cut(inner.after) + after
     return made
 
@@ -145,8 +145,8 @@ cdef bint _takes(object error, str sentence) except -1:
     if sentence is None or not (isinstance(error, NcclError) or type(error) in _PLAIN) or len(error.args) != 1:
         return False
     words = error.args[0]
-    if type(words) is Message:
-        return sentence not in (<Message>words).after
+    if type(words) is LazyText:
+        return sentence not in (<LazyText>words).after
     return isinstance(words, str) and sentence not in words
 
 
@@ -155,13 +155,13 @@ def _without_stop(text):
 
 
 cdef object words_of(object error):
-    """Return what an error says, as a str or a `Message`, without calling a key's ``__repr__``."""
-    if isinstance(error, BaseException) and len(error.args) == 1 and type(error.args[0]) is Message:
+    """Return what an error says, as a str or a `LazyText`, without calling a key's ``__repr__``."""
+    if isinstance(error, BaseException) and len(error.args) == 1 and type(error.args[0]) is LazyText:
         return error.args[0]
     return text_of(error)
 
 
-cdef class Together:
+cdef class LaunchGroup:
     """What the works of one launch share: each work reports its end here, and one that fails makes the others fail.
 
     Below: `work`, `monitor`. Above: `launcher`.
@@ -233,17 +233,17 @@ cdef class LaunchOwner:
     Below: `launcher`. Above: `CommunicatorSet`.
     """
 
-    cdef int launch_done(self, Together launch) except -1:
-        """Note that all works of a launch are done. Threads and locks as for `Together.settled`."""
+    cdef int launch_done(self, LaunchGroup launch) except -1:
+        """Note that all works of a launch are done. Threads and locks as for `LaunchGroup.settled`."""
         raise NotImplementedError
 
-    cdef int launch_failed(self, Together launch, object error) except -1:
+    cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
         An owner that `spares` them aborts none, and their other operations continue. An owner that `aborts` aborts
         them itself, later. Return whether all works of the launch were done in the meantime: then nothing is aborted.
 
-        Threads and locks as for `Together.fail`; called before the works of the launch fail.
+        Threads and locks as for `LaunchGroup.fail`; called before the works of the launch fail.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.calls.batch cimport Step, CallBatch
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Together
+from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, LaunchGroup
 from ncclpy.engine.native cimport ncclpy_job
 from ncclpy.engine.work cimport Work
 
@@ -61,7 +61,7 @@ cdef struct Batch:
     CUresult driver  # result of the driver calls around them
 
 
-cdef class Launch(Together):
+cdef class Launch(LaunchGroup):
     cdef readonly long long id
     cdef unsigned long long signature  # the owner's signature of its operation, see `signature_of`
     cdef Part* parts

@@ -397,7 +397,7 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
     hand_over(some, n)
 
 
-cdef class Launch(Together):
+cdef class Launch(LaunchGroup):
     """Operations of several devices that are launched together and fail together."""
 
     def __dealloc__(self):
@@ -833,7 +833,7 @@ cdef class CommunicatorSet(LaunchOwner):
         self.launches.discard(launch)
         return 0
 
-    cdef int launch_done(self, Together launch) except -1:
+    cdef int launch_done(self, LaunchGroup launch) except -1:
         """Note that all works of a launch are done."""
         cdef Launch done = launch
         self.launches.discard(launch)
@@ -841,7 +841,7 @@ cdef class CommunicatorSet(LaunchOwner):
             self.learn(done.signature)
         return 0
 
-    cdef int launch_failed(self, Together launch, object error) except -1:
+    cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Remove the set from the owner's cache: its communicators are aborted, and the next use makes new ones."""
         self.owner.set_lost(self)
         failure = same_class_as(type(error).__name__)(

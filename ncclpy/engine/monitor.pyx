@@ -199,7 +199,7 @@ _PATIENCE = 2.0
 cdef struct Inbox:
     mutex_t mutex
     vector[Watched] works
-    size_t coming  # how many works have room here and are not handed over yet
+    size_t coming  # how many works have space here and are not handed over yet
 
 # What is watched. Only the monitor's thread uses it; after its end, threads that do its work use it with the GIL.
 cdef struct Watching:
@@ -251,7 +251,7 @@ cdef _Agenda _agenda = _Agenda()
 
 
 cdef int make_room(size_t count) except -1:
-    """Make room for works that will be handed over: a lane could not report that memory is out."""
+    """Make space for works that will be handed over: a lane could not report that memory is out."""
     cdef size_t needed
     mutex_lock(&_inbox.mutex)  # with the GIL: it is held only briefly
     try:

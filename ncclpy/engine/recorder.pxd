@@ -3,7 +3,7 @@ from libc.stdint cimport uint64_t
 from ncclpy.core.arguments.operation cimport Operation
 
 
-cdef extern from "ncclpy/engine/ledger.h" nogil:
+cdef extern from "ncclpy/engine/oplog.h" nogil:
     ctypedef struct ncclpy_noted:
         uint64_t sequence
         uint64_t count
@@ -25,18 +25,18 @@ cdef extern from "ncclpy/engine/ledger.h" nogil:
         uint64_t last
         ncclpy_noted finished
 
-    ctypedef struct ncclpy_ledger:
+    ctypedef struct ncclpy_oplog:
         ncclpy_row rows[2]
 
     const uint64_t NCCLPY_BEHIND
 
-    ncclpy_ledger* ncclpy_ledger_new()
-    void ncclpy_ledger_use(ncclpy_ledger* ledger)
-    void ncclpy_ledger_leave(ncclpy_ledger* ledger)
-    ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what)
-    void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note, int behind)
-    void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment)
-    bint ncclpy_ledger_read(const ncclpy_ledger* ledger, ncclpy_standing* standing)
+    ncclpy_oplog* ncclpy_oplog_new()
+    void ncclpy_oplog_use(ncclpy_oplog* oplog)
+    void ncclpy_oplog_leave(ncclpy_oplog* oplog)
+    ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_noted* what)
+    void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int behind)
+    void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment)
+    bint ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_standing* status)
     uint64_t ncclpy_bits_of(double moment)
     double ncclpy_moment_of(uint64_t bits)
 
@@ -50,14 +50,14 @@ cdef inline uint64_t beside_of(int op, int root) noexcept nogil:
 
 
 # What a store's client is given to publish a rank's status by itself.
-cdef struct Source:  # see bootstrap/native/teller.hpp
+cdef struct Source:  # see bootstrap/native/publisher.hpp
     void* what
-    size_t (*tell)(void* what, char* at, size_t room, size_t* lasting) noexcept nogil
+    size_t (*tell)(void* what, char* at, size_t space, size_t* lasting) noexcept nogil
 
 
 # What a rank has begun and finished in one process group.
-cdef class Ledger:
-    cdef ncclpy_ledger* ledger
+cdef class OpLog:
+    cdef ncclpy_oplog* oplog
     cdef Source given
 
     # The sequence number of the last collective that is done, None if there is none.
@@ -100,18 +100,18 @@ cdef class Entry:
     cdef str communicator
     cdef object code  # of the calling Python function, None without one; `at` is the position in it
     cdef int at
-    cdef object error  # a str, or a Message
-    cdef ncclpy_ledger* ledger  # of the process group in which it is noted; NULL elsewhere
-    cdef ncclpy_note* noted  # its note in `ledger`, until it has ended
+    cdef object error  # a str, or a LazyText
+    cdef ncclpy_oplog* oplog  # of the process group in which it is noted; NULL elsewhere
+    cdef ncclpy_note* noted  # its note in `oplog`, until it has ended
 
-    cdef int note(self, ncclpy_ledger* ledger) except -1
+    cdef int note(self, ncclpy_oplog* oplog) except -1
     cdef int done(self, bint well, double moment) except -1
     cdef void place(self, bint behind) noexcept
 
 
 cdef Entry new_entry()
 
-# What an entry says of its operation, under the names of `Began` (peers/standing.py).
+# What an entry says of its operation, under the names of `Began` (peers/rank_state.py).
 cdef dict began_of(Entry entry)
 
 # The name of the method that was called, or "barrier".

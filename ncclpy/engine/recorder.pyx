@@ -1,4 +1,4 @@
-"""The flight recorder of operations, and the ledger of operations in flight, which is read without the GIL.
+"""The flight recorder of operations, and the operation log of operations in flight, which is read without the GIL.
 
 With `record_all` it also records the calls of plain communicators.
 
@@ -98,8 +98,8 @@ _fill(_types, _texts[1])
 _fill(_reductions, _texts[2])
 
 
-cdef int _write(char* at, size_t room, const ncclpy_noted* what) noexcept nogil:
-    """Write an operation as JSON with the names of `Began` (peers/standing.py); return its length."""
+cdef int _write(char* at, size_t space, const ncclpy_noted* what) noexcept nogil:
+    """Write an operation as JSON with the names of `Began` (peers/rank_state.py); return its length."""
     cdef int kind = what.call & 0xffff, datatype = what.call >> 16 & 0xffff
     cdef int op = <int><unsigned int>(what.beside >> 32), root = <int><unsigned int>what.beside
     cdef const char* name = b"operation"
@@ -123,25 +123,25 @@ cdef int _write(char* at, size_t room, const ncclpy_noted* what) noexcept nogil:
     else:
         snprintf(number, sizeof(number), b"%d", root)
     return snprintf(
-        at, room, b"{\"operation\":\"%s\",\"seq\":%lld,\"dtype\":\"%s\",\"count\":%llu,\"op\":%s,\"root\":%s}",
+        at, space, b"{\"operation\":\"%s\",\"seq\":%lld,\"dtype\":\"%s\",\"count\":%llu,\"op\":%s,\"root\":%s}",
         name, <long long>what.sequence, dtype, <unsigned long long>what.count, reduction, number,
     )
 
 
-cdef int _write_or_null(char* at, size_t room, const char* name, bint there, const ncclpy_noted* what) noexcept nogil:
-    cdef int length = snprintf(at, room, b"\"%s\":", name)
+cdef int _write_or_null(char* at, size_t space, const char* name, bint there, const ncclpy_noted* what) noexcept nogil:
+    cdef int length = snprintf(at, space, b"\"%s\":", name)
     if there:
-        return length + _write(at + length, room - length, what)
-    return length + snprintf(at + length, room - length, b"null")
+        return length + _write(at + length, space - length, what)
+    return length + snprintf(at + length, space - length, b"null")
 
 
-cdef int _write_moment(char* at, size_t room, const char* name, double moment) noexcept nogil:
+cdef int _write_moment(char* at, size_t space, const char* name, double moment) noexcept nogil:
     """Write a moment of the wall clock. Not with %f: its decimal point depends on the locale."""
     cdef long long micros = <long long>(moment * 1e6)
-    return snprintf(at, room, b",\"%s\":%lld.%06lld", name, micros // 1000000, micros % 1000000)
+    return snprintf(at, space, b",\"%s\":%lld.%06lld", name, micros // 1000000, micros % 1000000)
 
 
-cdef size_t _tell(void* ledger, char* at, size_t room, size_t* lasting) noexcept nogil:
+cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept nogil:
     """Write a standing as JSON without the closing brace, and return its length; 0 if it cannot be read.
 
     The first `lasting` bytes change only if the rank makes progress.
@@ -150,46 +150,46 @@ cdef size_t _tell(void* ledger, char* at, size_t room, size_t* lasting) noexcept
     cdef timespec wall
     cdef double began, real
     cdef int length
-    if room < _ROOM or not ncclpy_ledger_read(<const ncclpy_ledger*>ledger, &found):
+    if space < _ROOM or not ncclpy_oplog_read(<const ncclpy_oplog*>oplog, &found):
         return 0
     at[0] = b"{"
-    length = 1 + _write_or_null(at + 1, room - 1, b"current", found.has_current, &found.current)
+    length = 1 + _write_or_null(at + 1, space - 1, b"current", found.has_current, &found.current)
     at[length] = b","
     length += 1
-    length += _write_or_null(at + length, room - length, b"finished", found.has_finished, &found.finished)
+    length += _write_or_null(at + length, space - length, b"finished", found.has_finished, &found.finished)
     if found.has_current and found.current.call & NCCLPY_BEHIND:
-        length += snprintf(at + length, room - length, b",\"behind\":true")
+        length += snprintf(at + length, space - length, b",\"behind\":true")
     lasting[0] = length
     clock_gettime(CLOCK_REALTIME, &wall)
     real = wall.tv_sec + wall.tv_nsec * 1e-9
     if found.has_current or found.has_finished:
         began = ncclpy_moment_of(found.current.began if found.has_current else found.finished.done)
-        length += _write_moment(at + length, room - length, b"since", real - (now() - began))
+        length += _write_moment(at + length, space - length, b"since", real - (now() - began))
     else:
-        length += snprintf(at + length, room - length, b",\"since\":null")
-    return length + _write_moment(at + length, room - length, b"at", real)
+        length += snprintf(at + length, space - length, b",\"since\":null")
+    return length + _write_moment(at + length, space - length, b"at", real)
 
 
-cdef class Ledger:
+cdef class OpLog:
     """What this rank has begun in one process group and not finished, and what it has finished last."""
 
     def __cinit__(self):
-        self.ledger = ncclpy_ledger_new()
-        if self.ledger == NULL:
+        self.oplog = ncclpy_oplog_new()
+        if self.oplog == NULL:
             raise MemoryError
-        self.given.what, self.given.tell = self.ledger, _tell
+        self.given.what, self.given.tell = self.oplog, _tell
 
     def __dealloc__(self):
-        if self.ledger != NULL:
-            ncclpy_ledger_leave(self.ledger)
+        if self.oplog != NULL:
+            ncclpy_oplog_leave(self.oplog)
 
-    def standing(self):
+    def status(self):
         """Return the standing with JSON's types: ``current``, ``finished`` and ``since``.
 
         Also ``behind``, if what produces the input of the current operation is not done.
         """
         cdef char at[_ROOM]
-        cdef size_t lasting, length = _tell(self.ledger, at, sizeof(at), &lasting)  # the GIL excludes writers
+        cdef size_t lasting, length = _tell(self.oplog, at, sizeof(at), &lasting)  # the GIL excludes writers
         found = json.loads(at[:length] + b"}")
         del found["at"]  # the time of this call
         return found
@@ -199,7 +199,7 @@ cdef class Ledger:
         return PyCapsule_New(&self.given, b"ncclpy.source", NULL)
 
     cdef object last_finished(self):
-        return self.ledger.rows[0].finished.sequence if self.ledger.rows[0].last else None
+        return self.oplog.rows[0].finished.sequence if self.oplog.rows[0].last else None
 
 
 cdef extern from "ncclpy/engine/site.h":
@@ -243,36 +243,36 @@ cdef class Entry:
     """One recorded operation."""
 
     def __dealloc__(self):
-        if self.ledger != NULL:
+        if self.oplog != NULL:
             self.done(False, 0.0)
-            ncclpy_ledger_leave(self.ledger)
+            ncclpy_oplog_leave(self.oplog)
 
-    cdef int note(self, ncclpy_ledger* ledger) except -1:
-        """Note the operation in a process group's ledger, with its present values."""
+    cdef int note(self, ncclpy_oplog* oplog) except -1:
+        """Note the operation in a process group's operation log, with its present values."""
         cdef ncclpy_noted what
-        if self.ledger != NULL:
+        if self.oplog != NULL:
             return 0
         what.sequence, what.count = self.sequence, self.count
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
         what.beside = beside_of(self.op, self.root)
-        self.noted = ncclpy_ledger_begin(ledger, self.pair, &what)  # NULL if memory is out: then the ledger lacks it
-        ncclpy_ledger_use(ledger)
-        self.ledger = ledger
+        self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)  # NULL if memory is out: then the operation log lacks it
+        ncclpy_oplog_use(oplog)
+        self.oplog = oplog
         return 0
 
     cdef int done(self, bint well, double moment) except -1:
-        """Note in the ledger that the operation has ended, and whether it succeeded."""
+        """Note in the operation log that the operation has ended, and whether it succeeded."""
         cdef ncclpy_note* noted = self.noted
         if noted != NULL:
             self.noted = NULL
-            ncclpy_ledger_end(self.ledger, self.pair, noted, well, moment)
+            ncclpy_oplog_end(self.oplog, self.pair, noted, well, moment)
         return 0
 
     cdef void place(self, bint behind) noexcept:
-        """Note in the ledger whether the device still waits for what produces the input."""
+        """Note in the operation log whether the device still waits for what produces the input."""
         if self.noted != NULL:
-            ncclpy_ledger_place(self.ledger, self.noted, behind)
+            ncclpy_oplog_place(self.oplog, self.noted, behind)
 
     def _as_dict(self):
         return {

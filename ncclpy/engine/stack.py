@@ -48,13 +48,13 @@ def as_stack(told: Any) -> tuple[str, ...]:
     """Return a stack that another process has sent, within the same bounds; empty if it is not a stack."""
     if not isinstance(told, (list, tuple)):
         return ()
-    found, room = [], _BYTES
+    found, space = [], _BYTES
     for each in told[:_FRAMES]:
         if not isinstance(each, str):
             return ()
         line = "".join(sign if sign.isprintable() else "?" for sign in each[: _FILE + _FUNCTION + 20])
-        room -= len(json.dumps(line)) + 2
-        if room < 0:
+        space -= len(json.dumps(line)) + 2
+        if space < 0:
             break
         found.append(line)
     return tuple(found)

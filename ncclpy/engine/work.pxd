@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.engine.callbacks cimport Awaited, Together
+from ncclpy.engine.callbacks cimport Awaited, LaunchGroup
 from ncclpy.engine.recorder cimport Entry
 
 
@@ -70,10 +70,10 @@ cdef class Work:
     cdef object maker  # makes the result where it is made on demand; several threads may call it
     cdef object error
     cdef list callbacks
-    cdef Together launch  # the launch that it is part of, until the monitor releases the work
+    cdef LaunchGroup launch  # the launch that it is part of, until the monitor releases the work
     cdef int failing  # whether a task is about to fail it, or has: NOT_FAILING to HAS_FAILED
     cdef bint over  # whether lane and device are done with it; the monitor releases it once it is settled
-    cdef Awaited gathering  # what it waits for before the launch
+    cdef Awaited awaits  # what it waits for before the launch
     cdef bint loose  # whether its arrays were released while it runs
     cdef bint lent  # only the user has a reference: the monitor's was given up early, see `loosen`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result

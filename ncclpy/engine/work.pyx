@@ -41,7 +41,7 @@ from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    Together, add_sentence, begin_callback, end_callback, ended_by, internal_executor, hurry_monitor, is_plain, is_quiet, message, wake_monitor,
+    LaunchGroup, add_sentence, begin_callback, end_callback, ended_by, internal_executor, hurry_monitor, is_plain, is_quiet, message, wake_monitor,
     step_aside, user_executor, with_sentence, words_of,
 )
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
@@ -164,7 +164,7 @@ cdef extern from "string.h" nogil:
 
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
     """Return whether a work was not launched because of an earlier failed call, which ends it too and says why."""
-    cdef Together launch = work.launch
+    cdef LaunchGroup launch = work.launch
     if <int>watched.result != WAS_ABORTED or work.handle is None or work.handle.state == ABORTED:
         return False
     return launch is not None and not launch.is_spared()
@@ -208,7 +208,7 @@ cdef class _Failing:
 
     def __call__(self):
         cdef Work work = self.work
-        cdef Together launch
+        cdef LaunchGroup launch
         try:
             if not work.is_settled():
                 error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
@@ -226,7 +226,7 @@ cdef class _Failing:
 cdef object _trouble(Work work, ncclResult_t result):
     """Return as an exception what is wrong with a work: its communicator's state or result, else its deadline."""
     cdef Handle handle = work.handle
-    cdef Together launch = work.launch
+    cdef LaunchGroup launch = work.launch
     cdef const char* words = NULL
     if handle is not None and handle.state == ABORTED:
         return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
@@ -272,7 +272,7 @@ def add_answer(error, said, states):
 cdef object _launch_error(Work work, const Watched* watched):
     """Return as an exception the failure of a launch, or of the device."""
     cdef const char* function = function_of(watched.kind)
-    cdef Together launch = work.launch
+    cdef LaunchGroup launch = work.launch
     if <int>watched.result == WAS_ABORTED and work.handle is not None and work.handle.state != ABORTED and (
         launch is not None and launch.is_spared()
     ):
@@ -413,7 +413,7 @@ What an asynchronous operation returns.
 
         It runs no code of users: any thread may call it, under any lock. `tidy` should follow where that may run.
         """
-        cdef Together launch
+        cdef LaunchGroup launch
         cdef float milliseconds
         cdef CUresult result
         cdef CUstreamCaptureMode mode
@@ -447,7 +447,7 @@ What an asynchronous operation returns.
     cdef int tidy(self) except -1:
         """Drop what a settled work does not need. After an error it may still run: then the buffers stay."""
         self.handle = None
-        self.gathering = None
+        self.awaits = None
         if self.launch is None or load(&self.phase) == COMPLETED:
             self.held = None
         return 0
@@ -471,7 +471,7 @@ What an asynchronous operation returns.
 
     cdef int let_go(self) except -1:
         """Release what lane and device might have used."""
-        cdef Together launch = self.launch
+        cdef LaunchGroup launch = self.launch
         self.tidy()
         if self.loose and launch is not None:
             launch.forget(self)
@@ -486,7 +486,7 @@ What an asynchronous operation returns.
         too, so that an output that the user drops later is freed at once. If the user drops the work before it ends,
         `__del__` gives the monitor its reference back.
         """
-        cdef Together launch
+        cdef LaunchGroup launch
         if (
             self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another stream in each thread
@@ -522,7 +522,7 @@ What an asynchronous operation returns.
     cdef bint is_shared(self) noexcept:
         """Return whether `let_go` and dropping the caller's reference after it can run no code of users."""
         cdef PyObject* held = <PyObject*>self.held
-        if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.gathering):
+        if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.awaits):
             return False
         if Py_REFCNT(<PyObject*>self) > 1:
             return True
@@ -554,7 +554,7 @@ What an asynchronous operation returns.
         return 0
 
     cdef object say(self, str what):
-        """Return a text that begins with the work's name; a `Message` if it has a key of a user's type."""
+        """Return a text that begins with the work's name; a `LazyText` if it has a key of a user's type."""
         cdef Entry entry = self.entry
         name = f"{called(entry)} on device {self.device}"
         return f"{name} {what}" if entry.key is None else message(f"{name}, key ", entry.key, f", {what}")
@@ -603,7 +603,7 @@ What an asynchronous operation returns.
         """Query the device, if it is launched; return whether it is done."""
         cdef CUresult result
         cdef CUstreamCaptureMode mode
-        cdef Together launch = self.launch
+        cdef LaunchGroup launch = self.launch
         if load(&self.phase) != LAUNCHED:
             return self.is_settled()
         require_driver()
@@ -635,7 +635,7 @@ What an asynchronous operation returns.
         cdef bint helped = False, told = False
         cdef CUstreamCaptureMode mode
         cdef int seen
-        cdef Awaited awaited = self.gathering
+        cdef Awaited awaited = self.awaits
         require_driver()
         if awaited is not None:
             awaited.may_wait()
@@ -708,7 +708,7 @@ What an asynchronous operation returns.
         finally:
             self.waiter = 0  # it may read by a stream from here on
         if not ended:
-            state, awaited = self.state, self.gathering  # showing a key may settle it and drop these
+            state, awaited = self.state, self.awaits  # showing a key may settle it and drop these
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
             error = NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
             add_sentence(error, where_called(self.entry))

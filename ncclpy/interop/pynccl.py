@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ncclpy.bootstrap.adapters import as_store
-from ncclpy.bootstrap.asked import TIMEOUT
+from ncclpy.bootstrap.store_arguments import TIMEOUT
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.runtime.device import current, device_count

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ncclpy.bootstrap.asked import as_key
 from ncclpy.bootstrap.local import summed
 from ncclpy.bootstrap.store import Store, StoreError, StoreLost
+from ncclpy.bootstrap.store_arguments import as_key
 
 T = TypeVar("T")
 

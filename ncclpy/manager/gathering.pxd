@@ -82,12 +82,12 @@ cdef class Stalled:
     cdef double moment
 
 
-cdef class Ensemble(CommunicatorSet):
+cdef class DeviceSet(CommunicatorSet):
     cdef list waiting  # gatherings that are complete before the communicators are made
     cdef object meets  # meets the other processes in the store, returns `CommunicatorStatus`; None without a store
     cdef object peer_status  # the `CommunicatorStatus`, after the meeting and until these ranks leave; else None
     cdef object left  # what these ranks told when they left, None before
-    cdef dict ledgers  # by rank, a `Ledger` of what each rank here begins; None without a store
+    cdef dict oplogs  # by rank, a `OpLog` of what each rank here begins; None without a store
     cdef bint meeting  # whether the meeting is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
@@ -103,4 +103,4 @@ cdef class Ensemble(CommunicatorSet):
 
 
 cdef tuple ranks_of(Gathering gathering)
-cdef int check_members(Ensemble ensemble, Gathering gathering, tuple devices) except -1
+cdef int check_members(DeviceSet device_set, Gathering gathering, tuple devices) except -1

@@ -26,8 +26,8 @@ from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.work cimport Work, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.native cimport load
-from ncclpy.engine.callbacks cimport Awaited, Together, is_plain, message
-from ncclpy.engine.recorder cimport Ledger, began_of
+from ncclpy.engine.callbacks cimport Awaited, LaunchGroup, is_plain, message
+from ncclpy.engine.recorder cimport OpLog, began_of
 
 from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime.stream_readers import raise_in_readers
@@ -434,7 +434,7 @@ cdef double _LEAVES = 1.0
 cdef double _ASKS_AGAIN = 1.0
 
 
-cdef class Ensemble(CommunicatorSet):
+cdef class DeviceSet(CommunicatorSet):
     """Communicators that launch gatherings."""
 
     def __cinit__(self, *args):
@@ -444,15 +444,15 @@ cdef class Ensemble(CommunicatorSet):
         """Have the processes of these communicators meet in the store, if there is one, before they are made."""
         if store is None or len(self.devices) == self.nranks:
             return 0
-        from ncclpy.manager.nodes import meet  # most Managers need no store
+        from ncclpy.manager.process_rendezvous import meet  # most Managers need no store
 
         self.gathered, self.meeting, self.making = gatherings, True, True
-        self.ledgers = {rank: Ledger() for rank in self.ranks}
+        self.oplogs = {rank: OpLog() for rank in self.ranks}
         self.name = hashlib.blake2b(gathering.communicator_key, digest_size=4).hexdigest()
         self.meets = functools.partial(
             meet, store, gathering.communicator_key, self.name, dict(zip(self.ranks, self.devices)), self.nranks,
-            gathering.timeout, _sayer_of(gathering), _asker_of(self), weakref.ref(self), Ensemble.standing, self.ledgers,
-            Ensemble.ended,
+            gathering.timeout, _sayer_of(gathering), _asker_of(self), weakref.ref(self), DeviceSet.status, self.oplogs,
+            DeviceSet.ended,
         )
         self.aborts = True
         work.listen(self)
@@ -473,18 +473,18 @@ cdef class Ensemble(CommunicatorSet):
                 peer_status.leave(*self.left)
         CommunicatorSet._make(self, unique_id, config)
         if peer_status is not None:
-            from ncclpy.manager.nodes import forget
+            from ncclpy.manager.process_rendezvous import forget
 
             if self.state == MADE:
                 forget(peer_status)
             else:
                 peer_status.leave()
 
-    def standing(self, int rank):
+    def status(self, int rank):
         """Return what a local rank does, with JSON's types; also if it waits for others of this process."""
         cdef Gathering gathering
         cdef Participant one
-        told = self.ledgers[rank].standing()
+        told = self.oplogs[rank].status()
         if told["current"] is None:
             for gathering in self.waiting + list(self.gathered.values()):
                 if gathering.communicator_key == self.key:
@@ -511,7 +511,7 @@ cdef class Ensemble(CommunicatorSet):
             _log.warning("communicator %s could not ask what its ranks do", self.name, exc_info=True)
         return 0
 
-    cdef int launch_failed(self, Together launch, object error) except -1:
+    cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Ask first what the ranks do, since an abort here ends the operations of the other ranks too.
 
         The operation may be done before they answer; then only its deadline has passed, and nothing fails.
@@ -722,14 +722,14 @@ cdef class Ensemble(CommunicatorSet):
         for i, participant in enumerate(gathering.participants):
             comm = self.comms[i]
             participant.work.limit = FOREVER if gathering.timeout == FOREVER else moment + gathering.timeout
-            participant.work.gathering = None
+            participant.work.awaits = None
             participant.work.entry.communicator = self.name
             participant.work.entry.sequence = self.sequence
             participant.work.entry.rank = comm.rank
             participant.work.entry.root = gathering.root
             participant.work.entry.nranks = comm.nranks
-            if self.ledgers is not None:
-                participant.work.entry.note((<Ledger>self.ledgers[comm.rank]).ledger)
+            if self.oplogs is not None:
+                participant.work.entry.note((<OpLog>self.oplogs[comm.rank]).oplog)
             _describe(&operation, gathering, participant, (<Stream>self.streams[i]).raw)
             _add(launch, comm, &operation, participant.work)
         self.sequence += 1
@@ -754,9 +754,9 @@ def _again(reference):
     """Return a function that asks once more, without keeping the communicators alive."""
 
     def ask():
-        ensemble = reference()
-        if ensemble is not None:
-            ensemble.ask_after_stop()
+        device_set = reference()
+        if device_set is not None:
+            device_set.ask_after_stop()
 
     return ask
 
@@ -766,9 +766,9 @@ def _sayer_of(Gathering gathering not None):
     return lambda what: gathering.say(what)
 
 
-def _asker_of(Ensemble ensemble not None):
+def _asker_of(DeviceSet device_set not None):
     """Return a function that tells whether the communicators are still to be made."""
-    return lambda: ensemble.state != GONE
+    return lambda: device_set.state != GONE
 
 
 cdef tuple ranks_of(Gathering gathering):
@@ -779,13 +779,13 @@ cdef tuple ranks_of(Gathering gathering):
     return tuple(range(len(gathering.participants)))
 
 
-cdef int check_members(Ensemble ensemble, Gathering gathering, tuple devices) except -1:
+cdef int check_members(DeviceSet device_set, Gathering gathering, tuple devices) except -1:
     """Raise if a communicator key is used with other devices or ranks than when its communicators were made."""
     ranks = ranks_of(gathering)
-    if devices != ensemble.devices or ranks != ensemble.ranks or gathering.num_global != ensemble.nranks:
+    if devices != device_set.devices or ranks != device_set.ranks or gathering.num_global != device_set.nranks:
         raise ValueError(gathering.say(
-            f"its communicator key stands for ranks {list(ensemble.ranks)} of {ensemble.nranks} on devices "
-            f"{list(ensemble.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
+            f"its communicator key stands for ranks {list(device_set.ranks)} of {device_set.nranks} on devices "
+            f"{list(device_set.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
             f"{list(devices)}; other members need a key of their own"
         ))
     return 0

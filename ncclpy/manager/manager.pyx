@@ -16,7 +16,7 @@ from ncclpy.engine.launcher cimport GONE, MADE, MAKING, CommunicatorSet, Launch,
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, new_work, yield_to_others
 from ncclpy.manager.gathering cimport (
-    Ensemble, Gathering, Key, Participant, Stalled, check_members, new_gathering, new_key, ranks_of,
+    DeviceSet, Gathering, Key, Participant, Stalled, check_members, new_gathering, new_key, ranks_of,
 )
 from ncclpy.manager.participants cimport Participants
 
@@ -209,7 +209,7 @@ Gather the participants of collectives by key and launch each collective when al
         """Add a participant, and launch the collective if it is the last one."""
         cdef Key named = new_key(key)
         cdef Gathering gathering
-        cdef Ensemble comm_set
+        cdef DeviceSet comm_set
         cdef Launch lent = None
         cdef Work work
         if on_done is not None and not callable(on_done):
@@ -276,7 +276,7 @@ Gather the participants of collectives by key and launch each collective when al
         gathering.check(one)
         if signal is not None:
             del self.signalled[signal]
-        one.work.gathering = gathering
+        one.work.awaits = gathering
         gathering.join(one)
         if one.limit < gathering.timeout:
             gathering.timeout = one.limit
@@ -302,13 +302,13 @@ Gather the participants of collectives by key and launch each collective when al
         if self.reason is not None:
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
-    cdef Ensemble _start(self, Gathering gathering):
+    cdef DeviceSet _start(self, Gathering gathering):
         """Give a complete gathering to its communicators, or fail it.
 
         Return the communicators if they are MADE, so that the caller launches the collective, or if the caller has to
         make them without the lock; None if there is nothing to do.
         """
-        cdef Ensemble comm_set, making = None
+        cdef DeviceSet comm_set, making = None
         cdef Participant one
         if gathering.listed:
             self.gatherings.pop(gathering.key, None)
@@ -322,7 +322,7 @@ Gather the participants of collectives by key and launch each collective when al
         comm_set = self.comm_sets.get(name)
         try:
             if comm_set is None:
-                comm_set = making = Ensemble(
+                comm_set = making = DeviceSet(
                     _Owner(self), name, devices, ranks_of(gathering), gathering.num_global, self.site
                 )
                 self.made += 1
@@ -343,7 +343,7 @@ Gather the participants of collectives by key and launch each collective when al
             self._sweep_later(gathering.timeout)
         return making
 
-    cdef int _make(self, Ensemble comm_set, Gathering gathering) except -1:
+    cdef int _make(self, DeviceSet comm_set, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since starting a thread runs Python and waits."""
         try:
             comm_set.meet_in(self.store, self.gatherings, gathering)
@@ -359,7 +359,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     def _made(self, comm_set, comms, error):
         """Take the result of making communicators, from the thread that has made them."""
-        cdef Ensemble made = comm_set
+        cdef DeviceSet made = comm_set
         cdef Gathering gathering
         idle, launched, streams = [], [], []
         if error is None:
@@ -395,7 +395,7 @@ Gather the participants of collectives by key and launch each collective when al
             del self.comm_sets[comm_set.key]
         return found
 
-    def _lost(self, Ensemble comm_set not None):
+    def _lost(self, DeviceSet comm_set not None):
         """Remove an unusable set of communicators from the cache."""
         with self.lock:
             comm_set.state = GONE
@@ -410,7 +410,7 @@ Gather the participants of collectives by key and launch each collective when al
         It may come before the first participant of the key, and counts for one execution: each needs its own signal.
         """
         cdef Gathering gathering
-        cdef Ensemble comm_set = None
+        cdef DeviceSet comm_set = None
         cdef Launch lent = None
         cdef Key named = new_key(key)
         while True:
@@ -456,7 +456,7 @@ Gather the participants of collectives by key and launch each collective when al
     def _sweep(self):
         """Fail overdue gatherings, warn of those that wait for long, and schedule the next check if any is left."""
         cdef Gathering gathering, first
-        cdef Ensemble comm_set
+        cdef DeviceSet comm_set
         cdef double moment = now(), shortest = FOREVER
         late, stalled, unmade = [], [], []
         with self.lock:

@@ -7,14 +7,14 @@ from ncclpy.core.arguments.buffers cimport View, read_view
 from ncclpy.core.runtime.device cimport as_device, known_devices
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport (
-    shape_all_gather,
-    shape_all_reduce,
-    shape_all_to_all,
-    shape_broadcast,
-    shape_gather,
-    shape_reduce,
-    shape_reduce_scatter,
-    shape_scatter,
+    validate_all_gather,
+    validate_all_reduce,
+    validate_all_to_all,
+    validate_broadcast,
+    validate_gather,
+    validate_reduce,
+    validate_reduce_scatter,
+    validate_scatter,
 )
 from ncclpy.core.start cimport own_op_code
 from ncclpy.core.runtime.wait cimport as_timeout
@@ -83,7 +83,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_all_reduce(&o, &s, &r, send, recv, one.device)
+        validate_all_reduce(&o, &s, &r, send, recv, one.device)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
@@ -115,7 +115,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_all_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
+        validate_all_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
 
@@ -148,7 +148,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
+        validate_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
@@ -180,7 +180,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_all_to_all(&o, &s, &r, send, recv, one.device, one.num_global)
+        validate_all_to_all(&o, &s, &r, send, recv, one.device, one.num_global)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
 
@@ -214,7 +214,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_broadcast(&o, &s, &r, send, recv, one.device, True)
+        validate_broadcast(&o, &s, &r, send, recv, one.device, True)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 
@@ -246,7 +246,7 @@ cdef class Participants:
             recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_broadcast(&o, &s, &r, None, recv, one.device, False)
+        validate_broadcast(&o, &s, &r, None, recv, one.device, False)
         one.bring(&o, &r)
         return self.add(key, one, &r, recv, recv, stream, on_done)
 
@@ -280,7 +280,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_reduce(&o, &s, &r, send, None, one.device, False)
+        validate_reduce(&o, &s, &r, send, None, one.device, False)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, None, stream, on_done)
@@ -317,7 +317,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_reduce(&o, &s, &r, send, recv, one.device, True)
+        validate_reduce(&o, &s, &r, send, recv, one.device, True)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
@@ -350,7 +350,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_gather(&o, &s, &r, send, None, one.device, one.num_global, one.global_rank, False)
+        validate_gather(&o, &s, &r, send, None, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, None, stream, on_done)
 
@@ -384,7 +384,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
+        validate_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
 
@@ -418,7 +418,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
+        validate_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
 
@@ -450,7 +450,7 @@ cdef class Participants:
             recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_scatter(&o, &s, &r, None, recv, one.device, one.num_global, one.global_rank, False)
+        validate_scatter(&o, &s, &r, None, recv, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &r)
         return self.add(key, one, &r, recv, recv, stream, on_done)
 

@@ -36,12 +36,12 @@ from ncclpy.core.runtime.device cimport (
 )
 from ncclpy.core.runtime.library cimport abort_preempts, check, driver, host_engine, nccl, require, version_code
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
-from ncclpy.memory.residency cimport (
+from ncclpy.memory.comm_segments cimport (
     HookKeeper, check_added, dismiss, enlist, free_some, has_been_ended, open_registry, part, segments, taking_part,
     visit_all, wake_reaper,
 )
 from ncclpy.memory.segments cimport (
-    ADDED, GONE, HAS_ENDED, IS_ENDING, LEFT_BEHIND, NOT_ENDED, OVERLAPS, REFUSALS, UNKNOWN, Counters, Resident,
+    ADDED, GONE, HAS_ENDED, IS_ENDING, LEFT_BEHIND, NOT_ENDED, OVERLAPS, REFUSALS, UNKNOWN, Counters, CommSegments,
     Segment, free_resident,
 )
 
@@ -215,7 +215,7 @@ cdef object _result(int number):
         return str(number)
 
 
-cdef list _seen(const Resident* resident, object device):
+cdef list _seen(const CommSegments* resident, object device):
     cdef vector[Segment] seen = segments.live(resident)
     cdef size_t i
     return [
@@ -248,13 +248,13 @@ cdef extern from *:
 
     /* Communicators that one thread aborts together, because of one segment. */
     struct ncclpy_endings {
-      std::vector<ncclpy::Resident*> residents;
+      std::vector<ncclpy::CommSegments*> residents;
       std::vector<ncclComm_t> raws;  // for each its guard at first, then its handle
       bool grouped;
       std::vector<ncclpy_taken> taken;  // for each what it has registered
     };
 
-    static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::Resident** residents, size_t count, bool grouped) {
+    static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::CommSegments** residents, size_t count, bool grouped) {
       try {
         auto* endings = new ncclpy_endings{{residents, residents + count}, std::vector<ncclComm_t>(count), grouped,
                                            std::vector<ncclpy_taken>(count)};
@@ -268,9 +268,9 @@ cdef extern from *:
       }
       return false;
     }
-    static bool ncclpy_claims(ncclpy::Resident* resident) {
-      int before = ncclpy::Resident::not_ended;
-      return resident->ending.compare_exchange_strong(before, ncclpy::Resident::is_ending);
+    static bool ncclpy_claims(ncclpy::CommSegments* resident) {
+      int before = ncclpy::CommSegments::not_ended;
+      return resident->ending.compare_exchange_strong(before, ncclpy::CommSegments::is_ending);
     }
     static void ncclpy_forget(ncclpy_endings* endings) { delete endings; }
     """
@@ -279,12 +279,12 @@ cdef extern from *:
         size_t count
         bint guard_aborted
     cdef cppclass Endings "ncclpy_endings":
-        vector[Resident*] residents
+        vector[CommSegments*] residents
         vector[ncclComm_t] raws
         bint grouped
         vector[Taken] taken
-    bint begin "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, Resident** some, size_t count, bint grouped) nogil
-    bint claims "ncclpy_claims"(Resident* resident) nogil
+    bint begin "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, CommSegments** some, size_t count, bint grouped) nogil
+    bint claims "ncclpy_claims"(CommSegments* resident) nogil
     void forget "ncclpy_forget"(Endings* endings) nogil
 
 # How long an abort begun here may take, and within that how long it waits for a call that holds a communicator's lock:
@@ -345,8 +345,8 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
 
 cdef void _visit(uint64_t number) noexcept nogil:
     """Deregister a segment at the communicators that hold it, except where a thread is inside the communicator."""
-    cdef vector[Resident*] holders
-    cdef Resident* resident
+    cdef vector[CommSegments*] holders
+    cdef CommSegments* resident
     cdef size_t i
     cdef bint lent
     if not segments.holders(number, &holders):
@@ -364,7 +364,7 @@ cdef void _visit(uint64_t number) noexcept nogil:
         free_resident(resident)
 
 
-cdef void _let_out(Resident* resident) noexcept nogil:
+cdef void _let_out(CommSegments* resident) noexcept nogil:
     cdef void* handle = resident.weak.target
     cdef bint lent
     if not lock_within(&(<Handle>handle).mutex, 0):
@@ -382,7 +382,7 @@ cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
 
     False if that could not be begun for all of them; the others stay unclaimed, for another try.
     """
-    cdef vector[Resident*] holders
+    cdef vector[CommSegments*] holders
     cdef size_t i, each, ours = 0, given_up = 0
     if not segments.holders(number, &holders):
         return False
@@ -403,7 +403,7 @@ cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
     return given_up == 0
 
 
-cdef void _give_up(Resident** some, size_t count) noexcept nogil:
+cdef void _give_up(CommSegments** some, size_t count) noexcept nogil:
     cdef size_t i
     for i in range(count):
         some[i].ending.store(NOT_ENDED)
@@ -413,7 +413,7 @@ cdef void _give_up(Resident** some, size_t count) noexcept nogil:
 cdef void _abort(Endings* endings) noexcept nogil:
     """Abort communicators as `core/handles/abort` does: first the guards, to free stuck threads, then the handles."""
     cdef vector[ncclComm_t]* raws = &endings.raws
-    cdef Resident* resident
+    cdef CommSegments* resident
     cdef size_t i
     cdef double until = now() + (_PREEMPT_PATIENCE if abort_preempts else _PATIENCE)
     cdef bint lent
@@ -443,7 +443,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     has_been_ended()
 
 
-cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
+cdef ncclComm_t _guard_of(CommSegments* resident) noexcept nogil:
     cdef ncclComm_t guard = NULL
     if pin_handle(resident.weak):
         guard = (<Handle>resident.weak.target).guard_handle(True)
@@ -453,7 +453,7 @@ cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
     return guard
 
 
-cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept nogil:
+cdef ncclComm_t _raw_of(CommSegments* resident, double until, Taken* taken) noexcept nogil:
     """Take the handle away; NULL if another thread has, which aborts it then, or if a stuck thread cannot be freed.
 
     What NCCL must deregister before the abort goes to `taken`; nothing if the abort does not free the communicator, or
@@ -574,7 +574,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         dtype : DataType, str or numpy.dtype
             The data type.
         count : int, optional
-            The number of elements; as many as there is room for by default.
+            The number of elements; as many as there is space for by default.
         offset : int
             Where it begins, in bytes.
         """
@@ -583,9 +583,9 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         offset = operator.index(offset)
         if not 0 <= offset <= self.nbytes:
             raise ValueError(f"offset: {offset} is outside of {self!r}")
-        room = (self.nbytes - offset) // itemsize
-        count = room if count is None else operator.index(count)
-        if not 0 <= count <= room:
+        space = (self.nbytes - offset) // itemsize
+        count = space if count is None else operator.index(count)
+        if not 0 <= count <= space:
             raise ValueError(
                 f"count: {count} elements of {itemsize} bytes at offset {offset} do not fit into {self!r}"
             )

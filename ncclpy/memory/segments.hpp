@@ -15,7 +15,7 @@
 #include <new>
 #include <vector>
 
-#include "ncclpy/memory/resident.hpp"
+#include "ncclpy/memory/comm_segments.hpp"
 #include "ordered_mutex.h"
 
 namespace ncclpy {
@@ -46,11 +46,11 @@ class Segments {
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
       try {
-        for (Resident* resident : residents_) {
+        for (CommSegments* resident : residents_) {
           if (resident->device == device) expect(*resident, segment);
         }
       } catch (...) {
-        for (Resident* resident : residents_) forget(*resident, segment->number);
+        for (CommSegments* resident : residents_) forget(*resident, segment->number);
         by_base_.erase(base);
         throw;
       }
@@ -95,7 +95,7 @@ class Segments {
   }
 
   // The communicators that may use a segment; each is kept until free_resident() is called for it once more.
-  bool holders(uint64_t number, std::vector<Resident*>* found) noexcept {
+  bool holders(uint64_t number, std::vector<CommSegments*>* found) noexcept {
     const Hold hold(mutex_);
     found->clear();
     try {
@@ -103,9 +103,9 @@ class Segments {
     } catch (...) {
       return false;
     }
-    for (Resident* resident : residents_) {
+    for (CommSegments* resident : residents_) {
       const auto entry = resident->entries.find(number);
-      if (entry == resident->entries.end() || entry->second.state == Resident::pending) continue;
+      if (entry == resident->entries.end() || entry->second.state == CommSegments::pending) continue;
       ++resident->kept;
       found->push_back(resident);
     }
@@ -114,7 +114,7 @@ class Segments {
 
   // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
   // more, but it is not destroyed. Once its operations are done it uses nothing.
-  void let_out_dropped(Resident& resident, uint64_t number) noexcept {
+  void let_out_dropped(CommSegments& resident, uint64_t number) noexcept {
     if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
     if (resident.visited.test_and_set()) return;
     {
@@ -177,7 +177,7 @@ class Segments {
   }
 
   // Only when `kept` is 0: until then a thread without the GIL may query them.
-  void forget_events(Resident& resident) noexcept {
+  void forget_events(CommSegments& resident) noexcept {
     for (void*& event : resident.events) {
       if (event != nullptr) calls_.forget(event);
       event = nullptr;
@@ -192,7 +192,7 @@ class Segments {
   }
 
   // A communicator joins: present segments are put into its list, later ones will be.
-  bool join(Resident* resident) noexcept {
+  bool join(CommSegments* resident) noexcept {
     const Hold hold(mutex_);
     try {
       residents_.push_back(resident);
@@ -209,14 +209,14 @@ class Segments {
   }
 
   // A communicator has ended, by a close or an abort, and with it all its operations and registrations.
-  void leave(Resident* resident) noexcept {
+  void leave(CommSegments* resident) noexcept {
     const Hold hold(mutex_);
     const auto found = std::find(residents_.begin(), residents_.end(), resident);
     if (found == residents_.end()) return;
     residents_.erase(found);
     for (auto& [number, entry] : resident->entries) {
-      if (entry.state == Resident::held) --registrations_;
-      if (entry.state != Resident::pending) let_holder_go(*entry.segment);
+      if (entry.state == CommSegments::held) --registrations_;
+      if (entry.state != CommSegments::pending) let_holder_go(*entry.segment);
     }
     // A thread may still be inside, which the abort has not made return yet: it finds nothing more to do.
     resident->entries.clear();
@@ -227,20 +227,20 @@ class Segments {
   }
 
   // Registers new segments before the communicator's next call. This function and the next three: under its lock.
-  void let_in(Resident& resident, void* comm) noexcept {
+  void let_in(CommSegments& resident, void* comm) noexcept {
     ncclpy_hook_set_wanted(&resident, 0);
     while (register_one(resident, comm)) {
     }
   }
 
   // Notes that a call was captured; its graph may use all present segments.
-  void catch_all(Resident& resident) noexcept {
+  void catch_all(CommSegments& resident) noexcept {
     const Hold hold(mutex_);
     resident.captured_to = numbers_;
   }
 
   // Deregisters segments that are to leave and are not used any more.
-  void let_out(Resident& resident, void* comm) noexcept {
+  void let_out(CommSegments& resident, void* comm) noexcept {
     // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
     while (!resident.unknown && begin_fence(resident)) {
       if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
@@ -251,12 +251,12 @@ class Segments {
   }
 
   // Deregisters everything: the communicator is about to be destroyed, and none of its operations is running.
-  void deregister_all(Resident& resident, void* comm) noexcept {
+  void deregister_all(CommSegments& resident, void* comm) noexcept {
     while (true) {
       uint64_t number;
       {
         const Hold hold(mutex_);
-        while (!resident.entries.empty() && resident.entries.begin()->second.state == Resident::pending) {
+        while (!resident.entries.empty() && resident.entries.begin()->second.state == CommSegments::pending) {
           forget(resident, resident.entries.begin()->first);
         }
         if (resident.entries.empty()) return;
@@ -279,7 +279,7 @@ class Segments {
   }
 
   // Whether a segment could leave this communicator if its issued operations are done.
-  bool can_leave(const Resident* resident) noexcept {
+  bool can_leave(const CommSegments* resident) noexcept {
     const Hold hold(mutex_);
     return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
                                                     [=](uint64_t number) { return !is_kept(*resident, number); });
@@ -320,14 +320,14 @@ class Segments {
   }
 
   // Live segments; with a resident, those that it has registered.
-  std::vector<Segment> live(const Resident* resident) {
+  std::vector<Segment> live(const CommSegments* resident) {
     const Hold hold(mutex_);
     std::vector<Segment> found;
     for (const auto& [base, segment] : by_base_) {
       if (segment->leaving) continue;
       if (resident != nullptr) {
         const auto entry = resident->entries.find(segment->number);
-        if (entry == resident->entries.end() || entry->second.state != Resident::held) continue;
+        if (entry == resident->entries.end() || entry->second.state != CommSegments::held) continue;
       }
       found.push_back(*segment);
     }
@@ -351,29 +351,29 @@ class Segments {
     ncclpy_mutex& mutex_;
   };
 
-  void expect(Resident& resident, const std::shared_ptr<Segment>& segment) {
-    // Reserves room for all segments that may ever be put there, so that leaving needs no memory.
-    const size_t room = resident.entries.size() + 1;
-    resident.to_leave.reserve(grown(resident.to_leave, room));
-    resident.fenced.reserve(grown(resident.fenced, room));
-    resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, 0});
+  void expect(CommSegments& resident, const std::shared_ptr<Segment>& segment) {
+    // Reserves space for all segments that may ever be put there, so that leaving needs no memory.
+    const size_t space = resident.entries.size() + 1;
+    resident.to_leave.reserve(grown(resident.to_leave, space));
+    resident.fenced.reserve(grown(resident.fenced, space));
+    resident.entries.emplace(segment->number, CommSegments::Entry{segment, CommSegments::pending, 0});
     resident.to_register.insert(segment->number);
     ncclpy_hook_set_wanted(&resident, 1);
   }
 
   template <class Item>
-  static size_t grown(const std::vector<Item>& list, size_t room) {
-    return room <= list.capacity() ? list.capacity() : std::max(room, 2 * list.capacity());
+  static size_t grown(const std::vector<Item>& list, size_t space) {
+    return space <= list.capacity() ? list.capacity() : std::max(space, 2 * list.capacity());
   }
 
   // Removes a pending entry.
-  void forget(Resident& resident, uint64_t number) noexcept {
+  void forget(CommSegments& resident, uint64_t number) noexcept {
     resident.to_register.erase(number);
     resident.entries.erase(number);
   }
 
   // Whether a graph that may be launched again may use it.
-  static bool is_kept(const Resident& resident, uint64_t number) noexcept {
+  static bool is_kept(const CommSegments& resident, uint64_t number) noexcept {
     if (number > resident.captured_to) return false;
     const auto found = resident.entries.find(number);
     return found != resident.entries.end() && !found->second.segment->given_back;
@@ -383,13 +383,13 @@ class Segments {
     const std::shared_ptr<Segment> segment = found->second;
     segment->leaving = true;
     ++leaving_;
-    for (Resident* resident : residents_) {
+    for (CommSegments* resident : residents_) {
       const auto entry = resident->entries.find(segment->number);
       if (entry == resident->entries.end()) continue;
-      if (entry->second.state == Resident::pending) {
+      if (entry->second.state == CommSegments::pending) {
         forget(*resident, segment->number);
-      } else if (entry->second.state != Resident::registering) {  // else register_one() adds it
-        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      } else if (entry->second.state != CommSegments::registering) {  // else register_one() adds it
+        resident->to_leave.push_back(segment->number);  // there is space: see expect()
       }
     }
     return segment->holders == 0 ? let_go(found) : segment_leaving;
@@ -405,12 +405,12 @@ class Segments {
       --leaving_;
       return segment_gone;
     }
-    to_free_.push_back(found->second);  // its address stays in use until it is freed; there is room: see add()
+    to_free_.push_back(found->second);  // its address stays in use until it is freed; there is space: see add()
     return segment_gone;
   }
 
   // Registers one segment. False if there was nothing to register.
-  bool register_one(Resident& resident, void* comm) noexcept {
+  bool register_one(CommSegments& resident, void* comm) noexcept {
     std::shared_ptr<Segment> segment;
     uint64_t number;
     {
@@ -418,8 +418,8 @@ class Segments {
       if (resident.to_register.empty()) return false;
       number = *resident.to_register.begin();
       resident.to_register.erase(resident.to_register.begin());
-      Resident::Entry& entry = resident.entries.find(number)->second;
-      entry.state = Resident::registering;
+      CommSegments::Entry& entry = resident.entries.find(number)->second;
+      entry.state = CommSegments::registering;
       segment = entry.segment;
       ++segment->holders;
     }
@@ -428,10 +428,10 @@ class Segments {
     const Hold hold(mutex_);
     const auto found = resident.entries.find(number);
     if (found == resident.entries.end()) return false;  // aborted meanwhile
-    Resident::Entry& entry = found->second;
+    CommSegments::Entry& entry = found->second;
     entry.range = range;
     // A call uses a segment that NCCL has refused all the same, so the communicator is a holder of it.
-    entry.state = result == 0 ? Resident::held : Resident::refused;
+    entry.state = result == 0 ? CommSegments::held : CommSegments::refused;
     if (result == 0) {
       ++added_, ++registrations_;
     } else if (result > 0 && result < segment_refusals) {
@@ -444,7 +444,7 @@ class Segments {
   }
 
   // Puts segments that can leave behind a fence; false if there are none.
-  bool begin_fence(Resident& resident) noexcept {
+  bool begin_fence(CommSegments& resident) noexcept {
     const Hold hold(mutex_);
     if (!resident.fenced.empty()) return true;
     // Segments that graphs may use stay as long as the communicator.
@@ -461,8 +461,8 @@ class Segments {
     return !resident.fenced.empty();
   }
 
-  // Takes one at a time: the list may be reallocated meanwhile, when a new segment makes room in it.
-  bool take_fenced(Resident& resident, uint64_t* number) noexcept {
+  // Takes one at a time: the list may be reallocated meanwhile, when a new segment makes space in it.
+  bool take_fenced(CommSegments& resident, uint64_t* number) noexcept {
     const Hold hold(mutex_);
     if (resident.fenced.empty()) return false;
     *number = resident.fenced.back();
@@ -470,7 +470,7 @@ class Segments {
     return true;
   }
 
-  void deregister(Resident& resident, void* comm, uint64_t number) noexcept {
+  void deregister(CommSegments& resident, void* comm, uint64_t number) noexcept {
     long long range;
     bool held;
     {
@@ -478,7 +478,7 @@ class Segments {
       const auto found = resident.entries.find(number);
       if (found == resident.entries.end()) return;
       range = found->second.range;
-      held = found->second.state == Resident::held;
+      held = found->second.state == CommSegments::held;
     }
     if (held) calls_.drop(resident.ranges, comm, range);
     const Hold hold(mutex_);
@@ -493,7 +493,7 @@ class Segments {
   const SegmentCalls calls_;
   ncclpy_mutex mutex_;
   std::map<uintptr_t, std::shared_ptr<Segment>> by_base_;
-  std::vector<Resident*> residents_;
+  std::vector<CommSegments*> residents_;
   std::vector<std::shared_ptr<Segment>> to_free_;
   std::list<Awaited> awaited_;
   uint64_t numbers_ = 0;
@@ -504,29 +504,29 @@ class Segments {
 };
 
 // Makes a communicator's part, which has yet to join; NULL if memory is out.
-inline Resident* new_resident(Segments* home, void* ranges, int device) {
-  auto* resident = new (std::nothrow) Resident{};
+inline CommSegments* new_resident(Segments* home, void* ranges, int device) {
+  auto* resident = new (std::nothrow) CommSegments{};
   if (resident == nullptr) return nullptr;
   resident->home = home;
   resident->ranges = ranges;
   resident->device = device;
   resident->enter = [](ncclpy_precall_hook* precall_hook, void* comm) {
-    auto* one = static_cast<Resident*>(precall_hook);
+    auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->let_in(*one, comm);
   };
   resident->caught = [](ncclpy_precall_hook* precall_hook) {
-    auto* one = static_cast<Resident*>(precall_hook);
+    auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->catch_all(*one);
   };
   resident->over = [](ncclpy_precall_hook* precall_hook) {
-    auto* one = static_cast<Resident*>(precall_hook);
+    auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->leave(one);
   };
   return resident;
 }
 
 // Drops one reference; the last one frees it.
-inline void free_resident(Resident* resident) {
+inline void free_resident(CommSegments* resident) {
   if (--resident->kept != 0) return;
   resident->home->forget_events(*resident);
   ncclpy_weak_handle_free(resident->weak);

@@ -17,16 +17,16 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Freed "std::atomic<uintptr_t>":
         uintptr_t load()
         void store(uintptr_t value)
-    cdef cppclass Resident:  # a PreCallHook
+    cdef cppclass CommSegments:  # a PreCallHook
         int device
         WeakHandle* weak
         void* comm
         Ending ending
         Freed ended_for
-    cdef int NOT_ENDED "ncclpy::Resident::not_ended"
-    cdef int IS_ENDING "ncclpy::Resident::is_ending"
-    cdef int HAS_ENDED "ncclpy::Resident::has_ended"
-    cdef int LEFT_BEHIND "ncclpy::Resident::left_behind"
+    cdef int NOT_ENDED "ncclpy::CommSegments::not_ended"
+    cdef int IS_ENDING "ncclpy::CommSegments::is_ending"
+    cdef int HAS_ENDED "ncclpy::CommSegments::has_ended"
+    cdef int LEFT_BEHIND "ncclpy::CommSegments::left_behind"
     cdef cppclass Calls "ncclpy::SegmentCalls":
         int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
         void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
@@ -56,18 +56,18 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
         int remove(uintptr_t base, bint owned, uint64_t* number)
         uint64_t give_back(uintptr_t base)
         bool_t has(uintptr_t base, size_t nbytes, int device)
-        bool_t holders(uint64_t number, vector[Resident*]* found)
-        void let_out_dropped(Resident& resident, uint64_t number)
+        bool_t holders(uint64_t number, vector[CommSegments*]* found)
+        void let_out_dropped(CommSegments& resident, uint64_t number)
         int state(uintptr_t base, uint64_t number)
-        bool_t join(Resident* resident)
-        void leave(Resident* resident)
-        void let_out(Resident& resident, void* comm)
-        void deregister_all(Resident& resident, void* comm)
+        bool_t join(CommSegments* resident)
+        void leave(CommSegments* resident)
+        void let_out(CommSegments& resident, void* comm)
+        void deregister_all(CommSegments& resident, void* comm)
         bool_t next_to_free(uintptr_t* base, int* device)
-        bool_t can_leave(const Resident* resident)
+        bool_t can_leave(const CommSegments* resident)
         bool_t has_leaving()
         void freed(bool_t well)
         Counters counters()
-        vector[Segment] live(const Resident* resident) except +
-    Resident* new_resident(Segments* home, void* ranges, int device)
-    void free_resident(Resident* resident)
+        vector[Segment] live(const CommSegments* resident) except +
+    CommSegments* new_resident(Segments* home, void* ranges, int device)
+    void free_resident(CommSegments* resident)

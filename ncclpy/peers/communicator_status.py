@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.bootstrap.store import LeaseEnded, Store, StoreError
-from ncclpy.engine.known import note_communicator
+from ncclpy.engine.group_registry import note_communicator
 from ncclpy.engine.monitor import call_at
-from ncclpy.engine.recorder import Ledger
+from ncclpy.engine.recorder import OpLog
 from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.status import End, StatusService, tell_end
@@ -48,10 +48,10 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         left.
     look
         Called with the owner and one of these ranks; returns its status, see `Reports`.
-    ledgers
-        By rank, the ledgers of what they have launched, where there are any: that is published even while a call keeps
-        the GIL.
-    arrivals
+    oplogs
+        By rank, the operation logs of what they have launched, where there are any: a log is published even while
+        a call keeps the GIL.
+    rendezvous
         The rendezvous of the ranks.
     ended
         Called with the owner, the reason and the name of the exception's class once another process has ended the
@@ -68,8 +68,8 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         size: int,
         owner: weakref.ref[_T],
         look: Callable[[_T, int], dict[str, Any]],
-        ledgers: Mapping[int, Ledger],
-        arrivals: Arrivals,
+        oplogs: Mapping[int, OpLog],
+        rendezvous: RankRendezvous,
         ended: Callable[[_T, str, str], object],
         forget: Callable[[], object] = lambda: None,
     ) -> None:
@@ -77,8 +77,8 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         self._known = [
             note_communicator(name, rank, device, functools.partial(self._look, rank)) for rank, device in own.items()
         ]
-        super().__init__(store, self._known, size, arrivals)
-        self._ledgers = ledgers
+        super().__init__(store, self._known, size, rendezvous)
+        self._ledgers = oplogs
         self._inquiries = Inquiries(self.inquire, False, self.who)
         self._leaving: threading.Thread | None = None
 

@@ -25,7 +25,7 @@ from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import number_of
 
 if TYPE_CHECKING:
-    from ncclpy.bootstrap.store import Telling
+    from ncclpy.bootstrap.store import StatusPublication
 
 __all__ = ["Heartbeats"]
 
@@ -83,7 +83,7 @@ class Heartbeats:
         self._store, self._own, self._size, self._processes = store, own, size, processes
         self._key = self.key(own[0])
         self._asked = _asked_seconds()
-        self._native: Telling | None = None
+        self._native: StatusPublication | None = None
         self._over = threading.Event()
         self._begun = False
         self._have_come = False  # all ranks

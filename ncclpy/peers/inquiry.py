@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ncclpy.peers.standing import Began, RankState
+from ncclpy.peers.rank_state import Began, RankState
 
 __all__ = ["Inquiries"]
 

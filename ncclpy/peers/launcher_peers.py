@@ -11,16 +11,16 @@ import weakref
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.core.handles.abort import ABANDONED, abort_for, name_of, rank_status_of
 from ncclpy.core.handles.handle import PeerStatusHook
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
 from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
 from ncclpy.peers.communicator_status import CommunicatorStatus
-from ncclpy.peers.standing import RankState
+from ncclpy.peers.rank_state import RankState
 
 if TYPE_CHECKING:
     import threading
@@ -61,22 +61,28 @@ class LauncherPeers(PeerStatusHook):
         The part of a store that belongs to the communicator.
     rank, size
         This rank, and the number of ranks.
-    arrivals
+    rendezvous
         The rendezvous of the ranks.
     name
         The name of the communicator, if it does not have one.
     """
 
     def __init__(
-        self, comm: Communicator, store: Store, rank: int, size: int, arrivals: Arrivals | None = None, name: str = ""
+        self,
+        comm: Communicator,
+        store: Store,
+        rank: int,
+        size: int,
+        rendezvous: RankRendezvous | None = None,
+        name: str = "",
     ) -> None:
         self._store, self._name = store, name_of(comm) or name
-        if arrivals is None:
-            arrivals = Arrivals(store, f"communicator {self._name!r}", rank, size)
+        if rendezvous is None:
+            rendezvous = RankRendezvous(store, f"communicator {self._name!r}", rank, size)
         self._leaving: threading.Thread | None = None
         self._asked, self._heard = time.monotonic(), False
         self._peer_status = CommunicatorStatus(
-            store, self._name, {rank: comm.device}, size, weakref.ref(comm), _look, {}, arrivals, self._ended
+            store, self._name, {rank: comm.device}, size, weakref.ref(comm), _look, {}, rendezvous, self._ended
         )
         self._peer_status.listen()
 
@@ -165,10 +171,10 @@ class LauncherPeers(PeerStatusHook):
 
 def _look(comm: Communicator, rank: int) -> dict[str, Any]:
     """Return the status of a rank, see `CommunicatorStatus`."""
-    return standing_of(rank_status_of(comm))
+    return status_of(rank_status_of(comm))
 
 
-def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
+def status_of(account: tuple[Any, ...]) -> dict[str, Any]:
     """Return the status of a rank for `Reports`, from the account that its communicator gives."""
     told: dict[str, Any] = {"current": None, "finished": None, "since": None}
     if account[0] == ABANDONED[0]:
@@ -217,11 +223,11 @@ def describe_late(late: NcclTimeout) -> None:
 
 
 def launcher_peers_of(
-    comm: Communicator, store: Store, rank: int, size: int, arrivals: Arrivals | None = None, name: str = ""
+    comm: Communicator, store: Store, rank: int, size: int, rendezvous: RankRendezvous | None = None, name: str = ""
 ) -> LauncherPeers | None:
     """Return the `LauncherPeers` of a communicator; None where its ranks cannot be asked."""
     try:
-        return LauncherPeers(comm, store, rank, size, arrivals, name)
+        return LauncherPeers(comm, store, rank, size, rendezvous, name)
     except (NcclError, RuntimeError, OSError):
         _log.warning("what the ranks of %r do will not be known to each other", comm, exc_info=True)
         return None

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ncclpy.bootstrap.arrivals import Arrivals, set_while_alive
-from ncclpy.bootstrap.asked import ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous, set_while_alive
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store_arguments import ranks_of
 from ncclpy.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, has_closed, has_ended, process, process_state
 
@@ -203,7 +203,7 @@ class Numbering:
         for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
-                there = ranks_of(part.keys(Arrivals.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
+                there = ranks_of(part.keys(RankRendezvous.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
                 if all(has_ended(part, rank) for rank in there):  # in stores without leases
                     _clear(part)
 
@@ -279,7 +279,7 @@ class Numbering:
         if not leases:
             return None
         with contextlib.suppress(NcclTimeout):
-            store.wait([Arrivals.alive(made.rank)], _LEASE)
+            store.wait([RankRendezvous.alive(made.rank)], _LEASE)
             return True
         return False
 

@@ -23,10 +23,10 @@ from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
 from ncclpy.engine.stack import python_stack
 from ncclpy.errors import NcclTimeout
-from ncclpy.peers.standing import RankState, pack, unpack
+from ncclpy.peers.rank_state import RankState, pack, unpack
 
 if TYPE_CHECKING:
-    from ncclpy.bootstrap.store import Telling
+    from ncclpy.bootstrap.store import StatusPublication
 
 __all__ = [
     "ASKED",
@@ -96,7 +96,7 @@ class Reports:
         self._closed = False
         self._setting = threading.RLock()  # the status that says "closed" is the last one; no answer follows it
         self._answered = 0
-        self._telling: Telling | None = None
+        self._telling: StatusPublication | None = None
 
     def begin(self, source: Any) -> None:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
@@ -119,17 +119,17 @@ class Reports:
             self.end()
         elif self._telling is not None:
             return
-        standing = self._look()
+        status = self._look()
         with self._setting:
             if closed:
-                self._closed = standing["closed"] = True
-                standing["begun"] = dict(begun or {})
+                self._closed = status["closed"] = True
+                status["begun"] = dict(begun or {})
             elif self._closed:  # meanwhile: other ranks may have cleared this rank's keys away
                 return
-            since = standing.pop("since", None)  # not compared: the clock's resolution shows in it
-            if standing != self._told:
-                self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
-                self._told = standing
+            since = status.pop("since", None)  # not compared: the clock's resolution shows in it
+            if status != self._told:
+                self.store.set(self.key(self.rank), self._packed({**status, "since": since}))
+                self._told = status
 
     def answer_all(self, number: int) -> None:
         """Answer all questions up to this number that were not answered.
@@ -247,13 +247,13 @@ class Reports:
         return unpack(rank, packed, "silent" if here else "unknown") if last else RankState(rank, "")
 
     @staticmethod
-    def _packed(standing: dict[str, Any]) -> bytes:
-        return pack({**standing, "at": time.time(), "process": process()})
+    def _packed(status: dict[str, Any]) -> bytes:
+        return pack({**status, "at": time.time(), "process": process()})
 
     @staticmethod
     def key(rank: int) -> str:
         """Return the key of a rank's status."""
-        return f"standing/{rank}"
+        return f"status/{rank}"
 
     @staticmethod
     def _answer(number: int, rank: int) -> str:

@@ -11,10 +11,10 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
-from ncclpy.bootstrap.launched import arrivals_of_job, rendezvous
+from ncclpy.bootstrap.launched import rendezvous, rendezvous_of_job
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store_arguments import TIMEOUT, as_seconds
 from ncclpy.core.handles.abort import abort_for
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.peers.launcher_peers import LauncherPeers, describe_late, launcher_peers_of
@@ -42,7 +42,7 @@ class _Communicators(Numbering):
     def lives(self, made: _Made) -> bool | None:
         if made.process.get("machine") == MACHINE:
             return super().lives(made)
-        return not arrivals_of_job().is_gone(made.rank)  # the lease is of the process
+        return not rendezvous_of_job().is_gone(made.rank)  # the lease is of the process
 
 
 class Start:
@@ -59,7 +59,7 @@ class Start:
         The place of this process among those of the launcher.
     store
         The part of the store that belongs to the communicator.
-    arrivals, where
+    rendezvous, where
         The rendezvous of the processes, and its key.
     """
 
@@ -67,7 +67,7 @@ class Start:
         self._seconds = as_seconds(timeout, TIMEOUT)
         self.place, store = rendezvous(timeout)
         rank, size = self.place.rank, self.place.size
-        self.arrivals = arrivals_of_job()
+        self.rendezvous = rendezvous_of_job()
         counted = _Communicators(store, _NAME, "ncclpy/communicators", rank, size, self._refuse, self._is_over)
         self._counted = counted
         number = counted.enter()
@@ -92,7 +92,7 @@ class Start:
         """
         everyone = range(self.place.size)
         try:
-            return self.arrivals.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
+            return self.rendezvous.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
         except NcclTimeout as late:
             describe_late(late)
             raise
@@ -119,13 +119,13 @@ class Start:
         """Stop listening; clear the rendezvous away if the communicator is `ready`: all ranks have reached NCCL."""
         self._hear_no_more()
         if ready and self.place.rank == 0:
-            self.arrivals.forget(self.where, range(self.place.size))
+            self.rendezvous.forget(self.where, range(self.place.size))
             with contextlib.suppress(StoreError, NcclTimeout):
                 self.store.delete(FIRST)
 
     def peer_status_of(self, comm: Communicator) -> LauncherPeers | None:
         """Return the ranks of the communicator that was made; None where they cannot be asked."""
-        return launcher_peers_of(comm, self.store, self.place.rank, self.place.size, self.arrivals, self.where)
+        return launcher_peers_of(comm, self.store, self.place.rank, self.place.size, self.rendezvous, self.where)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed; raise what another rank has told, if that is why."""
@@ -142,11 +142,11 @@ class Start:
     def _tell(self, where: str, store: Store, text: str, kind: type[NcclError]) -> None:
         rank, size = self.place.rank, self.place.size
         with contextlib.suppress(StoreError, NcclTimeout):
-            if self.arrivals.give_up(where, f"rank {rank} of {size}: {text}", True):  # the rendezvous is complete
+            if self.rendezvous.give_up(where, f"rank {rank} of {size}: {text}", True):  # the rendezvous is complete
                 tell_end(store, End(text, rank, kind=kind.__name__))
 
     def _is_over(self, number: int) -> bool:
-        return self.arrivals.has_failed(_where(number)) or not self._counted.part(number).check([FIRST])
+        return self.rendezvous.has_failed(_where(number)) or not self._counted.part(number).check([FIRST])
 
     def _take(self, change: Change) -> None:
         if change.value is not None:

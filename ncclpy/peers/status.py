@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.engine.known import Known, elsewhere
+from ncclpy.engine.group_registry import GroupInfo, elsewhere
 from ncclpy.engine.monitor import call_at
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.processes import PeerProcesses
+from ncclpy.peers.rank_state import Began, RankState, as_data, from_data
 from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
-from ncclpy.peers.sentence import keep_stacks, sentence
-from ncclpy.peers.standing import Began, RankState, as_data, from_data
+from ncclpy.peers.status_text import keep_stacks, sentence
 
 __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
 
@@ -134,7 +134,7 @@ class StatusService:
         The ranks of this process; the first of them asks and tells for all.
     size
         How many ranks there are.
-    arrivals
+    rendezvous
         The rendezvous of the ranks.
     thread
         The thread that an answer has the stack of; the main thread by default.
@@ -154,9 +154,14 @@ class StatusService:
     """
 
     def __init__(
-        self, store: Store, known: Sequence[Known], size: int, arrivals: Arrivals, thread: int | None = None
+        self,
+        store: Store,
+        known: Sequence[GroupInfo],
+        size: int,
+        rendezvous: RankRendezvous,
+        thread: int | None = None,
     ) -> None:
-        self.store, self.size, self.arrivals = store, size, arrivals
+        self.store, self.size, self.rendezvous = store, size, rendezvous
         self.name, self._kind = known[0].name, known[0].kind
         self.own = [each.rank for each in known]
         self.rank = self.own[0]
@@ -165,11 +170,11 @@ class StatusService:
         self.who = f"rank {self.rank} of {self._kind} {self.name!r}"
         self._processes = PeerProcesses(store, self.own, lambda rank, why: self.gone(rank, why))
         self._heartbeats: Heartbeats | None = None
-        if size > len(known) and not arrivals.has_leases:
+        if size > len(known) and not rendezvous.has_leases:
             self._heartbeats = Heartbeats(store, self.own, size, self._processes)
         self._tellers = [
             Reports(
-                store, each.rank, size, each.look, self._is_gone, arrivals.has_made,
+                store, each.rank, size, each.look, self._is_gone, rendezvous.has_made,
                 functools.partial(_look_around, each, each.look), thread,
             )
             for each in known
@@ -201,7 +206,7 @@ class StatusService:
         Parameters
         ----------
         sources
-            By rank, the ledger by which the store publishes the status without Python, if it can.
+            By rank, the operation log by which the store publishes the status without Python, if it can.
         ended
             Called with the end, once another rank has told it.
         gone
@@ -336,7 +341,7 @@ class StatusService:
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank has made the group, and its lease or its heartbeats have ended."""
-        return self.arrivals.is_gone(rank) if self._heartbeats is None else self._heartbeats.is_silent(rank)
+        return self.rendezvous.is_gone(rank) if self._heartbeats is None else self._heartbeats.is_silent(rank)
 
     # The end.
 
@@ -369,9 +374,9 @@ class StatusService:
 
     def condition_of(self, rank: int) -> str:
         """Return what is known of the process of a rank that has not confirmed, in the words of `RankState.state`."""
-        if not self.arrivals.has_made(rank):
+        if not self.rendezvous.has_made(rank):
             return "absent"
-        if self.arrivals.is_gone(rank):
+        if self.rendezvous.is_gone(rank):
             return "gone"
         state = self.reports.process_of(rank)
         return "silent" if state == "gone" else state  # by its heartbeats alone: it may live, and is waited for
@@ -407,7 +412,7 @@ class StatusService:
             self.store.delete(key)
 
 
-def _look_around(known: Known, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _look_around(known: GroupInfo, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the status of a rank for a question: a rank that does nothing here may wait in another group."""
     told = look()
     if told.get("current") is None and "meets" not in told and not told.get("closed"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ncclpy.peers.standing import Began, RankState
-from ncclpy.process_group.decision import Recovery
+from ncclpy.peers.rank_state import Began, RankState
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.process_group.options import Completion
+from ncclpy.process_group.recovery import Recovery
 
 #: `ProcessGroup.from_env` by the name that torch has for it.
 init_process_group = ProcessGroup.from_env

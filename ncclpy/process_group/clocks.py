@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.engine.known import KnownGroup
+from ncclpy.engine.group_registry import KnownGroup
 from ncclpy.engine.recorder import clock_id
 from ncclpy.errors import NcclError, NcclTimeout
 

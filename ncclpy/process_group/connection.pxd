@@ -13,7 +13,7 @@ cdef enum:
 
 
 # What the ranks compare of one call, or of one block of calls.
-cdef class Signature:
+cdef class CallSignature:
     cdef bytes calls  # the same on all ranks
     cdef list messages  # (peer, kind, type, count, tag): each matches one of that peer's messages, in order
 
@@ -25,7 +25,7 @@ cdef class Signature:
     cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1
 
 
-cdef Signature new_signature()
+cdef CallSignature new_call_signature()
 
 
 # What one call of a group asks of its communicator: one operation, or several that are one launch and one work.
@@ -39,7 +39,7 @@ cdef class Request:
     cdef size_t capacity
     cdef bint point_to_point  # all of its operations are sends and receives
     cdef Fingerprint call  # the fingerprint of a single call, not of a block
-    cdef Signature brought  # what other ranks compare it with; None if nothing is compared
+    cdef CallSignature brought  # what other ranks compare it with; None if nothing is compared
     cdef list expected  # ((channel, number), peer, message) of each message that it is held back for
     cdef double since  # from when its limit counts; 0 before
     cdef Request partner  # the other half, if this is a send of the rank to itself or its receive

@@ -1,6 +1,6 @@
 """The communicators of a process group, requests for operations on them, and captures that use them.
 
-The `Signature` of a collective has its fingerprint as the user called it, since what it is lowered to differs by rank.
+The `CallSignature` of a collective has its fingerprint as the user called it, since what it is lowered to differs by rank.
 It includes the sizes of parts that all ranks have to know, as in an all-gather. What one rank sends another is a
 message, which is compared only with the matching message of that peer. Gathers and scatters of uneven parts consist of
 messages, as only the root knows whether its parts have one size. Types are compared by name: their numbers are each
@@ -39,7 +39,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.work cimport Work, believe, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
 from ncclpy.engine.native cimport load, store
-from ncclpy.engine.callbacks cimport LaunchOwner, Together
+from ncclpy.engine.callbacks cimport LaunchOwner, LaunchGroup
 from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
 
 from ncclpy.core.runtime import device as _device
@@ -49,7 +49,7 @@ from ncclpy.core.calls.group import Group
 from ncclpy.types import UniqueId
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.check.disagreement import pack
+from ncclpy.process_group.check.mismatch import pack
 from ncclpy.process_group.options import Completion
 
 
@@ -65,7 +65,7 @@ cdef struct _Call:
     unsigned long long count
 
 
-cdef class Signature:
+cdef class CallSignature:
     """The calls and the messages of one launch."""
 
     cdef int add(
@@ -120,8 +120,8 @@ cdef class Signature:
         return pack(self.calls, self.messages)
 
 
-cdef Signature new_signature():
-    cdef Signature signature = Signature.__new__(Signature)
+cdef CallSignature new_call_signature():
+    cdef CallSignature signature = CallSignature.__new__(CallSignature)
     signature.calls, signature.messages = b"", []
     return signature
 
@@ -188,7 +188,7 @@ cdef Request new_request(Work work, double limit):
     return request
 
 
-cdef class Tells:
+cdef class CompletionHook:
     """A user's hook for completed operations, as the callback of a work."""
 
     cdef int rank
@@ -202,7 +202,7 @@ cdef class Tells:
 
     def of(self, int rank, str group not None):
         """Return a callback with the same hook, for a group that was reconfigured."""
-        return Tells(rank, group, self.hook)
+        return CompletionHook(rank, group, self.hook)
 
     def __call__(self, Work work not None):
         cdef Entry entry = work.entry
@@ -219,7 +219,7 @@ cdef class ConnectionOwner(SetOwner):
         raise NotImplementedError
 
 
-cdef class _Meeting(Awaited):
+cdef class _Rendezvous(Awaited):
     """What a work waits for while its communicator is made."""
 
     cdef str text
@@ -269,8 +269,8 @@ cdef class Connection(CommunicatorSet):
         self.overdue = set()
         self.settled = threading.Event()
         self.unmade = f"{title} (never made)"
-        self.awaited = _Meeting.__new__(_Meeting)
-        (<_Meeting>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
+        self.awaited = _Rendezvous.__new__(_Rendezvous)
+        (<_Rendezvous>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
 
     def _make(self, _, config):
         relax()
@@ -372,7 +372,7 @@ cdef class Connection(CommunicatorSet):
             return self.launch(request, True)
         if self.state == GONE:
             self.refuse()
-        request.work.gathering = self.awaited
+        request.work.awaits = self.awaited
         # A dump has to name its communicator, even if the rendezvous never completes.
         request.work.entry.communicator = self.unmade
         request.work.entry.rank = self.rank
@@ -411,7 +411,7 @@ cdef class Connection(CommunicatorSet):
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
         work.allowed = work.given = request.limit  # earlier operations on the device do not count
-        work.gathering = None
+        work.awaits = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank
         work.entry.nranks = comm.nranks
@@ -423,7 +423,7 @@ cdef class Connection(CommunicatorSet):
                 (<Launch>launch).add(work, comm, &request.steps[i], NULL if i else work.ready)
         return 0
 
-    cdef int launch_failed(self, Together launch, object error) except -1:
+    cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         if self.spares:
             self.late()  # forgets works that are over
             self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # weak: works keep their results alive

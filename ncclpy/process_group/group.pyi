@@ -9,10 +9,10 @@ from ncclpy.core.arguments.config import Config
 from ncclpy.core.communicator import Communicator
 from ncclpy.engine.work import Work
 from ncclpy.errors import NcclError
-from ncclpy.peers.standing import RankState
-from ncclpy.process_group.decision import Recovery
+from ncclpy.peers.rank_state import RankState
 from ncclpy.process_group.operations import Block, Deadline, Operations
 from ncclpy.process_group.options import Completion
+from ncclpy.process_group.recovery import Recovery
 from ncclpy.types import BufferLike, DeviceLike, OpLike, StreamLike
 
 @disjoint_base

@@ -11,7 +11,7 @@ from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.membership cimport new_membership
-from ncclpy.process_group.pairs cimport bring, can_divide, disconnect, divide, stand, wrong_colors
+from ncclpy.process_group.p2p cimport bring, can_divide, disconnect, divide, stand, wrong_colors
 
 from ncclpy.core.lifecycle import device_of
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
@@ -19,8 +19,8 @@ from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
-from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.connection import Tells
+from ncclpy.process_group.group_status import GroupStatus
+from ncclpy.process_group.connection import CompletionHook
 from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
@@ -403,7 +403,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
         The hook runs in a thread for callbacks, as the callbacks of works do.
         """
-        self.lifecycle.completions = [*self.lifecycle.completions, Tells(self.lifecycle.rank, self.lifecycle.name, hook)]
+        self.lifecycle.completions = [*self.lifecycle.completions, CompletionHook(self.lifecycle.rank, self.lifecycle.name, hook)]
 
     def on_abort(self, hook):
         """Call ``hook(error)`` in a thread for callbacks once the group has failed or was aborted; now, if it has."""
@@ -441,7 +441,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             If the store is gone.
         """
         self.lifecycle.check_initialised()
-        return self.lifecycle.notices.collect(as_timeout(timeout))
+        return self.lifecycle.group_status.collect(as_timeout(timeout))
 
     # Groups of some of its ranks.
 
@@ -513,7 +513,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
                 return None if color is None else self._child(name, members, comm)
         except BaseException as error:  # other ranks may have made their group, and would wait for this one
             if color is not None:
-                self.lifecycle.notices.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
+                self.lifecycle.group_status.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
             raise
         raise ValueError(refused)
 
@@ -540,10 +540,10 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         cdef Lifecycle life = self.lifecycle
         cdef ProcessGroup child = ProcessGroup(
-            life.notices.store, members.index(life.rank), len(members), device=life.device, name=name, timeout=timeout,
+            life.group_status.store, members.index(life.rank), len(members), device=life.device, name=name, timeout=timeout,
             config=life.config, high_priority=life.high_priority, timing=timing, **options,
         )
-        child.lifecycle.notices.part_of(life.notices, list(members))
+        child.lifecycle.group_status.part_of(life.group_status, list(members))
         return child
 
     # Reconfiguration.
@@ -699,13 +699,13 @@ Work with other ranks from one thread or several: collectives and point-to-point
             try:
                 device = device_of(place)
             except BaseException as error:
-                Notices.tell_unmade(store, name, place.rank, place.size, error)
+                GroupStatus.tell_unmade(store, name, place.rank, place.size, error)
                 raise
         group = cls(
             store, place.rank, place.size, device=device, name=name, timeout=timeout, config=config, on_error=on_error,
             check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,
         )
-        group.lifecycle.notices.before = process_before
+        group.lifecycle.group_status.before = process_before
         return group
 
     @classmethod
@@ -774,8 +774,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
             A sentence is added to its text, and its attribute `ranks` gets the ranks' states; neither if the group has
             ended, or has one rank. Asking takes as long as the store takes to answer, 3 s at most.
         """
-        if self.lifecycle.notices is not None:
-            self.lifecycle.explain_by(error, self.lifecycle.notices.inquire)
+        if self.lifecycle.group_status is not None:
+            self.lifecycle.explain_by(error, self.lifecycle.group_status.inquire)
 
     def ask_after_stop(self):
         """Find out whether the group was ended while this process was stopped.
@@ -855,7 +855,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.lifecycle.number
 
     cdef object meeting_store(self):
-        return self.lifecycle.notices.store
+        return self.lifecycle.group_status.store
 
     cdef bint is_timed(self) noexcept:
         return self.lifecycle.timing

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
-from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.errors import ranks, spans
 
 __all__ = ["called_of", "claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]

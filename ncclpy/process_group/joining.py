@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from ncclpy.bootstrap.arrivals import set_while_alive
-from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.rank_rendezvous import set_while_alive
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 
 __all__ = ["Admitter", "Joiner"]

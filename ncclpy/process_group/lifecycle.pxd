@@ -1,11 +1,11 @@
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.engine.recorder cimport Ledger
+from ncclpy.engine.recorder cimport OpLog
 from ncclpy.engine.callbacks cimport Lock
-from ncclpy.process_group.check.agreement cimport Agreement
+from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.connection cimport Connection
 
 
-cdef class News
+cdef class PeerNews
 
 
 # The state of a group, for all parts of `ProcessGroup`. They read its attributes, and hold `lock` to change those that
@@ -21,11 +21,11 @@ cdef class Lifecycle:
     # under the next.
     cdef long long number
     cdef str handle  # its text for `reconfigure`
-    cdef Ledger ledger  # of the operations that were begun under `number`
+    cdef OpLog oplog  # of the operations that were begun under `number`
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often the communicator of the pair was disconnected
-    cdef object notices
-    cdef News news  # the news of the other ranks, under `number`
+    cdef object group_status
+    cdef PeerNews news  # the news of the other ranks, under `number`
     cdef frozenset leavers  # ranks that have closed the group while an operation waits for them
     cdef list places  # the notices of earlier numbers that this rank has yet to leave
     cdef object pool
@@ -35,8 +35,8 @@ cdef class Lifecycle:
     cdef bint check_nan
     cdef object nan_check  # None unless it was asked for
     cdef str check
-    cdef Agreement agreement  # None unless operations are compared
-    cdef object holder  # of messages until they are compared, from the first message on
+    cdef CollectiveCheck collective_check  # None unless operations are compared
+    cdef object pending_messages  # of messages until they are compared, from the first message on
     cdef bint high_priority
     cdef double timeout
     cdef object failure  # the error that has ended it
@@ -80,7 +80,7 @@ cdef class Lifecycle:
     # The communicator with all ranks (-1) or with a peer; its making is begun if there is none.
     cdef Connection connection_with(self, int peer)
     # The same if it is made; else this raises.
-    cdef Connection standing(self, int peer)
+    cdef Connection established(self, int peer)
     # The name of the communicator with a peer.
     cdef str label_of(self, int peer)
     # Take over a communicator of all ranks, before the program has this group.
@@ -108,7 +108,7 @@ cdef class Lifecycle:
     # The same for the n-th commit of a pool.
     cdef list commit(self, value, double seconds)
     # This rank's status, as JSON knows it.
-    cdef dict standing_now(self)
+    cdef dict status_now(self)
     # Find out what all ranks do, for an error that ends the group; and, by way of `inquire`, for one that does not.
     cdef tuple inquire(self, error, bint says=*)
     cdef int explain_by(self, error, inquire, bint says=*) except -1
@@ -126,13 +126,13 @@ cdef class Lifecycle:
     # The steps of a reconfiguration: suspend, end connections and notices, enter with new notices, resume.
 
     # The notices of one of so many ranks, at a place of a store; by default the place of all groups of this name.
-    cdef object new_notices(self, store, int rank, int size, place=*)
+    cdef object new_group_status(self, store, int rank, int size, place=*)
     # Set an error until the group resumes, and a number that nothing belongs to; return whether it had no error.
     cdef bint suspend(self) except -1
     cdef int end_connections(self, error, bint drained) except -1
-    cdef int end_notices(self, bint says_so) except -1
+    cdef int end_group_status(self, bint says_so) except -1
     # Become the rank that these notices are of, under a new number.
-    cdef int enter(self, notices) except -1
+    cdef int enter(self, group_status) except -1
     # Clear the error; an error that has ended the group since it was suspended stays, and is returned.
     cdef object resume(self)
     # End with an error instead of resuming; False if another error has ended it since it was suspended.
@@ -142,12 +142,12 @@ cdef class Lifecycle:
 
     cdef Connection _new_connection(self, str label, int peer)
     cdef int _say_where_called(self, error) except -1
-    cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=*) except -1
-    cdef bint _exit_later(self, begun, error, notices, Connection but, list comms) except -1
+    cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=*) except -1
+    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms) except -1
 
 
 # What a group is told by its other ranks while it has one number, and what it tells them.
-cdef class News:
+cdef class PeerNews:
     cdef object group  # a weak reference
     cdef long long number
 

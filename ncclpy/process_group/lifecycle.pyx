@@ -19,7 +19,7 @@ from ncclpy.engine.launcher cimport GONE, MADE, MAKING
 from ncclpy.engine.work cimport is_doubted, yield_to_others, stops
 from ncclpy.engine.native cimport load
 from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
-from ncclpy.process_group.check.agreement cimport Agreement
+from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
 from ncclpy.bootstrap.adapters import as_store
@@ -33,7 +33,7 @@ from ncclpy.engine.launcher import StreamPool, abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.confirmation import HEARS, TELLS as _TOLD_WITHIN
@@ -82,7 +82,7 @@ cdef class Lifecycle:
             self.timeout = as_timeout(timeout)
             self.device = as_device(device)
         except BaseException as error:
-            Notices.tell_unmade(store, name, rank, size, error)
+            GroupStatus.tell_unmade(store, name, rank, size, error)
             raise
         self.name, self.store = name, store
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
@@ -95,55 +95,55 @@ cdef class Lifecycle:
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.places = []
-        notices = self.new_notices(store, rank, size)
+        group_status = self.new_group_status(store, rank, size)
         if size > 1:
             try:
-                notices.compare(check)
+                group_status.compare(check)
             except ValueError as error:
-                notices.tell(str(error))
-                notices.close()
-                notices.leave()
+                group_status.tell(str(error))
+                group_status.close()
+                group_status.leave()
                 raise
-        self.enter(notices)
+        self.enter(group_status)
         return 0
 
-    cdef object new_notices(self, store, int rank, int size, place=None):
+    cdef object new_group_status(self, store, int rank, int size, place=None):
         """Return the notices of one of so many ranks, at a place of a store."""
-        look = functools.partial(_standing_of, weakref.ref(self))
-        return Notices(store, self.name, rank, size, self.device, look, place)
+        look = functools.partial(_status_of, weakref.ref(self))
+        return GroupStatus(store, self.name, rank, size, self.device, look, place)
 
-    cdef int enter(self, notices) except -1:
+    cdef int enter(self, group_status) except -1:
         """Become the rank that these notices are of, under a new number; it has no communicators yet."""
-        cdef int rank = notices.rank, size = notices.size
-        cdef Agreement agreement = None
+        cdef int rank = group_status.rank, size = group_status.size
+        cdef CollectiveCheck collective_check = None
         who = f"rank {rank} of process group {self.name!r}"
-        inquiries = Inquiries(notices.inquire, self.on_error == "report", who)
+        inquiries = Inquiries(group_status.inquire, self.on_error == "report", who)
         if self.check != "off" and size > 1:
-            agreement = Agreement(notices, self.timeout, self.check == "first")
+            collective_check = CollectiveCheck(group_status, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
         # `before` keeps all that is replaced until the lock is released.
-        if self.notices is not None and self.notices is not notices:
-            self.places = [*self.places, self.notices]
+        if self.group_status is not None and self.group_status is not group_status:
+            self.places = [*self.places, self.group_status]
         before = (
-            self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.connections,
-            self.generations, self.alone, self.holder, self.ledger, self.news,
+            self.group_status, self.inquiries, self.collective_check, self.nan_check, self.completions, self.connections,
+            self.generations, self.alone, self.pending_messages, self.oplog, self.news,
         )
-        ledger = Ledger()
+        oplog = OpLog()
         cdef long long number = _next_number()  # operations that were begun since `suspend` have the number between
-        cdef News news = News(self, number)
+        cdef PeerNews news = PeerNews(self, number)
         with self.lock:
             self.number, self.news = number, news
-            self.rank, self.size, self.ledger = rank, size, ledger
-            self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
+            self.rank, self.size, self.oplog = rank, size, oplog
+            self.group_status, self.inquiries, self.collective_check = group_status, inquiries, collective_check
             self.nan_check, self.completions = nan_check, completions
-            self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
+            self.connections, self.generations, self.alone, self.pending_messages = {}, {}, [], None
             self.collectives = self.children = self.commits = 0
             self.leavers = frozenset()
         del before
         if size > 1:
             work.listen(self)
-        notices.listen(news.ended, news.gone, news.silent, news.is_wanted, news.look_for_closed, ledger)
+        group_status.listen(news.ended, news.gone, news.silent, news.is_wanted, news.look_for_closed, oplog)
         return 0
 
     # State.
@@ -168,16 +168,16 @@ cdef class Lifecycle:
         return number == self.number and not self.is_ended()
 
     cdef list meet(self, place, value, double seconds, read):
-        """Return what all ranks bring to a rendezvous, by rank, see `Notices.gather`.
+        """Return what all ranks bring to a rendezvous, by rank, see `GroupStatus.gather`.
 
         The end of a rank that is missing there ends the group.
         """
-        notices = self.notices
+        group_status = self.group_status
         self.meetings += 1
         try:
-            return notices.gather(place, value, seconds, self.wanted(), read)
+            return group_status.gather(place, value, seconds, self.wanted(), read)
         except (NcclTimeout, NcclRemoteError) as error:
-            self.explain_by(error, functools.partial(notices.inquire_at, place))
+            self.explain_by(error, functools.partial(group_status.inquire_at, place))
             raise
         finally:
             self.meetings -= 1
@@ -193,7 +193,7 @@ cdef class Lifecycle:
             self.check_usable()  # raises what has ended it
             raise
         if self.rank == 0 and number > 0:  # all ranks have left the last one
-            self.notices.arrivals.forget(f"commit/{number - 1}", list(range(self.size)))
+            self.group_status.rendezvous.forget(f"commit/{number - 1}", list(range(self.size)))
         return brought
 
     cdef int check_initialised(self) except -1:
@@ -315,7 +315,7 @@ cdef class Lifecycle:
                 raise
         return found
 
-    cdef Connection standing(self, int peer):
+    cdef Connection established(self, int peer):
         """Return the communicator with all ranks (-1) or with a peer, for a capture, in which none can be made."""
         label = _MAIN if peer < 0 else self.label_of(peer)
         cdef Connection found = self.connections.get(label)
@@ -335,7 +335,7 @@ cdef class Lifecycle:
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
             _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
-            _meeting_of(self.notices, label, members), self.timeout,
+            _meeting_of(self.group_status, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
         made.aborts = not made.spares
@@ -386,18 +386,18 @@ cdef class Lifecycle:
 
     # The end of the group.
 
-    cdef dict standing_now(self):
+    cdef dict status_now(self):
         """Return this rank's status, as JSON knows it."""
-        return {} if self.ledger is None else self.ledger.standing()  # another group may ask while this one is made
+        return {} if self.oplog is None else self.oplog.status()  # another group may ask while this one is made
 
     cdef bint waits(self) except -1:
         """Return whether an operation, a rendezvous or a comparison is under way."""
-        cdef Agreement agreement = self.agreement
-        return self.pending() or self.meetings or (agreement is not None and agreement.turn.locked())
+        cdef CollectiveCheck collective_check = self.collective_check
+        return self.pending() or self.meetings or (collective_check is not None and collective_check.turn.locked())
 
     cdef tuple inquire(self, error, bint says=True):
         """Ask what all ranks do now; add it to an error, as data and, if it `says` so, as a sentence; return both."""
-        said, states = self.inquiries.ask(functools.partial(_standing_of, weakref.ref(self)))
+        said, states = self.inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
         if not says:
             said, error.ranks = None, states
         if said is not None and said not in text_of(error):
@@ -418,7 +418,7 @@ cdef class Lifecycle:
         """Add what all ranks do to an error that does not end the group; `inquire` asks them."""
         if self.size > 1 and not self.is_ended():
             who = f"rank {self.rank} of process group {self.name!r}"
-            said, states = Inquiries(inquire, True, who).ask(functools.partial(_standing_of, weakref.ref(self)))
+            said, states = Inquiries(inquire, True, who).ask(functools.partial(_status_of, weakref.ref(self)))
             if says and said is not None:
                 add_answer(error, said, states)
             error.ranks = states
@@ -483,7 +483,7 @@ cdef class Lifecycle:
         """End the group, or log that it goes on, because a rank is gone that something waits for."""
         told = None
         with contextlib.suppress(NcclError, ValueError):  # if the group has ended before, that is why the rank is gone
-            told = self.notices.told()
+            told = self.group_status.told()
         if told is not None:
             return self.end_as_told(number, told)
         text = f"rank {rank} of process group {self.name!r} is gone: {why}"
@@ -512,7 +512,7 @@ cdef class Lifecycle:
             if told and connection.state == MAKING:  # its ranks would not all be there: it is not made again
                 connection.state, connection.failure = GONE, error
         if told:
-            self.notices.known.troubled(error)
+            self.group_status.known.troubled(error)
             user_executor.submit(functools.partial(  # handlers of a logger are user code
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
@@ -560,7 +560,7 @@ cdef class Lifecycle:
             # still tells in the store has to be there before the last rank clears that away.
             self.end_begun, self.end_maker = threading.Event(), threading.get_ident()
             begun = self.end_begun
-            connections, notices = list(self.connections.values()), self.notices
+            connections, group_status = list(self.connections.values()), self.group_status
             in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
             alone, self.alone = self.alone, []
             hooks = self.aborts  # hooks that are added later are called at once
@@ -569,30 +569,30 @@ cdef class Lifecycle:
                 if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
                     kind = NcclRemoteError.__name__  # a communicator that was never made was not aborted
                 but.state = GONE
-        notices.begin_end()
+        group_status.begin_end()
         try:
             comms, readers = [] if but is None else list(but.comms), set()
             for one in connections if but is None or but in connections else [*connections, but]:
                 one.fence()
                 one.note_readers(readers)
-            notices.known.failed(error)
+            group_status.known.failed(error)
             exits = exits and self.on_error in ("exit", "exit_now")
             if exits and self.on_error == "exit_now":
-                self._exit(error, notices)
+                self._exit(error, group_status)
             # Before the program sees the error: if it ends then, Python waits for this thread.
-            exiting = exits and self._exit_later(begun, error, notices, but, comms)
+            exiting = exits and self._exit_later(begun, error, group_status, but, comms)
             telling = None
             if text is not None:
                 told = (
                     f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
                 )
-                telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
+                telling = threading.Thread(target=group_status.tell, args=told, name="ncclpy-group-end", daemon=True)
                 try:
                     telling.start()
                     self.tell_thread = telling
                 except RuntimeError:  # no thread can be started
                     telling = None
-                    notices.tell(*told)
+                    group_status.tell(*told)
             is_abort = type(error) is NcclAborted
             others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
             self.failures = [error, others] if in_flight else []
@@ -608,32 +608,32 @@ cdef class Lifecycle:
                 readers -= self.enders  # the calls that they are in raise it
                 shown = error if self.translate is None else self.translate(error)
                 tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
-                self._abort_later(notices, telling, comms, text_of(error), tell_readers)
+                self._abort_later(group_status, telling, comms, text_of(error), tell_readers)
         finally:
             begun.set()
         for hook in hooks if calls else ():
             user_executor.submit(functools.partial(hook, error))
         if exits and not exiting:  # no thread can be started
-            self._exit(error, notices, begun, but, comms)
+            self._exit(error, group_status, begun, but, comms)
 
-    cdef int _abort_later(self, notices, telling, list comms, reason, tell_readers=None) except -1:
+    cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have confirmed the end of the group, in a thread of its own."""
         thread = threading.Thread(
-            target=_abort_when_heard, args=(notices, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
+            target=_abort_when_heard, args=(group_status, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
             daemon=True,
         )
         try:
             thread.start()
         except RuntimeError:  # no thread can be started
-            _abort_when_heard(notices, telling, comms, reason, tell_readers)
+            _abort_when_heard(group_status, telling, comms, reason, tell_readers)
             return 0
         self.abort_thread = thread  # `end_connections` joins it
         return 0
 
-    cdef bint _exit_later(self, begun, error, notices, Connection but, list comms) except -1:
+    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms) except -1:
         """Start a thread that ends the process; return whether it could be started."""
         thread = threading.Thread(
-            target=self._exit, args=(error, notices, begun, but, comms), name="ncclpy-group-exit", daemon=False
+            target=self._exit, args=(error, group_status, begun, but, comms), name="ncclpy-group-exit", daemon=False
         )
         try:
             thread.start()
@@ -641,7 +641,7 @@ cdef class Lifecycle:
             return False
         return True
 
-    def _exit(self, error, notices, begun=None, Connection but=None, comms=()):
+    def _exit(self, error, group_status, begun=None, Connection but=None, comms=()):
         """End the process, as `on_error` asks for, once the end has `begun` and the others were told.
 
         Nothing is aborted before: an abort gives wrong data to neighbours, and this process might use some too.
@@ -656,19 +656,19 @@ cdef class Lifecycle:
                 telling = self.tell_thread
             if telling is not None:
                 telling.join(_EXITS)
-                goes_on = notices.goes_on(self.handle)
+                goes_on = group_status.goes_on(self.handle)
             if not goes_on:
-                notices.confirm()
-                notices.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
+                group_status.confirm()
+                group_status.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
         except Exception:  # the process ends in any case
             _log.debug("rank %d could not wait until the others have heard of the end", self.rank, exc_info=True)
         if goes_on:  # another rank has ended the group to reconfigure it, and this rank has seen only that
-            self._abort_later(notices, None, list(comms), text_of(error))
+            self._abort_later(group_status, None, list(comms), text_of(error))
             return
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:
-            notices.known.wait()
+            group_status.known.wait()
         finally:
             end_process(self.rank, self.name, self.on_error, error)
 
@@ -680,12 +680,12 @@ cdef class Lifecycle:
         cdef Connection one
         cdef int seen = load(&stops)
         cdef long long number = self.number
-        notices = self.notices
-        if notices is None or self.size == 1 or self.is_over():
+        group_status = self.group_status
+        if group_status is None or self.size == 1 or self.is_over():
             return
         told = None
         try:
-            told = notices.told()
+            told = group_status.told()
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, functools.partial(_ask_again, weakref.ref(self)))
             return
@@ -721,7 +721,7 @@ cdef class Lifecycle:
                 drained = self.failure is not None or self.drain(deadline)
                 if not drained:
                     left = self.pending()
-                    self.notices.tell(
+                    self.group_status.tell(
                         f"rank {self.rank} of {self.size}: it closed the group before {left} operations were done"
                     )
                 failed = drained and pending > 0 and self.failure is not None  # what it waited for has no result
@@ -762,29 +762,29 @@ cdef class Lifecycle:
         if comms:
             for one in connections:
                 one.fence()
-            self._abort_later(self.notices, self.tell_thread, comms, text_of(error))
+            self._abort_later(self.group_status, self.tell_thread, comms, text_of(error))
         if self.abort_thread is not None:
             self.abort_thread.join(ABORT_DEADLINE + 1)
         return 0
 
-    cdef int end_notices(self, bint says_so) except -1:
+    cdef int end_group_status(self, bint says_so) except -1:
         """Stop hearing of the other ranks."""
-        cdef Agreement agreement = self.agreement
-        holder, self.holder = self.holder, None  # its memory is freed when its thread ends
-        if holder is not None:
-            holder.ring()
-        self.notices.close(says_so=says_so, begun=self.begun())
-        if agreement is not None:
-            agreement.close()
+        cdef CollectiveCheck collective_check = self.collective_check
+        pending_messages, self.pending_messages = self.pending_messages, None  # its memory is freed when its thread ends
+        if pending_messages is not None:
+            pending_messages.ring()
+        self.group_status.close(says_so=says_so, begun=self.begun())
+        if collective_check is not None:
+            collective_check.close()
         return 0
 
     cdef int leave_places(self, bint closed) except -1:
         """Leave the places in a store of earlier numbers and, if the group is `closed`, its present one."""
         places, self.places = self.places, []
-        for notices in places:
-            notices.leave(went_on=True)
+        for group_status in places:
+            group_status.leave(went_on=True)
         if closed:
-            self.notices.leave()
+            self.group_status.leave()
         return 0
 
     def _end(self, bint drained):
@@ -792,10 +792,10 @@ cdef class Lifecycle:
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
         cdef bint well = drained and self.failure is None
         if well:  # now: NCCL may take seconds to destroy communicators, and the others ask for this rank
-            self.end_notices(True)
+            self.end_group_status(True)
         self.end_connections(error, well)
         if not well:
-            self.end_notices(self.failure is None)
+            self.end_group_status(self.failure is None)
         self.wait_until_told()  # the process may end next, and then nothing would be told
         self.pool.close()
         self.leave_places(True)
@@ -807,14 +807,14 @@ cdef class Lifecycle:
 
     def __del__(self):
         # Communicators warn about themselves.
-        if self.notices is not None and not self.closed and not sys.is_finalizing():
-            self.end_notices(False)
+        if self.group_status is not None and not self.closed and not sys.is_finalizing():
+            self.end_group_status(False)
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
             for request in self.alone:
                 (<Request>request).fail(error)
 
 
-cdef class News:
+cdef class PeerNews:
     """What a group is told by its other ranks while it has one number, and what it tells them.
 
     It does not keep the group alive.
@@ -869,7 +869,7 @@ cdef class News:
         cdef Connection one
         if group is None or not group.pending():
             return
-        for rank, theirs in group.notices.closed_ranks().items():
+        for rank, theirs in group.group_status.closed_ranks().items():
             mine = group.begun()
             for one in list(group.connections.values()):
                 if one.pending() and rank in one.members and mine.get(one.label, 0) > theirs.get(one.label, 0):
@@ -900,25 +900,25 @@ cdef class _Owner(ConnectionOwner):
         return 0
 
 
-def _abort_when_heard(notices, telling, comms, reason, tell_readers):
+def _abort_when_heard(group_status, telling, comms, reason, tell_readers):
     if telling is not None:
         telling.join(_TOLD_WITHIN)
     if tell_readers is not None:
         tell_readers()  # the program may end with that
-    notices.confirm()
-    if notices.wait_until_confirmed(None if comms else 0.0) and comms:
+    group_status.confirm()
+    if group_status.wait_until_confirmed(None if comms else 0.0) and comms:
         abort_in_background(comms, reason).join()
 
 
-def _meeting_of(notices, label, members):
+def _meeting_of(group_status, label, members):
     """Return two callables: the rendezvous of a communicator's ranks, for its unique id, and clearing it away."""
-    return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
+    return functools.partial(group_status.unique_id, label, members), functools.partial(group_status.made, label, members)
 
 
-def _standing_of(reference):
+def _status_of(reference):
     """Return this rank's status in a group, {} once the group is freed."""
     cdef Lifecycle group = reference()
-    return {} if group is None else group.standing_now()
+    return {} if group is None else group.status_now()
 
 
 def _ask_again(reference):

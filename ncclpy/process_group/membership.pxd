@@ -19,17 +19,17 @@ cdef class Membership:
     # Have a group of one rank become a rank of the group that admits it.
     cdef int join(self, str name, double seconds) except -1
 
-    cdef int _enter(self, notices, past, is_lost) except -1
+    cdef int _enter(self, group_status, past, is_lost) except -1
     cdef int _check_movable(self, str what) except -1
     cdef int _leave(self, error, bint drained, handles) except -1
     cdef int _confirm(self, bint drained) except -1
     cdef int _tell_plan(self, order, does) except -1
-    cdef int _compare(self, notices) except -1
+    cdef int _compare(self, group_status) except -1
     cdef tuple _decide(self, least, double seconds)
     cdef object _stand(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
     )
-    cdef int _torn(self, failure, notices, past, is_lost) except -1
+    cdef int _torn(self, failure, group_status, past, is_lost) except -1
     cdef int _go_on(self) except -1
 
 

@@ -21,8 +21,8 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, spans
 from ncclpy.errors import seconds as as_text
 from ncclpy.types import as_integer
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.decision import Past, decide, decide_to_move
+from ncclpy.process_group.group_status import GroupStatus
+from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_move
 from ncclpy.process_group.joining import Joiner, Admitter
 from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
 
@@ -49,37 +49,37 @@ cdef class Membership:
             borrowed = None if store is group.store else store
             try:
                 claim(store, uuid, order, group.handle, functools.partial(
-                    Notices.refuse, store, place_of(uuid), _MEETING, f"{self._known_as()} has called reconfigure() with other "
+                    GroupStatus.refuse, store, place_of(uuid), _MEETING, f"{self._known_as()} has called reconfigure() with other "
                     f"handles, or in another order, for uuid {uuid!r}, and does not come",
                 ))
                 flying = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
-                notices = group.new_notices(store, order.index(group.handle), len(order), place_of(uuid))
-                notices.arrivals.called = called_of(order)
+                group_status = group.new_group_status(store, order.index(group.handle), len(order), place_of(uuid))
+                group_status.rendezvous.called = called_of(order)
                 try:
-                    self._compare(notices)
-                    notices.gather(
+                    self._compare(group_status)
+                    group_status.gather(
                         _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
                     )
                 except BaseException as error:
                     ended = isinstance(error, NcclAborted) and group.failure is not None
-                    if _has_met(notices):
+                    if _has_met(group_status):
                         borrowed, group.borrowed = group.borrowed, borrowed
                         failure = group.failure if ended else error
                         self._leave(flying, False, order)
-                        self._torn(failure, notices, None, None)
+                        self._torn(failure, group_status, None, None)
                     else:
-                        notices.close()
+                        group_status.close()
                     if ended:
                         group.check_usable()  # says what has ended it
                     raise
-                notices.arrivals.called = None
+                group_status.rendezvous.called = None
                 borrowed, group.borrowed = group.borrowed, borrowed
                 try:
                     self._leave(flying, False, order)
-                    self._enter(notices, None, None)
+                    self._enter(group_status, None, None)
                     self._go_on()
                 except BaseException as failure:
-                    self._torn(failure, notices, None, None)
+                    self._torn(failure, group_status, None, None)
                     raise
             finally:
                 if borrowed is not None:
@@ -101,19 +101,19 @@ cdef class Membership:
         """Tell the ranks of this group what this one does; for ranks without a handle among these the group ends."""
         cdef Lifecycle group = self.group
         if group.size > 1:
-            group.notices.tell(f"rank {group.rank} of {group.size}: it {does}", None, None, order)
+            group.group_status.tell(f"rank {group.rank} of {group.size}: it {does}", None, None, order)
         return 0
 
     def _known_as(self):
         cdef Lifecycle group = self.group
         return f"rank {group.rank} of {group.size} of process group {group.name!r}"
 
-    cdef int _compare(self, notices) except -1:
+    cdef int _compare(self, group_status) except -1:
         """Raise ValueError, also on the ranks at the rendezvous, if this rank compares collectives in another way."""
         try:
-            notices.compare(self.group.check)
+            group_status.compare(self.group.check)
         except ValueError as error:
-            notices.arrivals.give_up(_MEETING, str(error))
+            group_status.rendezvous.give_up(_MEETING, str(error))
             raise
         return 0
 
@@ -129,8 +129,8 @@ cdef class Membership:
                 text = f"rank {group.rank} of {group.size} recovers it"
                 group.fail(NcclAborted(f"process group {group.name!r} has ended: {text}"), text, group.number, exits=False)
             if self.past is None:
-                is_lost = self.is_lost or group.notices.reports.is_lost
-                self.past = Past(is_lost, list(range(group.size)), group.size, group.ledger.last_finished())
+                is_lost = self.is_lost or group.group_status.reports.is_lost
+                self.past = PreviousMembership(is_lost, list(range(group.size)), group.size, group.oplog.last_finished())
             while True:
                 members, uuid = self._decide(least, seconds)
                 past = self.past.among(members)
@@ -149,10 +149,10 @@ cdef class Membership:
     cdef tuple _decide(self, least, double seconds):
         """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided."""
         cdef Lifecycle group = self.group
-        notices, past = group.notices, self.past
+        group_status, past = group.group_status, self.past
         try:
             members, uuid = decide(
-                notices.store, group.name, group.rank, group.size, past.is_lost, least, seconds,
+                group_status.store, group.name, group.rank, group.size, past.is_lost, least, seconds,
                 self._is_wanted,
             )
         except LeaseEnded as error:
@@ -199,28 +199,28 @@ cdef class Membership:
                 try:
                     met = group.meet(f"admit/{number}", mine, max(0.0, deadline - now()), _admission)
                 except NcclAborted:
-                    if group.closed or not group.notices.goes_on(group.handle):
+                    if group.closed or not group.group_status.goes_on(group.handle):
                         raise
                     # The rendezvous is complete, and a rank that has left it has ended the group before this rank had
                     # looked.
-                    met = group.notices.gather(
+                    met = group.group_status.gather(
                         f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True, _admission
                     )
                 if met[0]["joiners"]:
-                    decide_to_move(group.notices.store, group.name, group.rank)
+                    decide_to_move(group.group_status.store, group.name, group.rank)
             except BaseException as error:
                 admitter.refuse(joiners, text_of(error))
                 group.check_usable()
                 raise
             if group.rank == 0 and number > 0:  # all ranks have left the last one
-                group.notices.arrivals.forget(f"admit/{number - 1}", list(range(group.size)))
+                group.group_status.rendezvous.forget(f"admit/{number - 1}", list(range(group.size)))
             handles = [each["handle"] for each in met] + met[0]["joiners"]
             if len(handles) == group.size:
                 return ()
             before, begun = len(met), NcclAborted(f"process group {group.name!r} admits others: this was begun then")
             self._stand(
                 met[0]["uuid"], group.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
-                functools.partial(_lost_of, group.notices.reports, before),
+                functools.partial(_lost_of, group.group_status.reports, before),
                 functools.partial(admitter.welcome, joiners, handles, met[0]["uuid"]),
             )
             return tuple(range(before, len(handles)))
@@ -236,10 +236,10 @@ cdef class Membership:
             )
         return 0
 
-    cdef int _enter(self, notices, past, is_lost) except -1:
+    cdef int _enter(self, group_status, past, is_lost) except -1:
         """Have the group become the rank that these notices are of; `past` is the group before, for `recover`."""
         self.past, self.is_lost, self.admissions = past, is_lost, 0
-        self.group.enter(notices)
+        self.group.enter(group_status)
         return 0
 
     cdef int _check_movable(self, str what) except -1:
@@ -260,7 +260,7 @@ cdef class Membership:
         if group.suspend() and handles is not None:
             self._tell_plan(handles, "goes on as other ranks")
         self._confirm(drained)
-        group.end_notices(False)
+        group.end_group_status(False)
         group.end_connections(error, drained)
         group.abort_thread = group.tell_thread = None
         return 0
@@ -273,7 +273,7 @@ cdef class Membership:
             for one in list(group.connections.values()):
                 one.fence()
         if group.size > 1:
-            group.notices.confirm()
+            group.group_status.confirm()
         return 0
 
     cdef object _stand(
@@ -286,50 +286,50 @@ cdef class Membership:
         """
         cdef Lifecycle group = self.group
         store = group.borrowed or group.store
-        notices = None
+        group_status = None
         try:
             self._leave(error, drained, handles)
-            notices = group.new_notices(store, rank, size, place_of(uuid))
-            self._enter(notices, past, is_lost)
+            group_status = group.new_group_status(store, rank, size, place_of(uuid))
+            self._enter(group_status, past, is_lost)
             if tells is not None:
                 tells()
             try:
-                come = notices.gather(
-                    _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost), _past_of
+                come = group_status.gather(
+                    _MEETING, brought, seconds, functools.partial(self._is_moving, group_status.rendezvous, is_lost), _past_of
                 )
             except NcclAborted:
-                if group.closed or not _has_met(notices):
+                if group.closed or not _has_met(group_status):
                     raise
                 # A rank that has left the rendezvous has ended the group since.
-                come = notices.gather(_MEETING, brought, seconds, lambda: True, _past_of)
+                come = group_status.gather(_MEETING, brought, seconds, lambda: True, _past_of)
             self._go_on()
         except BaseException as failure:
-            if notices is None:  # where the other ranks are, and what recover() needs
+            if group_status is None:  # where the other ranks are, and what recover() needs
                 with contextlib.suppress(NcclError, ValueError):
-                    notices = group.new_notices(store, rank, size, place_of(uuid))
-            self._torn(failure, notices, past, is_lost)
+                    group_status = group.new_group_status(store, rank, size, place_of(uuid))
+            self._torn(failure, group_status, past, is_lost)
             raise
         return come
 
-    cdef int _torn(self, failure, notices, past, is_lost) except -1:
+    cdef int _torn(self, failure, group_status, past, is_lost) except -1:
         """End the group, which is between two states; raise what else has ended it."""
         cdef Lifecycle group = self.group
         error = failure if isinstance(failure, Exception) else NcclAborted(
             f"process group {group.name!r} was being reconfigured, which {type(failure).__name__} has ended"
         )
         cdef bint ours = group.end_suspended(error)
-        if notices is not None:
+        if group_status is not None:
             with contextlib.suppress(NcclError, ValueError):
-                if group.notices is not notices:
+                if group.group_status is not group_status:
                     self._confirm(False)
-                    group.end_notices(False)
+                    group.end_group_status(False)
                     group.end_connections(error, False)
-                    self._enter(notices, past, is_lost)
-                text = f"rank {notices.rank} of {notices.size}: {text_of(group.failure)}"
-                if notices.arrivals.give_up(_MEETING, text):  # the other ranks have left the rendezvous
-                    notices.tell(text)
+                    self._enter(group_status, past, is_lost)
+                text = f"rank {group_status.rank} of {group_status.size}: {text_of(group.failure)}"
+                if group_status.rendezvous.give_up(_MEETING, text):  # the other ranks have left the rendezvous
+                    group_status.tell(text)
         if group.closed:
-            group.end_notices(False)
+            group.end_group_status(False)
         if not ours and isinstance(failure, Exception):
             group.check_usable()
         return 0
@@ -344,11 +344,11 @@ cdef class Membership:
             group.check_usable()
             raise ValueError(f"process group {group.name!r} is closed; make a new one")
         if ended is not None:  # the others may not have been told here
-            group.notices.tell(f"rank {group.rank} of {group.size}: {text_of(ended)}")
+            group.group_status.tell(f"rank {group.rank} of {group.size}: {text_of(ended)}")
         group.leave_places(False)
         return 0
 
-    def _is_moving(self, arrivals, is_lost):
+    def _is_moving(self, rendezvous, is_lost):
         """Return whether the rendezvous can still complete: nothing has ended it, and no missing rank has died."""
         cdef Lifecycle group = self.group
         if not self._is_wanted() or group.failure is not group.between:
@@ -356,8 +356,8 @@ cdef class Membership:
         if is_lost is None:
             return True
         if group.rank > 0:  # rank 0 waits for all, the others for rank 0
-            return arrivals.has_come(_MEETING, 0) or not is_lost(0)
-        there = arrivals.there(_MEETING)
+            return rendezvous.has_come(_MEETING, 0) or not is_lost(0)
+        there = rendezvous.there(_MEETING)
         return not any(is_lost(rank) for rank in range(1, group.size) if rank not in there)
 
 
@@ -393,10 +393,10 @@ cdef class _Turn:
         self.membership.turn.release()
 
 
-def _has_met(notices):
+def _has_met(group_status):
     """Return whether the rendezvous is complete, as far as the store can say."""
     with contextlib.suppress(NcclError, ValueError):
-        return notices.arrivals.has_met(_MEETING)
+        return group_status.rendezvous.has_met(_MEETING)
     return False
 
 

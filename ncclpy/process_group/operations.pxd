@@ -1,7 +1,7 @@
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.arguments.validation cimport Lowered, Spread
+from ncclpy.core.arguments.validation cimport Lowered, VectorCollective
 from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
@@ -51,7 +51,7 @@ cdef class Operations:
     cdef object __weakref__
 
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
-    cdef Work _spread(self, Spread spread, output, producer, timeout)
+    cdef Work _vector(self, VectorCollective vector, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
     cdef Block _block(self, timeout)
     cdef Work _nothing(self, output, timeout)

@@ -7,9 +7,9 @@ from libc.string cimport memset
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
 from ncclpy.core.arguments.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, is_pair
 from ncclpy.core.arguments.validation cimport (
-    Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_spread, note_apart, shape_all_gather,
-    shape_all_reduce, shape_all_to_all, shape_broadcast, shape_gather, shape_recv, shape_reduce, shape_reduce_scatter,
-    shape_scatter, shape_send, shared_memory_error, take_fingerprint,
+    Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_vector_collective, note_apart, validate_all_gather,
+    validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather, validate_recv, validate_reduce, validate_reduce_scatter,
+    validate_scatter, validate_send, shared_memory_error, take_fingerprint,
 )
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
@@ -19,12 +19,12 @@ from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.work cimport goes_by_streams, new_work
-from ncclpy.process_group.check.agreement cimport Agreement
-from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_holder, wait_until_given
+from ncclpy.process_group.check.collective_check cimport CollectiveCheck
+from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_pending_messages, wait_until_given
 from ncclpy.process_group.connection cimport (
-    BARRIER, Connection, capture, captured_of, new_request, new_signature,
+    BARRIER, Connection, capture, captured_of, new_request, new_call_signature,
 )
-from ncclpy.process_group.pairs cimport matched
+from ncclpy.process_group.p2p cimport matched
 
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.errors import NcclUnsupported
@@ -69,11 +69,11 @@ cdef class Operations:
             lowered = lower(operation, self.lifecycle.rank, self.lifecycle.size, None, None)
         return self.submission.begin(operation, lowered, view, held, output, stream, timeout, -1)
 
-    cdef Work _spread(self, Spread spread, output, stream, timeout):
+    cdef Work _vector(self, VectorCollective vector, output, stream, timeout):
         """Begin a collective over parts, as a group."""
-        cdef Lowered lowered = lower(&spread.operation, self.lifecycle.rank, self.lifecycle.size, spread.sends, spread.recvs)
-        held = (spread.send, spread.recv)
-        return self.submission.begin(&spread.operation, lowered, &spread.view, held, output, stream, timeout, -1)
+        cdef Lowered lowered = lower(&vector.operation, self.lifecycle.rank, self.lifecycle.size, vector.sends, vector.recvs)
+        held = (vector.send, vector.recv)
+        return self.submission.begin(&vector.operation, lowered, &vector.view, held, output, stream, timeout, -1)
 
     cdef int _op_of(self, object op, const View* view) except -1:
         if type(op) is str and (<str>op).lower() in _BITWISE:
@@ -115,7 +115,7 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        shape_all_reduce(&o, &s, &r, send, recv, self.lifecycle.device)
+        validate_all_reduce(&o, &s, &r, send, recv, self.lifecycle.device)
         o.op = self._op_of(op, &s)
         held = send if recv is None else (send, recv)
         return self.submission.begin(&o, None, &s, held, send if recv is None else recv, stream, timeout, -1)
@@ -143,7 +143,7 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         o.root = root_rank(self.lifecycle.size, root, "root")
-        shape_broadcast(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.rank == o.root)
+        validate_broadcast(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.rank == o.root)
         return self._plain(
             &o, &s if recv is None else &r, (send, recv), send if recv is None else recv, stream, timeout
         )
@@ -174,7 +174,7 @@ cdef class Operations:
         cdef bint is_root
         o.root = root_rank(self.lifecycle.size, root, "root")
         is_root = self.lifecycle.rank == o.root
-        shape_reduce(&o, &s, &r, send, recv, self.lifecycle.device, is_root)
+        validate_reduce(&o, &s, &r, send, recv, self.lifecycle.device, is_root)
         o.op = self._op_of(op, &s)
         output = None if not is_root else send if recv is None else recv
         return self._plain(&o, &s, (send, recv), output, stream, timeout)
@@ -204,15 +204,15 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if counts is not None or isinstance(recv, list):
-            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+            vector = new_vector_collective(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             if counts is None:
-                spread.all_gather(send, recv)
+                vector.all_gather(send, recv)
             else:
-                spread.all_gather_by_counts(send, recv, counts)
-            return self._spread(spread, recv, stream, timeout)
-        shape_all_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+                vector.all_gather_by_counts(send, recv, counts)
+            return self._vector(vector, recv, stream, timeout)
+        validate_all_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, counts=None, *, stream=None, timeout=None):
@@ -242,16 +242,16 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if counts is not None or isinstance(send, list):
-            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+            vector = new_vector_collective(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             if counts is None:
-                spread.reduce_scatter(send, recv)
+                vector.reduce_scatter(send, recv)
             else:
-                spread.reduce_scatter_by_counts(send, recv, counts)
-            spread.operation.op = self._op_of(op, &spread.view)
-            return self._spread(spread, recv, stream, timeout)
-        shape_reduce_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+                vector.reduce_scatter_by_counts(send, recv, counts)
+            vector.operation.op = self._op_of(op, &vector.view)
+            return self._vector(vector, recv, stream, timeout)
+        validate_reduce_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
         o.op = self._op_of(op, &s)
         return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
@@ -276,15 +276,15 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         if send_counts is not None or recv_counts is not None or isinstance(send, list) or isinstance(recv, list):
-            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+            vector = new_vector_collective(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
             if send_counts is None and recv_counts is None:
-                spread.all_to_all(send, recv)
+                vector.all_to_all(send, recv)
             else:
-                spread.all_to_all_by_counts(send, recv, send_counts, recv_counts)
-            return self._spread(spread, recv, stream, timeout)
-        shape_all_to_all(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size)
+                vector.all_to_all_by_counts(send, recv, send_counts, recv_counts)
+            return self._vector(vector, recv, stream, timeout)
+        validate_all_to_all(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size)
         return self._plain(&o, &s, (send, recv), recv, stream, timeout)
 
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
@@ -309,15 +309,15 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         cdef bint is_root
         o.root = root_rank(self.lifecycle.size, root, "root")
         is_root = self.lifecycle.rank == o.root
         if is_root and isinstance(recv, list):
-            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-            spread.gather(send, recv, o.root)
-            return self._spread(spread, recv, stream, timeout)
-        shape_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
+            vector = new_vector_collective(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+            vector.gather(send, recv, o.root)
+            return self._vector(vector, recv, stream, timeout)
+        validate_gather(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
         output = recv if is_root else None
         return self.submission.begin(&o, None, &s, (send, output), output, stream, timeout, -1)
 
@@ -343,15 +343,15 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        cdef Spread spread
+        cdef VectorCollective vector
         cdef bint is_root
         o.root = root_rank(self.lifecycle.size, root, "root")
         is_root = self.lifecycle.rank == o.root
         if is_root and isinstance(send, list):
-            spread = new_spread(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
-            spread.scatter(send, recv, o.root)
-            return self._spread(spread, recv, stream, timeout)
-        shape_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
+            vector = new_vector_collective(self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank)
+            vector.scatter(send, recv, o.root)
+            return self._vector(vector, recv, stream, timeout)
+        validate_scatter(&o, &s, &r, send, recv, self.lifecycle.device, self.lifecycle.size, self.lifecycle.rank, is_root)
         return self.submission.begin(&o, None, &r, (send if is_root else None, recv), recv, stream, timeout, -1)
 
     def send(self, buf, peer, tag=0, *, stream=None, timeout=None):
@@ -387,7 +387,7 @@ cdef class Operations:
             return self._nothing(None, timeout)
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_send(&o, &s, buf, "buf", self.lifecycle.device)
+        validate_send(&o, &s, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &s, buf, None, stream, timeout, number)
 
     def recv(self, buf, peer, tag=0, *, stream=None, timeout=None):
@@ -419,7 +419,7 @@ cdef class Operations:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_recv(&o, &r, buf, "buf", self.lifecycle.device)
+        validate_recv(&o, &r, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &r, buf, buf, stream, timeout, number)
 
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
@@ -584,22 +584,22 @@ cdef class Submission:
             work.callbacks = list(group.completions)
         request = new_request(work, limit)
         request.epoch = group.number
-        if group.agreement is not None:
-            request.brought = new_signature()
+        if group.collective_check is not None:
+            request.brought = new_call_signature()
         return request
 
     cdef int submit(self, Connection connection, Request request) except -1:
         """Number a request and give it to its communicator, unless the group has ended."""
         cdef Lifecycle group = self.group
         cdef bint taken = False, held = False, pair = request.point_to_point
-        cdef Agreement agreement = group.agreement
-        cdef bint compared = agreement is not None and not pair
+        cdef CollectiveCheck collective_check = group.collective_check
+        cdef bint compared = collective_check is not None and not pair
         cdef Work work = request.work
         cdef Launch lent = None
         if compared:
-            agree(group, agreement, connection, request)
-        elif agreement is not None and group.holder is None:
-            group.holder = new_holder(group)
+            agree(group, collective_check, connection, request)
+        elif collective_check is not None and group.pending_messages is None:
+            group.pending_messages = new_pending_messages(group)
         group.lock.enter()
         try:
             if not group.is_ended() and request.epoch == group.number:
@@ -608,13 +608,13 @@ cdef class Submission:
                     request = matched(group, request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
-                    held = agreement is not None and hold(group, connection, request)
+                    held = collective_check is not None and hold(group, connection, request)
                     if not held:
                         lent = connection.take(request)
         finally:
             group.lock.leave()
             if compared:
-                agreement.end()
+                collective_check.end()
             launch_here(lent)
         if held:
             look_after(group)
@@ -625,8 +625,8 @@ cdef class Submission:
     cdef int capture(self, int peer, Request request) except -1:
         """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
         cdef Lifecycle group = self.group
-        cdef Connection connection = group.standing(peer)
-        cdef Agreement agreement = group.agreement
+        cdef Connection connection = group.established(peer)
+        cdef CollectiveCheck collective_check = group.collective_check
         if request.epoch != group.number:
             group.refuse_old()
         if peer < 0 and request.is_alone_with(group.rank):
@@ -636,11 +636,11 @@ cdef class Submission:
             )
         if peer >= 0:
             request.steps[0].root = 1 - connection.rank
-        compared = agreement is not None and not request.point_to_point
-        if agreement is not None:
+        compared = collective_check is not None and not request.point_to_point
+        if collective_check is not None:
             wait_until_given(connection, group, deadline_after(request.limit))
         if compared:
-            agree(group, agreement, connection, request)
+            agree(group, collective_check, connection, request)
         try:
             error = capture(connection, request)
             if error is None:
@@ -648,7 +648,7 @@ cdef class Submission:
                     self._number(connection, request.work, request.point_to_point)
         finally:
             if compared:
-                agreement.end()
+                collective_check.end()
         if error is not None:  # what NCCL has made of it is not known
             if group.on_error != "report":
                 group.fail(error, text_of(error), connection.epoch)
@@ -678,7 +678,7 @@ cdef class Submission:
             work.entry.sequence = group.collectives
             group.collectives += 1
         if work.entry.state != CAPTURED:  # a captured one never ends
-            work.entry.note(group.ledger.ledger)
+            work.entry.note(group.oplog.oplog)
         return 0
 
     cdef int open_block(self, Block block) except -1:
@@ -749,11 +749,11 @@ cdef class Block:
         self.owner.open_block(self)
         self.begun = True
         waits.ident = PyThread_get_thread_ident()
-        self.work.gathering = waits
+        self.work.awaits = waits
         return self.work
 
     def __exit__(self, kind, error, traceback):
-        self.work.gathering = None
+        self.work.awaits = None
         try:
             if error is not None:
                 self.owner.shut_block(self, False)

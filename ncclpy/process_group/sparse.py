@@ -71,9 +71,9 @@ class SparseSum:
         ]  # fmt: skip
 
     def words(self):
-        """Return what this rank sends to the others, and room for what all send, in arrays of the same package."""
+        """Return what this rank sends to the others, and space for what all send, in arrays of the same package."""
         like = self._sent[0]
-        self._heard = self._arrays.room(_WORDS * self._size, like)
+        self._heard = self._arrays.space(_WORDS * self._size, like)
         return self._arrays.numbers(self._words, like), self._heard
 
     def disagreement(self):
@@ -93,14 +93,14 @@ class SparseSum:
     def parts(self):
         """Return, for indices and values, what this rank sends and the list of places for what each rank sends."""
         sent = self._sent
-        return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.rooms(), strict=True)]
+        return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.spaces(), strict=True)]
 
-    def rooms(self):
+    def spaces(self):
         """Return pairs, for the indices and the values: how many numbers each rank sends, and the place for all."""
         made, widths = [], (1 if self._rows is None else self._rows, math.prod(self._entry))
         for each, like in zip(widths, self._sent, strict=True):
             counts = [each * count for count in self._counts]
-            made.append((counts, self._arrays.room(sum(counts), like)))
+            made.append((counts, self._arrays.space(sum(counts), like)))
         self._gathered = [_pieces(whole, counts) for counts, whole in made]
         self._sent = None
         return made
@@ -160,13 +160,13 @@ class _NumpyLike:
         self.package = package
 
     def here(self, like):
-        """Return a context, to be entered once, in which rooms are made as they would be on this thread's stream."""
+        """Return a context, to be entered once, in which spaces are made as they would be on this thread's stream."""
         return contextlib.nullcontext()
 
     def numbers(self, numbers, like):
         return self.package.asarray(numbers, dtype=like.dtype)
 
-    def room(self, count, like):
+    def space(self, count, like):
         return self.package.empty(count, like.dtype)
 
     def sum(self, indices, values, count):
@@ -203,7 +203,7 @@ class _Torch:
     def numbers(self, numbers, like):
         return like.new_tensor(numbers)
 
-    def room(self, count, like):
+    def space(self, count, like):
         return like.new_empty(count)
 
     def sum(self, indices, values, count):

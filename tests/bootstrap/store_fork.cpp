@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "client.hpp"
-#include "keeper.hpp"
+#include "connection_thread.hpp"
 
 using namespace ncclpy::store;
 

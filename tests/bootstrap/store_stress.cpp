@@ -147,12 +147,12 @@ void tell(Client& teller, Client& asker, int seed) {
   const std::string key = "told " + std::to_string(seed), asked = "asked " + std::to_string(seed);
   for (int round = 0; round < 40; round++) {
     auto* count = new std::atomic<int>(2 * round);
-    const Source source{count, [](void* what, char* at, size_t room, size_t* lasting) {
-                          const int length = snprintf(at, room, "%d", static_cast<std::atomic<int>*>(what)->load());
+    const Source source{count, [](void* what, char* at, size_t space, size_t* lasting) {
+                          const int length = snprintf(at, space, "%d", static_cast<std::atomic<int>*>(what)->load());
                           *lasting = static_cast<size_t>(length);
                           return *lasting;
                         }};
-    const uint64_t id = teller.tell(asked, Teller(key, ".", source));
+    const uint64_t id = teller.tell(asked, Publisher(key, ".", source));
     CHECK(id != 0);
     while (value_of(asker, key) != std::to_string(2 * round) + ".") usleep(100);  // at once
     *count = 2 * round + 1;

@@ -9,7 +9,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy.bootstrap import TCPStore
-from ncclpy.cli.run import meeting
+from ncclpy.cli.run import rendezvous
 from ncclpy.coordinator import connections
 
 LONG = 20.0  # seconds that only a hang takes
@@ -53,14 +53,14 @@ def test_system_without_v6_serves_and_finds_name_with_v6_address(name, monkeypat
         ncclpy.NcclTimeout, match=r"\[::1\]:1: Address family not .*; 127\.0\.0\.1:1: Connection refused"
     ):
         TCPStore(host, 1, timeout=0.3)
-    meeting._reserve(host, LONG).close()
+    rendezvous._reserve(host, LONG).close()
 
 
 def test_launcher_port_is_at_address_of_this_machine(name):
-    with meeting._reserve(name("192.0.2.1", "127.0.0.1"), LONG) as held:
+    with rendezvous._reserve(name("192.0.2.1", "127.0.0.1"), LONG) as held:
         assert held.getsockname()[0] == "127.0.0.1" and held.getsockname()[1] > 0
     with pytest.raises(OSError, match=r"Cannot assign requested address"):
-        meeting._reserve(name("192.0.2.1"), LONG)
+        rendezvous._reserve(name("192.0.2.1"), LONG)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def silent(monkeypatch):
 
 def test_launcher_with_silent_resolver_ends_at_its_deadline(silent):
     with pytest.raises(ncclpy.NcclTimeout, match="resolver has not answered"):
-        testing.run_with_deadline(lambda: meeting._reserve("silent.test", 0.1), LONG / 2)
+        testing.run_with_deadline(lambda: rendezvous._reserve("silent.test", 0.1), LONG / 2)
 
 
 def test_coordinator_with_silent_resolver_continues_without_name(silent, monkeypatch):

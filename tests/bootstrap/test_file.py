@@ -17,7 +17,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import FileStore, StoreError, file, folder
+from ncclpy.bootstrap import FileStore, StoreError, file, folder_watch
 
 LONG = 20.0  # seconds that only a hang takes
 
@@ -178,20 +178,20 @@ def test_folder_holds_only_keys(path):
 def test_waiter_is_woken_with_and_without_inotify(path, monkeypatch, told):
     """On a network file system inotify reports only changes by this kernel, so that the folder is polled."""
     if told is False:
-        monkeypatch.setattr(folder, "_watch", lambda path: -1)
+        monkeypatch.setattr(folder_watch, "_watch", lambda path: -1)
     elif told is None:
         monkeypatch.setattr(file, "is_local", lambda path: False)
-    elif not folder.is_local(str(path.parent.parent)):
+    elif not folder_watch.is_local(str(path.parent.parent)):
         pytest.skip("needs a file system of this machine below pytest's folder")
     taken = []
-    real = folder.News.wait
+    real = folder_watch.FolderWatch.wait
 
     def wait(self, *args):
         began = time.monotonic()
         real(self, *args)
         taken.append(time.monotonic() - began)
 
-    monkeypatch.setattr(folder.News, "wait", wait)
+    monkeypatch.setattr(folder_watch.FolderWatch, "wait", wait)
     with FileStore(path) as store, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "a", LONG)
         # Waits of 0.1 s, so that signal handlers run, or polls at 50 Hz.
@@ -213,9 +213,12 @@ def test_file_systems_are_told_apart(tmp_path, monkeypatch):
     )
     real = open
     monkeypatch.setattr(
-        folder, "open", lambda path, **kw: real(mounts if path.startswith("/proc") else path, **kw), raising=False
+        folder_watch,
+        "open",
+        lambda path, **kw: real(mounts if path.startswith("/proc") else path, **kw),
+        raising=False,
     )
-    kinds = {path: folder.is_local(path) for path in ("/x", "/nfs", "/nfs/x", "/nfsx", "/a b/c", "/nfs/local/x")}
+    kinds = {path: folder_watch.is_local(path) for path in ("/x", "/nfs", "/nfs/x", "/nfsx", "/a b/c", "/nfs/local/x")}
     assert kinds == {"/x": True, "/nfs": False, "/nfs/x": False, "/nfsx": True, "/a b/c": True, "/nfs/local/x": True}
 
 

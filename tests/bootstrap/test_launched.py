@@ -18,7 +18,7 @@ from foreign_stores import free_port
 
 import ncclpy
 from ncclpy.bootstrap import LocalStore, Place, StoreError, launched, rendezvous
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 
 LONG = 60  # seconds that only a hang takes
 
@@ -234,7 +234,9 @@ def locate(names, size, seconds):
     def be(rank):
         place = Place(rank, size, None, None, "torchrun")
         try:
-            found[rank] = launched._locate(place, Arrivals(store, "this job", rank, size), time.monotonic() + seconds)
+            found[rank] = launched._locate(
+                place, RankRendezvous(store, "this job", rank, size), time.monotonic() + seconds
+            )
         except ncclpy.NcclTimeout as late:
             found[rank] = late.missing, str(late).partition(" within")[0]
 

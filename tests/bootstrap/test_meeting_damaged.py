@@ -8,7 +8,7 @@ import pytest
 
 import ncclpy
 from ncclpy.bootstrap import LocalStore, StoreDamaged
-from ncclpy.bootstrap.meeting import gather
+from ncclpy.bootstrap.store_barrier import gather
 
 LONG = 20.0  # seconds that only a hang takes
 BASE = "\0meeting/m\0"

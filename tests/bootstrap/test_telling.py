@@ -4,7 +4,7 @@ import gc
 import json
 
 from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
-from ncclpy.engine.recorder import Ledger
+from ncclpy.engine.recorder import OpLog
 
 
 class Source:
@@ -13,10 +13,10 @@ class Source:
     gone = 0
 
     def __init__(self):
-        self.ledger = Ledger()
+        self.oplog = OpLog()
 
     def source(self):
-        return self.ledger.source()
+        return self.oplog.source()
 
     def __del__(self):
         Source.gone += 1

@@ -32,7 +32,7 @@ def test_unreferenced_watch_ends(store):
         for _ in range(10):
             store.set("a", value)
     gc.collect()
-    # 20 watches would keep 2 GiB until the end of the store; the limit leaves room for other memory.
+    # 20 watches would keep 2 GiB until the end of the store; the limit leaves space for other memory.
     testing.wait_for(lambda: resident() - before < 300 << 20, "what was told to nobody to be let go of")
 
 

@@ -12,7 +12,7 @@ from group_ranks import DEADLINE
 
 import ncclpy
 import testing
-from ncclpy.coordinator.names import key_of, names_of
+from ncclpy.coordinator.keys import key_of, names_of
 from ncclpy.coordinator.signature import Kind, Signature, as_error, pack, pack_all, unpack, unpack_all
 
 

@@ -261,7 +261,7 @@ def test_failed_launch_ends_coordinator_on_all(monkeypatch):
 
 
 def _no_memory(call, plane, owns, absent):
-    raise MemoryError("no room for the result")
+    raise MemoryError("no space for the result")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,7 +15,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator, session
-from ncclpy.coordinator.names import key_of
+from ncclpy.coordinator.keys import key_of
 
 pytestmark = pytest.mark.usefixtures("ranks_are_threads")
 
@@ -112,10 +112,10 @@ def test_part_that_cannot_be_made_ends_the_coordinator_on_all_ranks():
     def body(coordinator):
         if coordinator.rank == 0:
             coordinator._session.carrier.part = no_memory
-        with pytest.raises((MemoryError, ncclpy.NcclError), match="no room"):
+        with pytest.raises((MemoryError, ncclpy.NcclError), match="no space"):
             coordinator.process_set([0, 1], DEADLINE).all_reduce("x", np.ones(2)).wait(DEADLINE)
         testing.wait_for(lambda: coordinator.error is not None, "the end", DEADLINE)
-        assert "no room" in str(coordinator.error)
+        assert "no space" in str(coordinator.error)
         coordinator.close(DEADLINE)
         return True
 
@@ -123,7 +123,7 @@ def test_part_that_cannot_be_made_ends_the_coordinator_on_all_ranks():
 
 
 def no_memory(*arguments):
-    raise MemoryError("no room")
+    raise MemoryError("no space")
 
 
 @pytest.mark.parametrize("what", ["carrier", "member"])
@@ -143,7 +143,7 @@ def test_shutdown_raises_errors_of_release(what):
             member = mine._members[0] = Changed(mine.everyone)
             member.close = lambda limit: (member.inner.close(limit), no_memory())
         meet.wait(DEADLINE)
-        with pytest.raises(MemoryError, match="no room"):
+        with pytest.raises(MemoryError, match="no space"):
             coordinator.close(DEADLINE)
         return None
 

@@ -139,9 +139,7 @@ def test_all_to_all_by_counts(comms, each, arrays, counts, datatype):
     sends = [arrays.make(outgoing[i], comm.device) for i, comm in enumerate(comms)]
     incoming = [[matrix[i][j] for i in range(nranks)] for j in range(nranks)]
     recvs = [empty(arrays, comm, datatype, sum(incoming[j])) for j, comm in enumerate(comms)]
-    each(
-        lambda r, comm: comm.all_to_all(arrays.argument(sends[r]), arrays.argument(recvs[r]), matrix[r], incoming[r])
-    )
+    each(lambda r, comm: comm.all_to_all(arrays.argument(sends[r]), arrays.argument(recvs[r]), matrix[r], incoming[r]))
     for j, recv in enumerate(recvs):
         parts = [np.split(outgoing[i], np.cumsum(matrix[i])[:-1])[j] for i in range(nranks)]
         assert np.array_equal(arrays.read(recv), np.concatenate(parts)), f"{datatype!r}, rank {j}"
@@ -173,8 +171,18 @@ def test_counts_are_elements_of_complex_arrays(host_engine, comms2):
 
 V_CALLS = {
     "all_gather by counts": ([2, 3], lambda comm, send, recv, counts: comm.all_gather(send, recv, counts), 2, 5),
-    "reduce_scatter by counts": ([2, 3], lambda comm, send, recv, counts: comm.reduce_scatter(send, recv, counts=counts), 5, 2),
-    "all_to_all by counts": ([2, 3], lambda comm, send, recv, counts: comm.all_to_all(send, recv, counts, [1, 4]), 5, 5),
+    "reduce_scatter by counts": (
+        [2, 3],
+        lambda comm, send, recv, counts: comm.reduce_scatter(send, recv, counts=counts),
+        5,
+        2,
+    ),
+    "all_to_all by counts": (
+        [2, 3],
+        lambda comm, send, recv, counts: comm.all_to_all(send, recv, counts, [1, 4]),
+        5,
+        5,
+    ),
 }
 
 

@@ -41,7 +41,10 @@ REFUSED = {
     "all_to_all, one array": (lambda c, b: c.all_to_all(b, b), ("recv", "send", "cannot work in place")),
     "sendrecv": (lambda c, b: c.sendrecv(b[0:4], 0, b[3:7], 0), ("recv", "send", "cannot work in place")),
     "sendrecv, one array": (lambda c, b: c.sendrecv(b, 0, b, 0), ("recv", "send", "cannot work in place")),
-    "all_to_all by counts": (lambda c, b: c.all_to_all(b, b, [4, 4], [4, 4]), ("recv", "send", "cannot work in place")),
+    "all_to_all by counts": (
+        lambda c, b: c.all_to_all(b, b, [4, 4], [4, 4]),
+        ("recv", "send", "cannot work in place"),
+    ),
     "all_gather by counts": (
         lambda c, b: c.all_gather(b[0:3], b[0:5], [2, 3]),  # its part begins at 2
         ("recv", "send", "this rank's part of recv"),
@@ -129,7 +132,10 @@ IN_PLACE = {
         [[10, 1], [10, 11]],
     ),
     "reduce_scatter": (lambda c, b: c.reduce_scatter(b, b[c.rank : c.rank + 1]), [[10, 1], [10, 12]]),
-    "reduce_scatter by counts": (lambda c, b: c.reduce_scatter(b, b[c.rank : c.rank + 1], counts=[1, 1]), [[10, 1], [10, 12]]),
+    "reduce_scatter by counts": (
+        lambda c, b: c.reduce_scatter(b, b[c.rank : c.rank + 1], counts=[1, 1]),
+        [[10, 1], [10, 12]],
+    ),
     "reduce_scatter of a list": (
         lambda c, b: c.reduce_scatter([b[:1], b[1:]], b[c.rank : c.rank + 1]),
         [[10, 1], [10, 12]],

@@ -310,7 +310,7 @@ def test_launch_that_waits_for_a_stuck_launch_ends_both(end):
 
 @pytest.mark.slow
 def test_watchdog_ignores_a_graph_when_launches_find_no_mark(comm1_watched):
-    """A launch that finds no room for a mark has ended all the same when it returns."""
+    """A launch that finds no space for a mark has ended all the same when it returns."""
     comm, stream = comm1_watched
     array = np.ones(3)
     plan = ncclpy.Plan()

@@ -97,7 +97,7 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
 }
 
 // Operations of all kinds that can be suspended, up to and just above the size limit; false if one was refused. `x` is
-// this rank's, `y` and `z` have room for all ranks.
+// this rank's, `y` and `z` have space for all ranks.
 bool suspendable(int kind, size_t count, const float* x, float* y, float* z, ncclComm_t comm, int rank, int n, CUstream stream) {
   const int right = (rank + 1) % n, left = (rank + n - 1) % n;
   bool fine = true;

@@ -13,7 +13,7 @@ import testing
 #: Each line is one launch, which takes longer than its programs.
 PROGRAMS = (
     ("world", "parts", "devices", "machines", "failing", "missing", "refused"),
-    ("room",),
+    ("space",),
     ("single",),
 )
 
@@ -34,7 +34,7 @@ def run(request, tmp_path):
 def test_programs_of_ranks(host_engine, run, names):
     """Programs of tests/support/from_mpi_programs.py."""
     out = run(
-        3, SUPPORT / "from_mpi_programs.py", *names, env={"NCCLPY_HOST_DEVICES": "2" if "room" in names else "8"}
+        3, SUPPORT / "from_mpi_programs.py", *names, env={"NCCLPY_HOST_DEVICES": "2" if "space" in names else "8"}
     )
     assert [out.count(f"<{name} done>") for name in names] == [3] * len(names), out
 

@@ -20,7 +20,7 @@ from torch_ranks import Group, error_of
 
 import testing
 from ncclpy.interop.torch import backend_of
-from ncclpy.interop.torch.work import Together, TorchWork
+from ncclpy.interop.torch.work import CoalescedWork, TorchWork
 
 CPU = torch.device("cpu")
 
@@ -213,7 +213,7 @@ def test_ddps_backward_raises_the_error_that_ended_the_group(ranks2):
 
 def fails_after(rank, size):
     def breaks():
-        raise OverflowError("no room")
+        raise OverflowError("no space")
 
     backend = backend_of()
     begun = backend.group.barrier()
@@ -225,8 +225,8 @@ def fails_after(rank, size):
 
 
 def test_failure_after_an_operation_is_seen_by_waits_and_callbacks(ranks2):
-    said = "OverflowError: no room"
-    assert ranks2.run(fails_after)[0] == [said, said, True, False, "no room", True, False, "no room", said]
+    said = "OverflowError: no space"
+    assert ranks2.run(fails_after)[0] == [said, said, True, False, "no space", True, False, "no space", said]
 
 
 def odd_results(rank, size):
@@ -280,7 +280,7 @@ def test_batch_after_an_abort_raises_torchs_error(ranks2):
 
 def test_block_waits_on_the_cpu_if_one_of_its_operations_does():
     for kinds, blocks in {(): True, (False,): False, (True,): True, (True, False): True, (False, True): True}.items():
-        together = Together(None)
+        together = CoalescedWork(None)
         for each in kinds:
             together.note(each)
         assert together.blocks == blocks

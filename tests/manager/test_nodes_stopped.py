@@ -73,7 +73,7 @@ else:
     raise AssertionError("a thread that reads by a stream was not told")
 assert type(work.exception(10)) is ncclpy.NcclTimeout
 assert managers[0].stats()["communicators"] == 0
-[place] = [name for name in store.keys("ncclpy/manager/") if name.endswith("/standing/0")]
+[place] = [name for name in store.keys("ncclpy/manager/") if name.endswith("/status/0")]
 testing.wait_for(lambda: b'"closed":true' in store.get(place), "the news", 10)
 [words] = said
 assert words.startswith("the communicators of ") and words.endswith(" could not be aborted"), said

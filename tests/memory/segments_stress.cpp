@@ -48,7 +48,7 @@ void expect(bool holds, const char* what) {
 
 struct Communicator {
   std::mutex lock;
-  std::unique_ptr<ncclpy::Resident> resident;
+  std::unique_ptr<ncclpy::CommSegments> resident;
   std::atomic<int> registered[slots] = {};
 };
 Communicator* all;
@@ -140,9 +140,9 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
   int event;
   while (!enough) {
     std::lock_guard<std::mutex> hold(communicator.lock);
-    ncclpy::Resident* resident = communicator.resident.get();
+    ncclpy::CommSegments* resident = communicator.resident.get();
     if (resident == nullptr) {
-      auto made = std::make_unique<ncclpy::Resident>();
+      auto made = std::make_unique<ncclpy::CommSegments>();
       made->home = &segments;
       made->device = static_cast<int>(random() % devices);
       made->events[0] = made->events[1] = &event;
@@ -217,7 +217,7 @@ void round_of(int seed) {
 
 // An abort need not wait for a thread in the middle of a registration or a deregistration.
 ncclpy::Segments* aborted_in;
-ncclpy::Resident* aborted;
+ncclpy::CommSegments* aborted;
 
 void abort_inside() { aborted_in->leave(aborted); }
 int add_and_abort(void*, void*, const ncclpy::Segment& segment, long long*) {
@@ -228,12 +228,12 @@ void drop_and_abort(void*, void*, long long) { abort_inside(); }
 
 void abort_while_inside(int count) {
   ncclpy::Segments segments({add_and_abort, drop_and_abort, over, forget});
-  auto made = std::make_unique<ncclpy::Resident>();
+  auto made = std::make_unique<ncclpy::CommSegments>();
   made->home = aborted_in = &segments, aborted = made.get();
   uintptr_t other;
   size_t other_bytes;
   for (int i = 0; i < count; ++i) segments.add(base_of(i), bytes, 0, false, &other, &other_bytes);
-  expect(segments.join(aborted), "no room");
+  expect(segments.join(aborted), "no space");
   segments.let_in(*aborted, nullptr);
   for (int i = 0; i < count; ++i) segments.remove(base_of(i), false);
   segments.let_out(*aborted, nullptr);

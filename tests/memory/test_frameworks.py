@@ -97,7 +97,7 @@ def test_torchs_pool_becomes_windows(torch, comm1, registry):
         tensor = torch.full((1 << 20,), 3.0, device="cuda:0")
     windows = pool.windows
     assert [window.buffer.nbytes for window in windows] == [nbytes for _, nbytes, _ in pool.segments]
-    with pool:  # the segment has room
+    with pool:  # the segment has space
         other = torch.ones(16, device="cuda:0")
     assert pool.windows[: len(windows)] == windows and pool.commit() == []
     assert len(pool.windows) == len(pool.segments)

@@ -97,7 +97,7 @@ def two_groups(world):
         array = frame.new(5000)
     sums = [summed(first, array, 1), summed(second, array, 2)]
     known = [knows(first), knows(second)]
-    with pool:  # more than the first segment has room for
+    with pool:  # more than the first segment has space for
         more = frame.new(10_000_000)
     sums += [summed(first, more, 3), summed(second, more, 4)]
     known += [knows(first), knows(second), len(pool.segments) >= 2]
@@ -212,7 +212,7 @@ def compares(world, over):
         with pool:
             same = frame.new(5000)
         before = pool.windows
-        odd = pool.empty(10_000_000 * (1 + world.rank))  # no existing segment has room for it
+        odd = pool.empty(10_000_000 * (1 + world.rank))  # no existing segment has space for it
         nbytes = pool.segments[-1][1]
         said, seconds = failure_of(ValueError, pool.commit, LONG)
         kept = len(before) == 1 and pool.windows == before

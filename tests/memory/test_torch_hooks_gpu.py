@@ -93,7 +93,7 @@ def test_cache_may_be_emptied_while_operations_run(registry, comm):
 
 
 def test_memory_that_runs_out_is_given_back_by_torch_itself(registry, comm):
-    """An allocation without room frees cached memory before it goes on."""
+    """An allocation without space frees cached memory before it goes on."""
     free, _ = torch.cuda.mem_get_info()
     with torch_hooks.attach_hooks(timeout=LONG):
         first = torch.empty(int(free * 0.6), dtype=torch.uint8, device="cuda")

@@ -166,7 +166,7 @@ from ncclpy.peers.launcher_peers import LauncherPeers
 confirmation._LIVES = 0.3  # seconds for which a rank is waited for that was not told
 
 def failing(self, *arguments):
-    raise MemoryError('no room to {step}')
+    raise MemoryError('no space to {step}')
 
 make(timeout=60)
 begin()
@@ -191,7 +191,7 @@ else:
         print('rank 1 was told', flush=True)
 """
     said = run_ranks(tmp_path, 2, PROGRAM + program, only=[0, 1])[1]
-    assert f"rank 0 raised no room to {step}" in said and "rank 0 is refused True" in said, said
+    assert f"rank 0 raised no space to {step}" in said and "rank 0 is refused True" in said, said
     assert ("rank 1 was told" in said) == (step != "tell"), said
 
 

@@ -13,7 +13,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import LeaseEnded, LocalStore, StoreError, StoreLost
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.peers import processes, status
 from ncclpy.peers.communicator_status import CommunicatorStatus
 from ncclpy.peers.processes import PeerProcesses
@@ -31,7 +31,7 @@ class Owner:
 def status_of(owner, store):
     return CommunicatorStatus(
         store, "all", {0: 0}, 2, weakref.ref(owner), lambda owner, rank: {"current": None, "finished": None}, {},
-        Arrivals(store, "a test", 0, 2), lambda owner, text, kind: owner.ended.append((text, kind)),
+        RankRendezvous(store, "a test", 0, 2), lambda owner, text, kind: owner.ended.append((text, kind)),
     )  # fmt: skip
 
 
@@ -93,9 +93,9 @@ def test_communicator_status_of_dropped_owner_leaves(monkeypatch):
         owner = Owner()
         peer_status = weakref.ref(status_of(owner, store))
         peer_status().listen()
-        assert b'"closed"' not in store.get("standing/0")
+        assert b'"closed"' not in store.get("status/0")
         del owner
-        testing.wait_for(lambda: b'"closed":true' in store.get("standing/0"), "it to leave")
+        testing.wait_for(lambda: b'"closed":true' in store.get("status/0"), "it to leave")
         testing.wait_for(lambda: gc.collect() >= 0 and peer_status() is None, "it to go")
 
 

@@ -272,7 +272,7 @@ MOMENTS = {
     "dropped": (
         "",
         "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
-        "del comm\nmine = 'ncclpy/communicator-1/standing/1'\n"
+        "del comm\nmine = 'ncclpy/communicator-1/status/1'\n"
         "testing.wait_for(lambda: b'\"closed\":true' in store.get(mine), 'it to be told')\n" + SLEEPS,
         "['waits', 'closed']",
         "rank 0 waits in all_reduce #1 since ",
@@ -341,9 +341,9 @@ def test_rank_that_is_blocked_elsewhere_is_not_called_idle(host_engine, tmp_path
     make, call, name = ELSEWHERE[kind]
     does = f"""
     import threading
-    from ncclpy.engine import known
+    from ncclpy.engine import group_registry
     def tell():
-        testing.wait_for(lambda: any(each.look().get('current') for each in known._there_now()))
+        testing.wait_for(lambda: any(each.look().get('current') for each in group_registry._there_now()))
         begins()
     threading.Thread(target=tell, daemon=True).start()
     {call}
@@ -401,7 +401,7 @@ make(timeout=60)
 begin()
 ours = 'ncclpy-watch', 'ncclpy-leave'
 assert any(each.name == 'ncclpy-watch' for each in threading.enumerate())
-assert any('standing/' in name for name in store.keys('ncclpy/communicator-1/'))
+assert any('status/' in name for name in store.keys('ncclpy/communicator-1/'))
 store.barrier('all have seen', rank, size)
 comm.close()
 store.barrier('all have closed', rank, size)

@@ -13,11 +13,11 @@ from warm_ranks import run_ranks
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import LocalStore, arrivals
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap import LocalStore, rank_rendezvous
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.peers import status
 from ncclpy.process_group import lifecycle
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 
 #: A timeout that no test waits for.
 LONG = 20 * DEADLINE
@@ -42,7 +42,7 @@ WAITS = {
 @pytest.mark.parametrize("check", ["off", "always"])
 @pytest.mark.parametrize("what", WAITS)
 def test_closed_rank_is_not_waited_for(host_engine, what, check, monkeypatch):
-    monkeypatch.setattr(arrivals, "_SLICE", 0.05)  # a missing rank is checked in several slices
+    monkeypatch.setattr(rank_rendezvous, "_SLICE", 0.05)  # a missing rank is checked in several slices
 
     def body(group):
         together.wait(DEADLINE)
@@ -72,7 +72,7 @@ def test_closed_rank_is_not_waited_for(host_engine, what, check, monkeypatch):
 
 
 def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
-    monkeypatch.setattr(arrivals, "_SLICE", 0.05)
+    monkeypatch.setattr(rank_rendezvous, "_SLICE", 0.05)
     closed = threading.Barrier(4)
 
     def body(group):
@@ -132,7 +132,7 @@ def test_close_does_not_wait_for_operation_not_begun_by_closed_rank(host_engine,
 
 
 def test_operation_of_other_ranks_completes_after_one_closed(host_engine, monkeypatch):
-    found, closed_ranks = [], Notices.closed_ranks
+    found, closed_ranks = [], GroupStatus.closed_ranks
 
     def look(self):
         found.append(closed_ranks(self))
@@ -140,7 +140,7 @@ def test_operation_of_other_ranks_completes_after_one_closed(host_engine, monkey
 
     monkeypatch.setattr(status, "_BEAT", 0.02)
     monkeypatch.setattr(lifecycle, "_GRACE", 0.0)
-    monkeypatch.setattr(Notices, "closed_ranks", look)
+    monkeypatch.setattr(GroupStatus, "closed_ranks", look)
 
     def body(group):
         array = np.full(4, group.rank + 1.0)
@@ -245,23 +245,23 @@ def test_rank_that_never_made_the_group_is_told_apart(host_engine):
 
 def test_suspected_end_of_rank_is_checked_again(monkeypatch):
     """A rank that is just making its group has no lease for an instant."""
-    monkeypatch.setattr(arrivals, "_SLICE", 0.02)
+    monkeypatch.setattr(rank_rendezvous, "_SLICE", 0.02)
     store, looks = LocalStore(), []
 
     def is_lost(rank):
         looks.append(rank)
         return None if len(looks) == 2 else ("it is not there", 2)
 
-    group = Arrivals(store, "a group", 0, 2, is_lost=is_lost)
+    group = RankRendezvous(store, "a group", 0, 2, is_lost=is_lost)
     with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not come to meet: it is not there"):
         group.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
     assert looks == [1] * 4
 
 
 def test_many_missing_ranks_are_checked_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(arrivals, "_SLICE", 0.1)
+    monkeypatch.setattr(rank_rendezvous, "_SLICE", 0.1)
     store, looks = LocalStore(), []
-    group = Arrivals(store, "a group", 0, 100, is_lost=lambda rank: looks.append(rank))
+    group = RankRendezvous(store, "a group", 0, 100, is_lost=lambda rank: looks.append(rank))
     with pytest.raises(ncclpy.NcclTimeout):
         group.meet("here", range(100), "to meet", b"", lambda come: b"", 0.35, lambda: True)
     assert 8 <= len(looks) <= 24 and len(set(looks)) == len(looks)
@@ -367,7 +367,7 @@ def test_different_check_options_are_an_error_on_both_ranks(host_engine):
 
 
 def test_joiner_with_different_check_option_is_refused(host_engine):
-    def guest():
+    def joiner():
         try:
             ncclpy.ProcessGroup.join(store, device=1, timeout=DEADLINE)
         except ValueError as error:
@@ -375,7 +375,7 @@ def test_joiner_with_different_check_option_is_refused(host_engine):
 
     store, told = LocalStore(), []
     with ncclpy.ProcessGroup(store, 0, 1, device=0, check="always", timeout=DEADLINE) as group:
-        thread = threading.Thread(target=guest)
+        thread = threading.Thread(target=joiner)
         thread.start()
         while thread.is_alive():
             assert group.admit() == ()

@@ -5,7 +5,7 @@ import time
 
 import testing
 from ncclpy.bootstrap import LocalStore
-from ncclpy.engine.known import KnownGroup
+from ncclpy.engine.group_registry import KnownGroup
 from ncclpy.process_group import clocks
 
 
@@ -66,7 +66,7 @@ def test_rank_with_clock_of_rank_0_does_not_compare():
 
 def on_another_machine(rank, port, folder):
     """Be a rank; rank 1's wall clock is 5 s ahead, and its dump names another machine."""
-    from ncclpy.engine import known, recorder
+    from ncclpy.engine import group_registry, recorder
 
     if rank.rank == 1:
         wall = time.time
@@ -81,7 +81,7 @@ def on_another_machine(rank, port, folder):
     with TCPStore("127.0.0.1", port) as store, ncclpy.ProcessGroup(store, rank.rank, 2, device=rank.device) as group:
         group.all_reduce(np.ones(3)).wait(30)
         if rank.rank == 1:
-            testing.wait_for(lambda: known.groups()[0]["clock"] is not None, "the comparison")
+            testing.wait_for(lambda: group_registry.groups()[0]["clock"] is not None, "the comparison")
         store.barrier("compared", rank.rank, 2, 60)
         return json.dumps(ncclpy.recorder.snapshot()), time.time()
 

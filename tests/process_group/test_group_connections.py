@@ -23,7 +23,7 @@ def without_streams(monkeypatch):
     class Empty(StreamPool):
         def of(self, device, number):
             if device == 0:
-                raise MemoryError("no room for a stream")
+                raise MemoryError("no space for a stream")
             return super().of(device, number)
 
     monkeypatch.setattr(lifecycle, "StreamPool", Empty)
@@ -41,7 +41,10 @@ def without_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", started)
 
 
-FAILURES = {"stream": (without_streams, "no room for a stream"), "thread": (without_threads, "can't start new thread")}
+FAILURES = {
+    "stream": (without_streams, "no space for a stream"),
+    "thread": (without_threads, "can't start new thread"),
+}
 
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -14,7 +14,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 
 
 def communicators(name):
@@ -211,7 +211,7 @@ def test_abort_ends_split(host_engine, call):
 @pytest.mark.parametrize("connected", [True, False], ids=["by NCCL", "meeting anew"])
 def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeypatch, connected):
     """The other rank has made its part and begins an operation, which only news of the failure ends."""
-    gather, begin = Notices.gather, Notices.__init__
+    gather, begin = GroupStatus.gather, GroupStatus.__init__
 
     def torn(self, name, *arguments):
         values = gather(self, name, *arguments)
@@ -239,7 +239,7 @@ def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeyp
             assert time.monotonic() - before < DEADLINE / 3
             return str(caught.value)
 
-    monkeypatch.setattr(Notices, "gather", torn)
-    monkeypatch.setattr(Notices, "__init__", begun)
+    monkeypatch.setattr(GroupStatus, "gather", torn)
+    monkeypatch.setattr(GroupStatus, "__init__", begun)
     said = run_groups(2, body, timeout=20 * DEADLINE)[0]
     assert "rank 1 of process group" in said and "did not make it: in the middle" in said

@@ -16,9 +16,9 @@ from group_ranks import run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, TCPStore
-from ncclpy.coordinator.plane import Plane, store_of
+from ncclpy.coordinator.data_plane import DataPlane, store_of
 from ncclpy.peers.status import End
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 
 DEADLINE = 20.0
 ENDED = "ncclpy/group/default/1/told/ended"
@@ -129,10 +129,10 @@ import numpy as np
 import ncclpy, testing
 from group_ranks import run_groups
 from ncclpy.bootstrap import StoreLost
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 from stops import stand_still
 
-answers, asked, said, told = threading.Event(), [], [], Notices.told
+answers, asked, said, told = threading.Event(), [], [], GroupStatus.told
 together, handler = threading.Barrier(2), logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("ncclpy").addHandler(handler)
@@ -147,7 +147,7 @@ def begun_after_a_stop(group):
     group.all_reduce(np.ones(4)).wait(20)
     together.wait(20)
     if group.rank == 0:
-        Notices.told = tell
+        GroupStatus.told = tell
         stand_still()
     together.wait(20)
     work = group.all_reduce(array := np.ones(4))
@@ -210,7 +210,7 @@ def test_end_for_asking_ranks_ends_no_other_rank(host_engine):
     def body(group):
         group.all_reduce(np.ones(4)).wait(DEADLINE)
         if group.rank == 0:
-            Plane(group).fail(ncclpy.NcclRemoteError("a test"))
+            DataPlane(group).fail(ncclpy.NcclRemoteError("a test"))
             testing.wait_for(
                 lambda: b"a test" in bytes(store_of(group).compare_set("told/ended", None, None)[1] or b""), "it"
             )
@@ -226,14 +226,14 @@ def test_end_for_asking_ranks_ends_no_other_rank(host_engine):
 
 
 def test_abort_waits_until_the_other_rank_has_heard(host_engine, monkeypatch):
-    hears, confirm = threading.Event(), Notices.confirm
+    hears, confirm = threading.Event(), GroupStatus.confirm
 
     def late(self):
         if self.rank == 1:
             assert hears.wait(DEADLINE)
         confirm(self)
 
-    monkeypatch.setattr(Notices, "confirm", late)
+    monkeypatch.setattr(GroupStatus, "confirm", late)
     ended = threading.Barrier(2)
 
     def body(group):

@@ -13,10 +13,10 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.process_group import membership
+from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.joining import Admitter, Joiner
-from ncclpy.process_group.notices import Notices
 
 SHORT = 0.5
 
@@ -100,7 +100,7 @@ def test_two_join_three(host_engine, check):
 
 def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine, monkeypatch):
     """A rank that has moved on ends the old group; a rank that reads the store slowly has still met it."""
-    awaits, slow = Arrivals._await, []
+    awaits, slow = RankRendezvous._await, []
 
     def await_slowly(self, keys, deadline, number, wanted, *others, **named):
         if self.rank == 1 and "admit/0" in keys[0] and not slow:
@@ -115,7 +115,7 @@ def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine
         assert group.admit() == (2,)
         return group.rank, group.size, total(group, testing.arrays())
 
-    monkeypatch.setattr(Arrivals, "_await", await_slowly)
+    monkeypatch.setattr(RankRendezvous, "_await", await_slowly)
     store, results, threads = LocalStore(), [], []
     assert run_groups(2, body, store=store) == [(0, 3, 6), (1, 3, 6)]
     threads[0].join(DEADLINE)
@@ -125,7 +125,7 @@ def test_rank_that_hears_of_end_before_meeting_continues_with_others(host_engine
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypatch, who):
     """The others have moved on with the new rank and wait for the interrupted one: it must not form a second group."""
-    gathers, others_moved = Notices.gather, threading.Event()
+    gathers, others_moved = GroupStatus.gather, threading.Event()
 
     def gather_and_leave(self, name, *arguments):
         met = gathers(self, name, *arguments)
@@ -155,7 +155,7 @@ def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypa
 
     decides = membership.decide_to_move
     monkeypatch.setattr(membership, "decide_to_move", decide)
-    monkeypatch.setattr(Notices, "gather", gather_and_leave)
+    monkeypatch.setattr(GroupStatus, "gather", gather_and_leave)
     store, results, threads = LocalStore(), [], []
     run_groups(2, body, store=store)
     threads[0].join(DEADLINE)

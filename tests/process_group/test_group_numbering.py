@@ -338,9 +338,9 @@ def test_last_living_rank_leaves_nothing_of_group(host_engine, store, late):
 LATE = {late}
 """
         """
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 
-leaves, exits = Arrivals._leave, os._exit
+leaves, exits = RankRendezvous._leave, os._exit
 
 def leaves_late(*args, **kwargs):
     testing.time.sleep(LATE)
@@ -351,7 +351,7 @@ def exits_late(code):
     exits(code)
 
 def hears(group):
-    Arrivals._leave, os._exit = leaves_late, exits_late
+    RankRendezvous._leave, os._exit = leaves_late, exits_late
     error = group.barrier().exception(60)
     return type(error).__name__
 

@@ -14,9 +14,9 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
-from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.process_group.decision import Past, decide
-from ncclpy.process_group.notices import Notices
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
+from ncclpy.process_group.group_status import GroupStatus
+from ncclpy.process_group.recovery import PreviousMembership, decide
 
 #: Seconds that survivors wait for ranks that may still come.
 SHORT = 0.5
@@ -184,9 +184,9 @@ def test_rank_that_dies_after_decision_is_lost_too(ranks, monkeypatch):
             died.append(rank)
             four.kill(2)
             raise SystemError("it is gone")
-        return Notices(store, name, rank, size, device, look, place)
+        return GroupStatus(store, name, rank, size, device, look, place)
 
-    monkeypatch.setattr("ncclpy.process_group.lifecycle.Notices", torn)
+    monkeypatch.setattr("ncclpy.process_group.lifecycle.GroupStatus", torn)
     found = four.each(recover(), [0, 2, 3])
     assert died and isinstance(found[1], SystemError)
     assert [each.survivors for each in (found[0], found[2])] == [(0, 3)] * 2
@@ -265,7 +265,7 @@ def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
     three = ranks(3)
     three.sums()
     some = [0, 1, 2] if meets else [0, 1]  # rank 2 is waited for
-    gather, aborted, come = Notices.gather, threading.Event(), threading.Event()
+    gather, aborted, come = GroupStatus.gather, threading.Event(), threading.Event()
 
     def late(self, *arguments):
         if self.rank == 1:
@@ -279,7 +279,7 @@ def test_abort_during_recover_is_final(ranks, monkeypatch, meets):
         three.groups[1].abort("enough")
         aborted.set()
 
-    monkeypatch.setattr("ncclpy.process_group.notices.Notices.gather", late)
+    monkeypatch.setattr("ncclpy.process_group.group_status.GroupStatus.gather", late)
     timer = threading.Timer(SHORT / 4, abort)
     timer.start()
     found = three.each(recover(SHORT), some)
@@ -296,7 +296,7 @@ def test_end_told_during_reconfigure_is_not_lost(ranks, monkeypatch):
     """Rank 0 has moved on and ended the new group before rank 1 returns from reconfigure()."""
     two = ranks(2)
     two.sums()
-    listen = Notices.listen
+    listen = GroupStatus.listen
 
     def slow(self, *arguments):
         listen(self, *arguments)
@@ -305,7 +305,7 @@ def test_end_told_during_reconfigure_is_not_lost(ranks, monkeypatch):
             time.sleep(SHORT / 4)
 
     everyone = [group.reconfigure_handle() for group in two.groups]
-    monkeypatch.setattr("ncclpy.process_group.notices.Notices.listen", slow)
+    monkeypatch.setattr("ncclpy.process_group.group_status.GroupStatus.listen", slow)
 
     def on(group):
         group.reconfigure(everyone, uuid="on")
@@ -340,7 +340,7 @@ def test_rank_interrupted_before_meeting_retries(ranks, monkeypatch):
     """The interrupted rank calls again, joins the decided meeting, and does not continue alone."""
     three = ranks(3)
     three.sums()
-    left, put = [], Arrivals._put
+    left, put = [], RankRendezvous._put
 
     def torn(self, key, value):
         if self.rank == 1 and not left:
@@ -348,7 +348,7 @@ def test_rank_interrupted_before_meeting_retries(ranks, monkeypatch):
             raise Interrupted
         return put(self, key, value)
 
-    monkeypatch.setattr("ncclpy.bootstrap.arrivals.Arrivals._put", torn)
+    monkeypatch.setattr("ncclpy.bootstrap.rank_rendezvous.RankRendezvous._put", torn)
 
     def come(group):
         if group.rank != 1:
@@ -365,7 +365,7 @@ def test_rank_interrupted_after_meeting_ends_group_on_all(ranks, monkeypatch, wh
     three = ranks(3)
     three.sums()
     everyone = [group.reconfigure_handle() for group in three.groups]
-    before, left = getattr(Notices, where), []
+    before, left = getattr(GroupStatus, where), []
 
     def torn(self, *arguments, **options):
         before(self, *arguments, **options)
@@ -373,7 +373,7 @@ def test_rank_interrupted_after_meeting_ends_group_on_all(ranks, monkeypatch, wh
             left.append(where)
             raise Interrupted
 
-    monkeypatch.setattr(f"ncclpy.process_group.notices.Notices.{where}", torn)
+    monkeypatch.setattr(f"ncclpy.process_group.group_status.GroupStatus.{where}", torn)
     found = three.each(lambda group: interrupted(group, lambda one: one.reconfigure(everyone, uuid="on")))
     assert isinstance(found[1], Interrupted)
     for group in three.groups:
@@ -440,7 +440,7 @@ def test_decision_is_unique_for_any_patience():
 
 
 def test_past_is_kept_over_several_recoveries():
-    past = Past(bool, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
+    past = PreviousMembership(bool, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
     assert past.origin == [2, 3]
     assert past.recovery([7, 5]) == ncclpy.Recovery((2, 3), (0, 1), 5)
     assert past.recovery([7, None]).last_finished is None

@@ -64,7 +64,7 @@ def devices():
         assert comm.device == (5, 1, 2)[world.rank] and added(comm) == [6.0] * 4
 
 
-def room():
+def space():
     """With too few devices all ranks get an error."""
     world = world_of_mpi()
     try:

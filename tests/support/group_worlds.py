@@ -91,10 +91,10 @@ def have_told(prefix, ask=True):
     # What all have finished is in the store: at once where one asks, else within a second, or with a beat.
     store.barrier('all have finished', rank, size)
     def told():
-        names = [name for name in store.keys(prefix) if '/standing/' in name]
+        names = [name for name in store.keys(prefix) if '/status/' in name]
         return [name for name in names if json.loads(store.get(name))['finished']]
     if ask and rank == 0:
-        [place] = {name.partition('standing/')[0] for name in store.keys(prefix) if '/standing/' in name}
+        [place] = {name.partition('status/')[0] for name in store.keys(prefix) if '/status/' in name}
         store.add(place + reports.ASKED)
     testing.wait_for(lambda: len(told()) == size, 'what they have finished')
     store.set(f'process {rank}', str(os.getpid()).encode())
@@ -135,7 +135,7 @@ TOLD = (
     + "if group.rank == 0:\n"
     + "    group.state()\n"
     + "def told():\n"
-    + "    names = [name for name in group.store.keys('ncclpy/group/') if '/standing/' in name]\n"
+    + "    names = [name for name in group.store.keys('ncclpy/group/') if '/status/' in name]\n"
     + "    return [name for name in names if json.loads(group.store.get(name))['finished']]\n"
     + "testing.wait_for(lambda: len(told()) == 2, 'what they have finished')\n"
     + "group.store.barrier('all have told', group.rank, 2)\n"

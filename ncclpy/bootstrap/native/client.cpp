@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "clock.hpp"
-#include "keeper.hpp"
+#include "connection_thread.hpp"
 
 namespace ncclpy::store {
 namespace {
@@ -33,7 +33,7 @@ bool Client::start() {
   Lock lock(mutex_);
   watched_ = true;
   lock.unlock();
-  return nudge_ && keeper::add(shared_from_this());
+  return nudge_ && connection_thread::add(shared_from_this());
 }
 
 uint64_t Client::submit(Op op, std::string_view body) {
@@ -84,7 +84,7 @@ uint64_t Client::ask(Op op, std::string_view body) {
   return id;
 }
 
-// Sends bytes at once as far as there is room and keeps the rest; under the mutex, with an empty out_.
+// Sends bytes at once as far as there is space and keeps the rest; under the mutex, with an empty out_.
 void Client::put_out(std::string_view bytes) {
   sent_ = now();
   const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -95,7 +95,7 @@ void Client::put_out(std::string_view bytes) {
   out_.append(bytes.substr(done < 0 ? 0 : static_cast<size_t>(done)));
 }
 
-// Sends what out_ has, as far as there is room. Returns whether all of it was sent.
+// Sends what out_ has, as far as there is space. Returns whether all of it was sent.
 bool Client::push() {
   while (out_sent_ < out_.size()) {
     const ssize_t done =
@@ -144,7 +144,7 @@ Client::Turn Client::wait(uint64_t id, double until) {
   return turn();
 }
 
-// The reading thread leaves: another waiting thread reads next, or the keeper.
+// The reading thread leaves: another waiting thread reads next, or the connection thread.
 void Client::pass_on() {
   if (!sleepers_.empty()) {
     (*sleepers_.begin())->notify_one();
@@ -153,10 +153,10 @@ void Client::pass_on() {
   }
 }
 
-// Has the socket wake the keeper, unless a thread reads it.
+// Has the socket wake the connection thread, unless a thread reads it.
 void Client::watch_socket(bool reader_waits) {
   watched_ = !reader_waits;
-  keeper::watch(this, !reader_waits, !reader_waits && !out_.empty());
+  connection_thread::watch(this, !reader_waits, !reader_waits && !out_.empty());
 }
 
 // Waits for bytes, and gives the answers among them to the threads that wait for them. Called only by the reading
@@ -204,8 +204,8 @@ bool Client::read_once(Lock& lock, double until) {
   return signalled;
 }
 
-// How long this process did not run just now: as the keeper waits for neither the GIL nor a socket, it would have
-// ticked.
+// How long this process did not run just now: the connection thread waits for neither the GIL nor a socket, so it
+// would have ticked.
 double Client::stopped() const {
   const double time = now();
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
@@ -252,9 +252,9 @@ void Client::dispatch(const Header& header, std::string body) {
   }
   const auto at = slots_.find(header.id);
   if (at == slots_.end()) return;  // of a heartbeat, or of a request that was given up
-  const auto teller = tellers_.find(header.id);
-  if (teller != tellers_.end()) {
-    if (header.op == Op::change) say(teller->second, now(), true);
+  const auto publisher = publishers_.find(header.id);
+  if (publisher != publishers_.end()) {
+    if (header.op == Op::change) say(publisher->second, now(), true);
     return;
   }
   at->second.answers.push_back({header.op, header.status, std::move(body)});
@@ -269,7 +269,7 @@ void Client::lose(std::string why) {
   }
   // The descriptor stays open until close(): other threads may be about to use its number.
   shutdown(fd_.get(), SHUT_RDWR);
-  keeper::watch(this, false, false);
+  connection_thread::watch(this, false, false);
 }
 
 bool Client::take(uint64_t id, Answer& answer) {
@@ -282,33 +282,33 @@ bool Client::take(uint64_t id, Answer& answer) {
   return true;
 }
 
-uint64_t Client::tell(const std::string& asked, Teller teller) {
+uint64_t Client::tell(const std::string& asked, Publisher publisher) {
   Lock lock(mutex_);
   Writer prefix;
   prefix.bytes(asked);
   const uint64_t id = ask(Op::watch, prefix.body);
   if (id == 0) return 0;
-  say(tellers_.emplace(id, std::move(teller)).first->second, now(), false);
+  say(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
   tells_ = true;
   lock.unlock();
-  keeper::look_again();  // it has to tick more often
+  connection_thread::look_again();  // it has to tick more often
   return id;
 }
 
 void Client::hush(uint64_t id) {
   Lock lock(mutex_);
-  tellers_.erase(id);
-  tells_ = !tellers_.empty();
+  publishers_.erase(id);
+  tells_ = !publishers_.empty();
   lock.unlock();
   forget(id, true);
 }
 
-// Publishes a teller's value, if it is due; under the mutex.
-void Client::say(Teller& teller, double time, bool asked) {
-  const std::string value = teller.next(time, asked);
+// Publishes a publisher's value, if it is due; under the mutex.
+void Client::say(Publisher& publisher, double time, bool asked) {
+  const std::string value = publisher.next(time, asked);
   if (value.empty()) return;
   Writer body;
-  body.bytes(teller.key()).bytes(value).integer(0);
+  body.bytes(publisher.key()).bytes(value).integer(0);
   slots_.erase(ask(Op::set, body.body));  // no thread waits for the answer
 }
 
@@ -341,7 +341,7 @@ void Client::close(const char* why, double patience) {
     lose(why);
   }
   lock.unlock();
-  keeper::remove(this);
+  connection_thread::remove(this);
   lock.lock();
   // No thread begins to read or send on a lost connection; one that still reads is about to return.
   while (reading_) {
@@ -367,8 +367,8 @@ void Client::attend() {
   pass_on();
 }
 
-// `away`: seconds that the keeper did not run because its process or machine was stopped. They do not count as the
-// server's silence.
+// `away`: seconds that the connection thread did not run because its process or machine was stopped. They do not count
+// as the server's silence.
 void Client::tick(double time, double away) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
@@ -377,7 +377,7 @@ void Client::tick(double time, double away) {
     stopped_until_ = time;
   }
   ticked_at_ = time;
-  if (!std::exchange(ticked_, true)) away = time;  // the first tick does not tell how long the keeper did not run
+  if (!std::exchange(ticked_, true)) away = time;  // the first tick does not tell how long the thread did not run
   double heard = heard_;
   while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {
@@ -386,7 +386,7 @@ void Client::tick(double time, double away) {
     lose(words);
     return;
   }
-  for (auto& [id, teller] : tellers_) say(teller, time, false);
+  for (auto& [id, publisher] : publishers_) say(publisher, time, false);
   if (time - sent_ < heartbeat_ / 4 && time - heard_ < heartbeat_ / 4) return;
   lock.unlock();
   const uint64_t id = submit(Op::ping, "");

@@ -1,9 +1,9 @@
 // A client's connection, on which any number of threads send requests and wait at once.
 //
 // There is no thread for each connection. One of the waiting threads reads the answers of all of them; when it leaves
-// it passes that on to another one. While no thread waits, the keeper, one thread for all connections of the process,
-// reads what the server sends unasked, sends heartbeats, and notices when the server is gone. None of this needs the
-// GIL.
+// it passes that on to another one. While no thread waits, the connection thread, one for all connections of the
+// process, reads what the server sends unasked, sends heartbeats, and detects when the server is gone. None of this
+// needs the GIL.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 #include "descriptors.hpp"
 #include "frame.hpp"
 #include "mutex.hpp"
-#include "teller.hpp"
+#include "publisher.hpp"
 
 namespace ncclpy::store {
 
@@ -35,7 +35,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Takes over a connection on which the handshake was made; `max_frame` is the longest frame that it may be sent.
   Client(int fd, double heartbeat, size_t max_frame);
 
-  // Registers the connection with the keeper. Returns false if the keeper cannot be started.
+  // Registers the connection with the connection thread. Returns false if the connection thread cannot be started.
   bool start();
 
   // Sends a request and returns its id; 0 if the connection is lost. Never waits: what cannot be sent is sent later.
@@ -52,11 +52,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // Gives up a request: its answer is not wanted any more. `tell` has the server give it up too.
   void forget(uint64_t id, bool tell);
 
-  // Starts a teller, which also publishes when the key `asked` changes; returns the number to end it with, 0 if the
+  // Starts a publisher, which also publishes when the key `asked` changes; returns the number to end it with, 0 if the
   // connection is lost. Never waits.
-  uint64_t tell(const std::string& asked, Teller teller);
+  uint64_t tell(const std::string& asked, Publisher publisher);
 
-  // Ends a teller: it publishes nothing any more when this returns.
+  // Ends a publisher: it publishes nothing any more when this returns.
   void hush(uint64_t id);
 
   // Says goodbye, waits at most `patience` seconds for the server's answer, and closes the connection. Waiting threads
@@ -69,12 +69,12 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether the connection is lost because this process was silent for longer than its lease.
   bool lease_ended();
 
-  // For the keeper.
+  // For the connection thread.
   void attend();
   void tick(double time, double away);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
-  double pace() const { return tells_ ? std::min(heartbeat_ / 4, Teller::kPace) : heartbeat_ / 4; }
+  double pace() const { return tells_ ? std::min(heartbeat_ / 4, Publisher::kPace) : heartbeat_ / 4; }
 
  private:
   struct Slot {
@@ -86,7 +86,7 @@ class Client : public std::enable_shared_from_this<Client> {
   using Lock = std::unique_lock<Mutex<NCCLPY_LOCK_STORE_CLIENT>>;
 
   uint64_t ask(Op op, std::string_view body);
-  void say(Teller& teller, double time, bool asked);
+  void say(Publisher& publisher, double time, bool asked);
   void put_out(std::string_view bytes);
   bool push();
   void lose(std::string why);
@@ -106,14 +106,14 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
-  std::map<uint64_t, Teller> tellers_;      // by the watch of their key `asked`
+  std::map<uint64_t, Publisher> publishers_;      // by the watch of their key `asked`
   std::atomic<bool> tells_{false};          // whether there are any
   std::unordered_set<Condition*> sleepers_;  // of threads that wait while another reads
   std::string out_;
   size_t out_sent_ = 0;
   bool reading_ = false;  // a thread reads
-  bool watched_ = false;  // incoming bytes wake the keeper
-  bool ticked_ = false;   // the keeper has called tick()
+  bool watched_ = false;  // incoming bytes wake the connection thread
+  bool ticked_ = false;   // the connection thread has called tick()
   double ticked_at_ = 0;
   double stopped_for_ = 0;   // how long this process did not run, the last time that it was long
   double stopped_until_ = 0;

@@ -148,7 +148,7 @@ class Reader {
     return true;
   }
 
-  // A count of fields that follow, each of at least 5 bytes; false if the rest of the body has no room for so many.
+  // A count of fields that follow, each of at least 5 bytes; false if the rest of the body has no space for them.
   bool count(int64_t& value) { return integer(value) && value >= 0 && value <= static_cast<int64_t>(rest_.size() / 5); }
 
   // The kind of the next field; 0 at the end.

@@ -216,12 +216,12 @@ void Table::met(const Pending& pending) {
 Body Table::values_of(const std::vector<std::string>& keys) {
   Writer values;
   int64_t without = 0;
-  size_t room = std::min(max_answer_, kTogether);
+  size_t space = std::min(max_answer_, kTogether);
   for (const std::string& key : keys) {
     const Entry* entry = find(key);
-    if (entry && entry->value->size() + 5 <= room) {
+    if (entry && entry->value->size() + 5 <= space) {
       values.bytes(*entry->value);
-      room -= entry->value->size() + 5;
+      space -= entry->value->size() + 5;
     } else {
       values.integer(entry != nullptr);
       without++;
@@ -411,7 +411,7 @@ bool Table::do_cancel(uint64_t connection, Reader in) {
 
 std::string Table::no_room(size_t more) const {
   if (more <= capacity_ - kept_) return "";
-  return "no room for " + std::to_string(more) + " bytes more: keys and values take " + std::to_string(kept_) +
+  return "no space for " + std::to_string(more) + " bytes more: keys and values take " + std::to_string(kept_) +
          " of the " + std::to_string(capacity_) + " bytes that they may (`capacity`, where the store is served)";
 }
 

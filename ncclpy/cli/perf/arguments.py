@@ -62,7 +62,7 @@ class Arguments:
         return self.ngpus * self.nthreads
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """Return the bytes of a buffer: operations of one group run at the same time, each in memory of its own."""
         return self.maxbytes * self.agg_iters
 

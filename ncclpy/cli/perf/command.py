@@ -8,11 +8,11 @@ from typing import Any
 
 import ncclpy
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.cli.perf.crew import Crew
 from ncclpy.cli.perf.datatypes import TYPES
 from ncclpy.cli.perf.endpoint import GUARD
 from ncclpy.cli.perf.processes import Processes
 from ncclpy.cli.perf.progress import Progress
+from ncclpy.cli.perf.ranks import RankRunner
 from ncclpy.cli.perf.report import Report
 from ncclpy.cli.perf.sizes import sweep
 from ncclpy.cli.perf.threads import Threads
@@ -47,9 +47,9 @@ def run(arguments: Arguments) -> int:
             "row": report.row,
             "step": lambda value: progress.step(),
         }
-        crew: Crew = Processes(given, library.path) if given.processes else Threads(given)
+        runner: RankRunner = Processes(given, library.path) if given.processes else Threads(given)
         try:
-            crew.run(lambda what, value: show[what](value))
+            runner.run(lambda what, value: show[what](value))
         except BaseException as error:
             report.save(error=f"{type(error).__name__}: {error}")
             raise

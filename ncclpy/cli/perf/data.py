@@ -129,7 +129,7 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
     """Use small integers times a power of two, which all ranks share for an element."""
     nranks = len(own)
     exact = 1 << kind.digits
-    # For avg the scale must leave room to divide by the number of ranks.
+    # For avg the scale must leave space to divide by the number of ranks.
     scale = np.ldexp(1.0, common.integers(0 if op == "avg" else -3, 3, length, endpoint=True))
     turn = common.integers(0, nranks, length)
     weights = [scalar(rank) if op == "mulsum" else 1 for rank in range(nranks)]

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.cli.perf.crew import GRACE, SLICE, Crew
+from ncclpy.cli.perf.ranks import GRACE, SLICE, RankRunner
 from ncclpy.cli.perf.worker import Worker
 
 
@@ -58,7 +58,7 @@ def _child(arguments: Arguments, index: int, library: str, connection: Connectio
             os._exit(1)  # after an abort an orderly end is not worth waiting for
 
 
-class Processes(Crew):
+class Processes(RankRunner):
     """One process for each device, with the library that this process has loaded.
 
     They are spawned, not forked: NCCL does not survive a fork.

@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.cli.perf.crew import SLICE, Crew
+from ncclpy.cli.perf.ranks import SLICE, RankRunner
 from ncclpy.cli.perf.worker import Worker
 
 
@@ -31,7 +31,7 @@ class _Link:
         self._outgoing.put((self._index, what, value))
 
 
-class Threads(Crew):
+class Threads(RankRunner):
     """Run ``-t`` threads with ``-g`` devices each.
 
     Even a single worker is a thread of its own: the main thread stays free for deadlines and Ctrl-C.

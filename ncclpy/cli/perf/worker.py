@@ -26,13 +26,13 @@ from ncclpy.core.runtime import device
 
 
 class Link(Protocol):
-    """The connection of one worker to the others and to the `Crew` that started them."""
+    """The connection of one worker to the others and to the `RankRunner` that started them."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Wait for all workers and return the value of each."""
 
     def report(self, what: str, value: Any) -> None:
-        """Send something to the `Crew` to be shown."""
+        """Send something to the `RankRunner` to be shown."""
 
 
 _COMBINE: tuple[Callable[[list[float]], float], ...] = (
@@ -106,7 +106,7 @@ class Worker:
                 self.communicators.append(
                     ncclpy.Communicator.init(given.nranks, rank, uid, device=rank, config=config, abortable=abortable)
                 )
-        nbytes = 0 if given.collective == "barrier" else given.room
+        nbytes = 0 if given.collective == "barrier" else given.space
         for communicator in self.communicators:
             self.endpoints.append(Endpoint(communicator, nbytes))
         ranks = self.link.exchange([_describe(endpoint) for endpoint in self.endpoints])
@@ -236,7 +236,7 @@ class Worker:
         So caches do not help, and operations aggregated in one group have memory of their own.
         """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
-        places = min(self.arguments.room // nbytes, wanted) if nbytes else 1
+        places = min(self.arguments.space // nbytes, wanted) if nbytes else 1
         return [
             [
                 call

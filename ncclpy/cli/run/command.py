@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 from ncclpy.cli.run import arguments
-from ncclpy.cli.run.meeting import Meeting
 from ncclpy.cli.run.output import Output, colours, prefix
 from ncclpy.cli.run.ranks import Ranks, StartError
+from ncclpy.cli.run.rendezvous import LauncherRendezvous
 from ncclpy.cli.run.supervise import Supervisor, say
 from ncclpy.errors import NcclError
 
@@ -23,7 +23,7 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     arguments.check(parser, given)
     _open_streams()
     try:
-        meeting = Meeting(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
+        meeting = LauncherRendezvous(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
     except (NcclError, OSError, ValueError) as error:
         say(f"{type(error).__name__}: {error}")
         return 1
@@ -45,7 +45,7 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))
 
 
-def _run(given: argparse.Namespace, meeting: Meeting) -> int:
+def _run(given: argparse.Namespace, meeting: LauncherRendezvous) -> int:
     try:
         ranks = Ranks()
     except OSError as error:
@@ -79,7 +79,7 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
         ranks.close()
 
 
-def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Output) -> None:
+def _start(given: argparse.Namespace, meeting: LauncherRendezvous, ranks: Ranks, output: Output) -> None:
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common.setdefault("PYTHONUNBUFFERED", "1")  # else a rank's output appears only at its end

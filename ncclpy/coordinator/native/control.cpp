@@ -262,7 +262,7 @@ void Control::push(Link& link) {
     if (n >= 0) {
       link.sent += static_cast<size_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      nudge();  // the attending thread sends the rest when there is room
+      nudge();  // the attending thread sends the rest when there is space
       return;
     } else if (errno != EINTR) {
       link.broken = true;  // the attending thread reads what arrived before, and finds the end

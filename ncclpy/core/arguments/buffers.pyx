@@ -65,7 +65,7 @@ cdef enum:
     BY_BUFFER
     BY_TUPLE
 
-cdef class _Road:
+cdef class _Protocol:
     """How objects of one type are read."""
 
     cdef int kind
@@ -79,12 +79,12 @@ cdef dict _roads = {}
 
 # The type that was read last: programs mostly use one type of array.
 cdef object _recent_type = None
-cdef _Road _recent_road = None
+cdef _Protocol _recent_road = None
 
 
 cdef int read_view(object obj, View* view, str argument) except -1:
     """Fill `view` from any object that describes memory; `argument` names the object in errors."""
-    cdef _Road road
+    cdef _Protocol road
     cdef int kind
     cdef ncclpy_read_tensor tensor
     view.framework = NO_FRAMEWORK
@@ -126,7 +126,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
     return _read_dlpack(obj, view, argument)
 
 
-cdef _Road _remember(object obj, str argument):
+cdef _Protocol _remember(object obj, str argument):
     """Return the road of the object's type, which is decided if the type is new, and note it as the last one."""
     global _recent_type, _recent_road
     road = _roads.get(type(obj))
@@ -138,9 +138,9 @@ cdef _Road _remember(object obj, str argument):
     return road
 
 
-cdef _Road _road_of(object obj, str argument):
+cdef _Protocol _road_of(object obj, str argument):
     """Decide once how objects of this type are read."""
-    cdef _Road road = _Road()
+    cdef _Protocol road = _Protocol()
     kind = type(obj)
     road.api = exchange_api_of(kind)
     road.torch = hasattr(kind, "data_ptr")
@@ -183,7 +183,7 @@ cdef object _method(object kind, str name):
     return method if callable(method) else None
 
 
-cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Road road, View* view, str argument) except -1:
+cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Protocol road, View* view, str argument) except -1:
     """Fill `view` from a tensor that the native function has read, which takes no lazy and no non-contiguous ones."""
     cdef ElementType found
     view.framework = EXCHANGE_API if road.api != NULL else TORCH
@@ -240,7 +240,7 @@ cdef object _not_contiguous(str argument, object shape, object strides):
     )
 
 
-cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argument) except -1:
+cdef inline int _read_exchange_api(object obj, _Protocol road, View* view, str argument) except -1:
     cdef DLTensor tensor
     if road.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
         if not road.torch:

@@ -91,7 +91,7 @@ cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) exce
 
 
 cdef int _forget(dict remembered) except -1:
-    """Drop the oldest entries until there is room for one more."""
+    """Drop the oldest entries until there is space for one more."""
     while len(remembered) >= _REMEMBERED:
         for oldest in remembered:
             break

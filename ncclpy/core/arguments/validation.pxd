@@ -167,48 +167,48 @@ cdef object cannot_reduce(const View* view, str argument=*)
 # One function for each collective: read and check its buffers, and fill in kind, data type, pointers and count of the
 # operation. The caller fills in root or peer, operator, stream and communicator. A view is filled in if its buffer is
 # used on this rank. Return whether this rank receives: in `recv`, or in `send` if `recv` is None.
-cdef bint shape_all_reduce(
+cdef bint validate_all_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device
 ) except -1
 
 
-cdef bint shape_reduce(
+cdef bint validate_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1
 
 
-cdef bint shape_broadcast(
+cdef bint validate_broadcast(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1
 
 
-cdef bint shape_all_gather(
+cdef bint validate_all_gather(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1
 
 
-cdef bint shape_reduce_scatter(
+cdef bint validate_reduce_scatter(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1
 
 
-cdef bint shape_all_to_all(
+cdef bint validate_all_to_all(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks
 ) except -1
 
 
-cdef bint shape_gather(
+cdef bint validate_gather(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1
 
 
-cdef bint shape_scatter(
+cdef bint validate_scatter(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1
 
 
-cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1
-cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1
+cdef bint validate_send(Operation* o, View* s, object buf, str argument, int device) except -1
+cdef bint validate_recv(Operation* o, View* r, object buf, str argument, int device) except -1
 
 
 # The addresses and counts of the ranks' parts, in the order of the ranks.
@@ -223,7 +223,7 @@ cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nran
 
 
 # A checked collective with parts that differ in size or are not adjacent, of which `lower` makes a group.
-cdef class Spread:
+cdef class VectorCollective:
     cdef int device, nranks, rank
     cdef Operation operation  # with this rank's own buffer, if it has one
     cdef Parts sends  # parts that go to each rank; None if the operation's own buffer is sent whole, or nothing is
@@ -242,4 +242,4 @@ cdef class Spread:
     cdef int all_to_all_by_counts(self, send, recv, send_counts, recv_counts) except -1
 
 
-cdef Spread new_spread(int device, int nranks, int rank)
+cdef VectorCollective new_vector_collective(int device, int nranks, int rank)

@@ -451,7 +451,7 @@ cdef inline bint _fill(
 
 
 # The collectives.
-cdef bint shape_all_reduce(
+cdef bint validate_all_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -466,7 +466,7 @@ cdef bint shape_all_reduce(
     return _fill(o, ALL_REDUCE, s, s.pointer, r.pointer, s.count)
 
 
-cdef bint shape_reduce(
+cdef bint validate_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -483,7 +483,7 @@ cdef bint shape_reduce(
     return _fill(o, REDUCE, s, s.pointer, r.pointer, s.count)
 
 
-cdef bint shape_broadcast(
+cdef bint validate_broadcast(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1:
     if recv is None and (is_root or send is not None):
@@ -501,7 +501,7 @@ cdef bint shape_broadcast(
     return _fill(o, BROADCAST, r, s.pointer, r.pointer, r.count)
 
 
-cdef bint shape_all_gather(
+cdef bint validate_all_gather(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -512,7 +512,7 @@ cdef bint shape_all_gather(
     return _fill(o, ALL_GATHER, s, s.pointer, r.pointer, s.count)
 
 
-cdef bint shape_reduce_scatter(
+cdef bint validate_reduce_scatter(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -523,7 +523,7 @@ cdef bint shape_reduce_scatter(
     return _fill(o, REDUCE_SCATTER, s, s.pointer, r.pointer, r.count)
 
 
-cdef bint shape_all_to_all(
+cdef bint validate_all_to_all(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -538,7 +538,7 @@ cdef bint shape_all_to_all(
     return _fill(o, ALL_TO_ALL, s, s.pointer, r.pointer, s.count // <size_t>nranks)
 
 
-cdef bint shape_gather(
+cdef bint validate_gather(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1:
     read_on_device(send, s, "send", device)
@@ -554,7 +554,7 @@ cdef bint shape_gather(
     return _fill(o, GATHER, s, s.pointer, r.pointer, s.count)
 
 
-cdef bint shape_scatter(
+cdef bint validate_scatter(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1:
     if recv is None:
@@ -571,13 +571,13 @@ cdef bint shape_scatter(
     return _fill(o, SCATTER, r, s.pointer, r.pointer, r.count)
 
 
-cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1:
+cdef bint validate_send(Operation* o, View* s, object buf, str argument, int device) except -1:
     read_on_device(buf, s, argument, device)
     _fill(o, SEND, s, s.pointer, NULL, s.count)
     return False
 
 
-cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1:
+cdef bint validate_recv(Operation* o, View* r, object buf, str argument, int device) except -1:
     read_on_device(buf, r, argument, device)
     writable(r, argument)
     return _fill(o, RECV, r, NULL, r.pointer, r.count)
@@ -639,20 +639,20 @@ cdef int _holds(const View* view, object count, str argument, str what) except -
     return 0
 
 
-cdef int _check_lists(Spread spread, const View* send, const View* recv) except -1:
+cdef int _check_lists(VectorCollective vector, const View* send, const View* recv) except -1:
     """Refuse memory that receives and is also sent, or that receives twice.
 
     `send` and `recv` are single buffers, or NULL. A single buffer may be this rank's own part of the list: in place.
     """
     cdef Extents extents = Extents()
-    cdef size_t n = spread.nranks, size = <size_t>ITEMSIZE[spread.operation.datatype]
-    cdef int rank, own = spread.rank
-    for rank in range(spread.nranks):
-        if spread.sends is not None and not (rank == own and recv != NULL and spread.sends.pointers[own] == recv.pointer):
-            extents.add(spread.sends.pointers[rank], spread.sends.counts[rank] * size, rank, False)
-        if spread.recvs is not None:
-            extents.add(spread.recvs.pointers[rank], spread.recvs.counts[rank] * size, n + rank, True)
-    if send != NULL and not (spread.recvs is not None and spread.recvs.pointers[own] == send.pointer):
+    cdef size_t n = vector.nranks, size = <size_t>ITEMSIZE[vector.operation.datatype]
+    cdef int rank, own = vector.rank
+    for rank in range(vector.nranks):
+        if vector.sends is not None and not (rank == own and recv != NULL and vector.sends.pointers[own] == recv.pointer):
+            extents.add(vector.sends.pointers[rank], vector.sends.counts[rank] * size, rank, False)
+        if vector.recvs is not None:
+            extents.add(vector.recvs.pointers[rank], vector.recvs.counts[rank] * size, n + rank, True)
+    if send != NULL and not (vector.recvs is not None and vector.recvs.pointers[own] == send.pointer):
         extents.add(send.pointer, send.nbytes, 2 * n, False)
     if recv != NULL:
         extents.add(recv.pointer, recv.nbytes, 2 * n + 1, True)
@@ -669,7 +669,7 @@ cdef int _check_lists(Spread spread, const View* send, const View* recv) except 
         rule = "needs memory of its own for each part that receives"
     raise ValueError(
         f"{one}: it overlaps {other} ({one} is {span(&extents.second)}, {other} {span(&extents.first)}), and "
-        f"{method_of(spread.operation.kind)} {rule}; pass another buffer"
+        f"{method_of(vector.operation.kind)} {rule}; pass another buffer"
     )
 
 
@@ -685,28 +685,28 @@ cdef bint _has_stream(const View* view) noexcept:
     return view.framework != NO_FRAMEWORK or view.device == HOST_MEMORY
 
 
-cdef int _read(Spread spread, object buffer, View* view, str argument, bint receives) except -1:
+cdef int _read(VectorCollective vector, object buffer, View* view, str argument, bint receives) except -1:
     """Read a buffer; its framework determines the stream for stream=None unless an earlier buffer's does."""
-    read_on_device(buffer, view, argument, spread.device)
+    read_on_device(buffer, view, argument, vector.device)
     if receives:
         writable(view, argument)
-    if not spread.seen or (_has_stream(view) and not _has_stream(&spread.view)):
-        spread.seen, spread.view = True, view[0]
+    if not vector.seen or (_has_stream(view) and not _has_stream(&vector.view)):
+        vector.seen, vector.view = True, view[0]
     return 0
 
 
-cdef int _describe(Spread spread, int kind, const View* view, const View* send, const View* recv) except -1:
+cdef int _describe(VectorCollective vector, int kind, const View* view, const View* send, const View* recv) except -1:
     """Fill in the operation's type and this rank's own buffers; the count is that of `recv`, or else of `send`."""
-    spread.operation.kind = kind
-    spread.operation.datatype = view.datatype
+    vector.operation.kind = kind
+    vector.operation.datatype = view.datatype
     if send != NULL:
-        spread.operation.send, spread.operation.count = send.pointer, send.count
+        vector.operation.send, vector.operation.count = send.pointer, send.count
     if recv != NULL:
-        spread.operation.recv, spread.operation.count = recv.pointer, recv.count
+        vector.operation.recv, vector.operation.count = recv.pointer, recv.count
     return 0
 
 
-cdef Parts _list(Spread spread, tuple buffers, str argument, bint receives, View* like, str other, View* own):
+cdef Parts _list(VectorCollective vector, tuple buffers, str argument, bint receives, View* like, str other, View* own):
     """Read a list of buffers, each of the type of `like`; `own` receives this rank's buffer.
 
     `other` is the name of `like`. If it is None, `like` receives the first buffer of the list.
@@ -714,33 +714,33 @@ cdef Parts _list(Spread spread, tuple buffers, str argument, bint receives, View
     cdef Parts parts
     cdef View view
     cdef int rank
-    if len(buffers) != spread.nranks:
-        raise ValueError(f"{argument}: expected a list of {spread.nranks} buffers, one a rank, got {len(buffers)}")
-    parts = Parts(spread.nranks)
-    for rank in range(spread.nranks):
+    if len(buffers) != vector.nranks:
+        raise ValueError(f"{argument}: expected a list of {vector.nranks} buffers, one a rank, got {len(buffers)}")
+    parts = Parts(vector.nranks)
+    for rank in range(vector.nranks):
         name = f"{argument}[{rank}]"
-        _read(spread, buffers[rank], &view, name, receives)
+        _read(vector, buffers[rank], &view, name, receives)
         if other is None:
             like[0] = view
             other = name
         else:
             same_type(&view, like, name, other)
-        if rank == spread.rank:
+        if rank == vector.rank:
             own[0] = view
         parts.pointers[rank] = view.pointer
         parts.counts[rank] = view.count
     return parts
 
 
-cdef int _counted(Spread spread, View* s, View* r, object send, object recv) except -1:
+cdef int _counted(VectorCollective vector, View* s, View* r, object send, object recv) except -1:
     """Read the two buffers of a collective with counts."""
-    spread.send, spread.recv = send, recv
-    _read(spread, send, s, "send", False)
-    _read(spread, recv, r, "recv", True)
+    vector.send, vector.recv = send, recv
+    _read(vector, send, s, "send", False)
+    _read(vector, recv, r, "recv", True)
     return same_type(r, s, "recv", "send")
 
 
-cdef class Spread:
+cdef class VectorCollective:
     """A collective of one rank over parts; the method of the collective fills it in."""
 
     # Lists of buffers.
@@ -837,7 +837,7 @@ cdef class Spread:
         return _describe(self, ALL_TO_ALL, &s, NULL, NULL)
 
 
-cdef Spread new_spread(int device, int nranks, int rank):
-    cdef Spread spread = Spread.__new__(Spread)
-    spread.device, spread.nranks, spread.rank = device, nranks, rank
-    return spread
+cdef VectorCollective new_vector_collective(int device, int nranks, int rank):
+    cdef VectorCollective vector = VectorCollective.__new__(VectorCollective)
+    vector.device, vector.nranks, vector.rank = device, nranks, rank
+    return vector

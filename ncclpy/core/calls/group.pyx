@@ -149,7 +149,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return 0
 
     def _grow(self):
-        """Make room for more operations."""
+        """Make space for more operations."""
         cdef size_t capacity = max(self.capacity * 2, <size_t>64)
         cdef Held* grown = <Held*>realloc(NULL if self.held == self.few else self.held, capacity * sizeof(Held))
         if grown == NULL:
@@ -374,7 +374,7 @@ cdef double _limit_of(Group group, list concerned) noexcept:
     return limit
 
 
-cdef class _Stretch(Call):
+cdef class _BatchCall(Call):
     """The calls of a group that wait for other ranks, in a thread of their own."""
 
     cdef Group group
@@ -392,7 +392,7 @@ cdef class _Stretch(Call):
 
 cdef int _call_aside(Group group) except -1:
     """Make the calls in another thread and wait for it, under the communicators' deadlines; signal handlers run."""
-    cdef _Stretch batch = _Stretch()
+    cdef _BatchCall batch = _BatchCall()
     cdef Handle handle
     cdef double started = now()
     batch.group = group

@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.handles.state cimport InitState, Mark, Marks, Ranges
+from ncclpy.core.handles.state cimport InitState, Mark, OpEventRing, Ranges
 from ncclpy.core.runtime.wait cimport Waiting
 
 
@@ -179,7 +179,7 @@ cdef class Handle:
     cdef list aborting  # the threads of the last abort
     # For the watcher, of a communicator that can be ended and has a deadline.
     cdef bint watched
-    cdef Marks* marks
+    cdef OpEventRing* marks
     cdef double in_call_since  # since when a thread is in a call of NCCL; 0 if none is
     cdef double in_call_limit
     cdef bint in_call_on_main  # that thread is the main thread

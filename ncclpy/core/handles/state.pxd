@@ -77,32 +77,32 @@ cdef struct Mark:
     bint over
 
 # A ring of marks for the operations that the device has not ended; guarded by the communicator's lock.
-cdef struct Marks:
+cdef struct OpEventRing:
     Mark* ring
     size_t capacity
     size_t first
     size_t count
-    size_t open  # marks that are open: while there are any, no mark is moved or dropped to make room
+    size_t open  # marks that are open: while there are any, no mark is moved or dropped to make space
     CUcontext context
 
-cdef Marks* new_marks(CUcontext context) noexcept nogil
-cdef void free_marks(Marks* marks) noexcept nogil
+cdef OpEventRing* new_marks(CUcontext context) noexcept nogil
+cdef void free_marks(OpEventRing* marks) noexcept nogil
 
 # Record the events before and after an operation. `mark_begin` returns NULL if it cannot record: while the stream
 # captures, for one.
-cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil
-cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
+cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double limit) noexcept nogil
+cdef void mark_end(OpEventRing* marks, Mark* mark, bint issued) noexcept nogil
 
 # Whether an operation is past its deadline; `found` receives a copy of its mark. Ended operations at the front of the
 # ring are dropped.
-cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil
+cdef bint find_overdue(OpEventRing* marks, double moment, Mark* found) noexcept nogil
 
 # The first mark that the last `find_overdue` did not find ended; NULL if there is none.
-cdef const Mark* first_marked(const Marks* marks) noexcept nogil
+cdef const Mark* first_marked(const OpEventRing* marks) noexcept nogil
 
 # Collect the threads that have issued operations which the device has not ended, each thread once and without those
 # that are inside a call of NCCL; return their number, at most `most`.
-cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t most) noexcept nogil
+cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, size_t most) noexcept nogil
 
 
 cdef struct Range:

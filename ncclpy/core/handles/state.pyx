@@ -185,21 +185,21 @@ cdef class InitState:
         return __atomic_load_n(&self.guard_split.under_way, __ATOMIC_ACQUIRE)
 
 
-# Initial and largest number of marks. The ring grows only when dropping ended operations makes no room.
+# Initial and largest number of marks. The ring grows only when dropping ended operations makes no space.
 cdef enum:
     FEW = 64
     MANY = 4096
 
 
-cdef Marks* new_marks(CUcontext context) noexcept nogil:
+cdef OpEventRing* new_marks(CUcontext context) noexcept nogil:
     """Return an empty set; NULL without memory."""
-    cdef Marks* marks = <Marks*>calloc(1, sizeof(Marks))
+    cdef OpEventRing* marks = <OpEventRing*>calloc(1, sizeof(OpEventRing))
     if marks != NULL:
         marks.context = context
     return marks
 
 
-cdef void free_marks(Marks* marks) noexcept nogil:
+cdef void free_marks(OpEventRing* marks) noexcept nogil:
     cdef size_t i
     if marks == NULL:
         return
@@ -210,7 +210,7 @@ cdef void free_marks(Marks* marks) noexcept nogil:
     free(marks)
 
 
-cdef bint _grow(Marks* marks) noexcept nogil:
+cdef bint _grow(OpEventRing* marks) noexcept nogil:
     """Double the ring (or make the first one); the device's context must be current. Return False on failure."""
     cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else FEW
     cdef Mark* ring = <Mark*>calloc(capacity, sizeof(Mark))
@@ -234,7 +234,7 @@ cdef bint _grow(Marks* marks) noexcept nogil:
     return True
 
 
-cdef void _forget_some(Marks* marks) noexcept nogil:
+cdef void _forget_some(OpEventRing* marks) noexcept nogil:
     """Drop the older half if the device has ended it: one event query covers many marks."""
     cdef size_t half = marks.count // 2, i
     cdef CUstream stream = marks.ring[marks.first].what.stream
@@ -247,7 +247,7 @@ cdef void _forget_some(Marks* marks) noexcept nogil:
         marks.count -= half
 
 
-cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil:
+cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double limit) noexcept nogil:
     cdef CUstream stream = operation.stream
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
@@ -279,7 +279,7 @@ cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) no
     return mark
 
 
-cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
+cdef void mark_end(OpEventRing* marks, Mark* mark, bint issued) noexcept nogil:
     cdef CUcontext saved = NULL
     cdef bint entered = False
     if mark == NULL:
@@ -296,7 +296,7 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
         driver.cuCtxSetCurrent(saved)
 
 
-cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil:
+cdef bint find_overdue(OpEventRing* marks, double moment, Mark* found) noexcept nogil:
     cdef Mark* mark
     cdef size_t i
     cdef bint overdue = False
@@ -319,7 +319,7 @@ cdef bint find_overdue(Marks* marks, double moment, Mark* found) noexcept nogil:
     return overdue
 
 
-cdef const Mark* first_marked(const Marks* marks) noexcept nogil:
+cdef const Mark* first_marked(const OpEventRing* marks) noexcept nogil:
     cdef size_t i
     for i in range(marks.count):
         if not marks.ring[(marks.first + i) % marks.capacity].over:
@@ -327,7 +327,7 @@ cdef const Mark* first_marked(const Marks* marks) noexcept nogil:
     return NULL
 
 
-cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t most) noexcept nogil:
+cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, size_t most) noexcept nogil:
     cdef size_t i, j, found = 0
     cdef const Mark* mark
     for i in range(marks.count):

@@ -125,7 +125,7 @@ ncclResult_t ncclParamGetStr(ncclParamHandle_t handle, const char** out) {
   });
 }
 
-ncclResult_t ncclParamGet(ncclParamHandle_t handle, void* out, int room, int* length) {
+ncclResult_t ncclParamGet(ncclParamHandle_t handle, void* out, int space, int* length) {
   return guarded("ncclParamGet", [&] {
     const Parameter* parameter = nullptr;
     NCCLPY_TRY(unwrap("ncclParamGet", handle, out, &parameter));
@@ -138,9 +138,9 @@ ncclResult_t ncclParamGet(ncclParamHandle_t handle, void* out, int room, int* le
       bytes = parameter->text();
       bytes.push_back(0);
     }
-    if (room < 0 || size_t(room) < bytes.size()) {
-      return fail(ncclInvalidArgument, "ncclParamGet : %s takes %zu bytes, there is room for %d", parameter->key,
-                  bytes.size(), room);
+    if (space < 0 || size_t(space) < bytes.size()) {
+      return fail(ncclInvalidArgument, "ncclParamGet : %s takes %zu bytes, there is space for %d", parameter->key,
+                  bytes.size(), space);
     }
     std::memcpy(out, bytes.data(), bytes.size());
     if (length != nullptr) *length = int(bytes.size());

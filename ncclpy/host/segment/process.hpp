@@ -5,8 +5,8 @@
 
 namespace ncclpy::host {
 
-// The start time of this process, in the kernel's ticks since boot. Together with the pid it distinguishes the process
-// from a later one with the same pid. 0 if it could not be read.
+// The start time of this process, in the kernel's ticks since boot. With the pid it distinguishes the process from a
+// later one with the same pid. 0 if it could not be read.
 uint64_t start_of_this_process();
 
 // Whether the process with this pid and start time (0: unknown) has ended, even if its parent has not reaped it yet. A

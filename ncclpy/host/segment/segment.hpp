@@ -41,7 +41,7 @@ struct Record {
   uint64_t scalar;
 };
 
-// A record with room for a contribution of a few bytes. A reader of the record gets the contribution with it, since
+// A record with space for a contribution of a few bytes. A reader of the record gets the contribution with it, since
 // processors fetch cache lines in pairs; no data that the rank writes later shares these lines.
 constexpr size_t record_inline_bytes = 64;
 struct alignas(128) PlacedRecord {
@@ -65,17 +65,17 @@ inline int place_of(uint64_t number) { return int(number % record_places); }
 
 // Counts the arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
 struct Barrier {
-  std::atomic<uint64_t> arrivals{0};
+  std::atomic<uint64_t> rendezvous{0};
 
-  bool open(uint64_t target) const { return arrivals.load(std::memory_order_acquire) >= target; }
+  bool open(uint64_t target) const { return rendezvous.load(std::memory_order_acquire) >= target; }
   // Arrives, and returns whether this arrival opened the barrier.
-  bool arrive(uint64_t target) { return arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
+  bool arrive(uint64_t target) { return rendezvous.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
   // Takes the arrival back. Returns false if the barrier has opened meanwhile: the other ranks count on this rank
   // then.
   bool withdraw(uint64_t target) {
-    uint64_t now = arrivals.load(std::memory_order_acquire);
+    uint64_t now = rendezvous.load(std::memory_order_acquire);
     while (now < target) {
-      if (arrivals.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel)) return true;
+      if (rendezvous.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel)) return true;
     }
     return false;
   }

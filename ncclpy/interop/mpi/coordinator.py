@@ -17,7 +17,7 @@ from ncclpy.interop.mpi.thread import MpiThread, is_running
 from ncclpy.interop.mpi.types import MPI
 from ncclpy.types import Result
 
-__all__ = ["Meeting", "is_communicator", "meet"]
+__all__ = ["MpiRendezvous", "is_communicator", "meet"]
 
 #: Seconds after which a silent rank is lost: never, since a thread that needs the GIL relays its heartbeats; MPI's
 #: launcher ends all processes when one dies.
@@ -30,7 +30,7 @@ def is_communicator(obj: object) -> bool:
     return isinstance(obj, MPI.Intracomm)
 
 
-def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, patience: float) -> Meeting:
+def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, patience: float) -> MpiRendezvous:
     """Run the rendezvous of the ranks of a communicator, which all call this.
 
     Parameters
@@ -87,7 +87,7 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     if error is not None:
         own.Free()
         raise error
-    return Meeting(own, engine, machines, devices[own.rank])
+    return MpiRendezvous(own, engine, machines, devices[own.rank])
 
 
 def _name_of(level: int) -> str:
@@ -116,7 +116,7 @@ def _check_level(alone: bool) -> None:
         )
 
 
-class Meeting:
+class MpiRendezvous:
     """Ranks after their rendezvous, from which a coordinator's session is made.
 
     Parameters

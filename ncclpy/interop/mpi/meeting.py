@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
 from ncclpy.bootstrap.place import machine
+from ncclpy.bootstrap.store_arguments import TIMEOUT, as_seconds
 from ncclpy.core.runtime.device import current, device_count
 from ncclpy.core.runtime.library import library
 from ncclpy.errors import NcclRemoteError, NcclTimeout, seconds

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ncclpy.coordinator.buffers import Brought, memory_of
-from ncclpy.coordinator.plane import identity
+from ncclpy.coordinator.buffers import TensorEntry, memory_of
+from ncclpy.coordinator.data_plane import identity
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
 from ncclpy.interop.mpi.thread import Launch, MpiThread
 from ncclpy.interop.mpi.types import MPI, narrowed, operator_of, plain, type_of, widened
@@ -25,7 +25,7 @@ _MOST = 2**31 - 1
 
 
 class MpiCarrier:
-    """The communicator of some ranks, as a `Carrier`.
+    """The communicator of some ranks, as a `DataBackend`.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class MpiPlane:
     # Launches: each gives the thread the calls to start, and what is left to do once MPI has completed them.
 
     def _launch(
-        self, what: str, brought: Sequence[Brought], start: Callable[[], list[Any]], finish: Callable[[], None]
+        self, what: str, brought: Sequence[TensorEntry], start: Callable[[], list[Any]], finish: Callable[[], None]
     ) -> None:
         carrier = self._carrier
         launch = Launch(self._lane, what, brought, start, finish, self._failed, self._done, carrier.limit)
@@ -152,7 +152,7 @@ class MpiPlane:
             self._running.discard(launch)
             self._changed.notify_all()
 
-    def all_reduce(self, brought: Brought, op: int, factor: float | None) -> None:
+    def all_reduce(self, brought: TensorEntry, op: int, factor: float | None) -> None:
         """Launch an all-reduce in place, of data that are first multiplied by a factor if there is one."""
         data = brought.memory()
         values, alone = _loaded(data, brought.datatype, factor)
@@ -161,7 +161,12 @@ class MpiPlane:
         )
 
     def fuse(
-        self, members: list[tuple[Brought | None, int]], datatype: int, op: int, factor: float | None, on_device: bool
+        self,
+        members: list[tuple[TensorEntry | None, int]],
+        datatype: int,
+        op: int,
+        factor: float | None,
+        on_device: bool,
     ) -> None:
         """Launch one all-reduce of several arrays; None stands for neutral elements, on a rank that has joined."""
         pieces: list[np.ndarray] = []
@@ -182,7 +187,7 @@ class MpiPlane:
     def _reduce(
         self,
         what: str,
-        brought: list[Brought],
+        brought: list[TensorEntry],
         values: np.ndarray,
         datatype: int,
         op: int,
@@ -202,12 +207,12 @@ class MpiPlane:
 
         self._launch(what, brought, lambda: _reduced(comm, values, datatype, op), finish)
 
-    def barrier(self, brought: Brought) -> None:
+    def barrier(self, brought: TensorEntry) -> None:
         """Launch a barrier."""
         comm = self._carrier.comm
         self._launch(f"barrier {brought.name!r}", [brought], lambda: [comm.Ibarrier()], _nothing)
 
-    def broadcast(self, brought: Brought, root: int) -> None:
+    def broadcast(self, brought: TensorEntry, root: int) -> None:
         """Launch a broadcast in place."""
         comm, data = self._carrier.comm, brought.memory()
         self._launch(
@@ -215,7 +220,7 @@ class MpiPlane:
             lambda: [comm.Ibcast([data[a:b], MPI.BYTE], root) for a, b in _pieces(len(data))], _nothing,
         )  # fmt: skip
 
-    def gather(self, brought: Brought, counts: Sequence[int], result: Any) -> None:
+    def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> None:
         """Launch a gather of parts of so many elements, by rank, into a new array."""
         comm, sent, into, width = self._carrier.comm, brought.memory(), memory_of(result), _width(brought)
 
@@ -229,7 +234,7 @@ class MpiPlane:
 
         self._launch(f"all_gather {brought.name!r}", [brought], start, done)
 
-    def scatter(self, brought: Brought, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
+    def scatter(self, brought: TensorEntry, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
         """Launch a reduction of which each rank gets its part, of so many elements."""
         comm, rank, size, datatype = self._carrier.comm, self._carrier.rank, self._carrier.size, brought.datatype
         values, _ = _loaded(brought.memory(), datatype, factor)
@@ -254,7 +259,7 @@ class MpiPlane:
         self._launch(f"reduce_scatter {brought.name!r}", [brought], start, finish)
 
     def exchange(
-        self, brought: Brought, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
+        self, brought: TensorEntry, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
     ) -> None:
         """Launch an exchange of parts of so many elements."""
         comm, width = self._carrier.comm, _width(brought)
@@ -320,7 +325,7 @@ def _nothing() -> None:
     pass
 
 
-def _width(brought: Brought) -> int:
+def _width(brought: TensorEntry) -> int:
     """Return the bytes of one element."""
     return brought.unit * DataType(brought.datatype).itemsize
 

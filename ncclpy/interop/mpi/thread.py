@@ -24,7 +24,7 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, seconds
 from ncclpy.interop.mpi.types import MPI
 from ncclpy.types import Result
 
-__all__ = ["Launch", "MpiThread", "is_running"]
+__all__ = ["MpiCall", "MpiThread", "is_running"]
 
 #: The tags of messages that relay frames, and of agreements on new communicators. They must differ: Open MPI makes
 #: these agreements by ordinary messages, whatever the standard says, and would take frames for its own.
@@ -42,7 +42,7 @@ _EAGER = 200e-6
 _FAREWELL, _AT_EXIT = 10.0, 2.0
 
 
-class Launch:
+class MpiCall:
     """One operation on data.
 
     Parameters
@@ -67,13 +67,13 @@ class Launch:
 
     def __init__(
         self,
-        lane: deque[Launch],
+        lane: deque[MpiCall],
         what: str,
         brought: Sequence[Any],
         start: Callable[[], list[Any]],
         finish: Callable[[], None],
-        failed: Callable[[Launch, BaseException], None],
-        done: Callable[[Launch], None],
+        failed: Callable[[MpiCall, BaseException], None],
+        done: Callable[[MpiCall], None],
         limit: float,
     ) -> None:
         self.lane, self.what, self.brought = lane, what, brought
@@ -118,9 +118,9 @@ class MpiThread:
         for line in self._lines.values():
             line.end.setblocking(False)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._tasks: deque[Launch | _Making] = deque()
+        self._tasks: deque[MpiCall | _Making] = deque()
         self._sends: list[tuple[Any, bytes]] = []
-        self._active: list[deque[Launch]] = []  # lanes in which something runs
+        self._active: list[deque[MpiCall]] = []  # lanes in which something runs
         self._making: deque[_Making] = deque()
         self._status = MPI.Status()
         self._ending = self._exiting = self._over = False
@@ -135,7 +135,7 @@ class MpiThread:
 
     # Called by other threads.
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: MpiCall) -> None:
         """Have the thread start an operation, after those before it."""
         self._give(launch)
 
@@ -169,7 +169,7 @@ class MpiThread:
         self._nudge()
         self._thread.join(2 * _AT_EXIT)
 
-    def _give(self, task: Launch | _Making) -> None:
+    def _give(self, task: MpiCall | _Making) -> None:
         self._tasks.append(task)
         if not self._nudge():
             self._refuse()
@@ -207,7 +207,7 @@ class MpiThread:
             _kept.append(launch)  # MPI may still write there
             launch.failed(launch, error)
         for task in _drained(self._tasks):  # a thread that gives a task may be here too
-            if isinstance(task, Launch):
+            if isinstance(task, MpiCall):
                 task.failed(task, error)
             else:
                 task.made(None, error)
@@ -382,7 +382,7 @@ class MpiThread:
                 self._active.remove(lane)
         return moved
 
-    def _ends(self, launch: Launch, moment: float) -> bool:
+    def _ends(self, launch: MpiCall, moment: float) -> bool:
         """Return whether MPI has completed an operation, which then ends."""
         try:
             if not MPI.Request.Testall(launch.requests):
@@ -414,7 +414,7 @@ def _as_error(what: str, error: Exception) -> NcclError:
     return made
 
 
-def _overdue(launch: Launch) -> NcclTimeout:
+def _overdue(launch: MpiCall) -> NcclTimeout:
     return NcclTimeout(
         f"{launch.what}: all ranks have brought it, and MPI has not done it within {seconds(launch.limit)}"
     )

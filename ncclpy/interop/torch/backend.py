@@ -17,7 +17,7 @@ from ncclpy.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.interop.torch import memory as torch_memory
 from ncclpy.interop.torch.reductions import OPERATORS, operator_of
 from ncclpy.interop.torch.tensors import Places, Staging, are_even, bring, times
-from ncclpy.interop.torch.work import PartWork, Together, TorchWork, backend_error
+from ncclpy.interop.torch.work import CoalescedWork, PartWork, TorchWork, backend_error
 from ncclpy.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class TorchBackend:
         self._given = timeout
         self.changed_timeout: float | None = None  # of new operations, if it was changed
         self._device: Any = None
-        self._blocks: dict[int, Together] = {}  # open blocks, by thread; mostly there is none
+        self._blocks: dict[int, CoalescedWork] = {}  # open blocks, by thread; mostly there is none
         self._preferred: Any = None  # the device for a group if no tensor has named one
         self._over = False  # it has ended before it was made
         self.split, self.store, self.options = split, store, dict(options or {})
@@ -135,7 +135,7 @@ class TorchBackend:
             self._open_block()
         return Staging(self._device)
 
-    def _open_block(self) -> Together | None:
+    def _open_block(self) -> CoalescedWork | None:
         """Return the block that this thread is in, and open it if it is not open; None if it is in none."""
         together = self._block()
         if together is not None:
@@ -218,7 +218,7 @@ class TorchBackend:
 
     # Coalescing.
 
-    def _block(self) -> Together | None:
+    def _block(self) -> CoalescedWork | None:
         """Return the block that this thread is in."""
         return self._blocks.get(threading.get_ident())
 
@@ -227,7 +227,7 @@ class TorchBackend:
         """Begin a block: what this thread begins until `end_coalescing` is one launch."""
         self.drop_coalescing()  # torch does not end a block that an exception has left
         limit = self.changed_timeout if timeout is None else timeout
-        self._blocks[threading.get_ident()] = Together(limit)
+        self._blocks[threading.get_ident()] = CoalescedWork(limit)
 
     def drop_coalescing(self) -> None:
         """End the block that this thread is in, if any, without a launch: its works fail."""

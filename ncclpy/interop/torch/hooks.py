@@ -32,7 +32,7 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
 
     Segments that exist already are registered as well, and those of private pools (``torch.cuda.MemPool``, CUDA
     graphs). Each communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment
-    (``empty_cache``, or an allocation for which there is no room) it waits for the operations that were issued on
+    (``empty_cache``, or an allocation for which there is no space) it waits for the operations that were issued on
     communicators until then, and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
 
     The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it
@@ -111,9 +111,9 @@ def _check_allocator(torch: Any) -> None:
         )
     if _has_expandable_segments(torch):
         raise ValueError(
-            "torch's allocator has expandable segments, whose pages are mapped and unmapped within a range of addresses; a "
-            "registration is of memory that stays. Turn them off (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), "
-            "or attach without hooks"
+            "torch's allocator has expandable segments, whose pages are mapped and unmapped within a range of "
+            "addresses; a registration is of memory that stays. Turn them off "
+            "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), or attach without hooks"
         )
 
 
@@ -155,13 +155,13 @@ def _loaded(path: Any) -> Any:
 
 def _ours() -> list[tuple[int, int]]:
     """Return (pointer, device) of the segments that were taken in and exist."""
-    room = 64
+    space = 64
     while True:
-        bases, devices = (ctypes.c_size_t * room)(), (ctypes.c_int * room)()
-        count = _shim.ncclpy_torch_ours(bases, devices, room)
-        if count <= room:
+        bases, devices = (ctypes.c_size_t * space)(), (ctypes.c_int * space)()
+        count = _shim.ncclpy_torch_ours(bases, devices, space)
+        if count <= space:
             return [(bases[i], devices[i]) for i in range(count)]
-        room = 2 * count
+        space = 2 * count
 
 
 def _let_go(timeout: float) -> NcclTimeout | None:

@@ -9,7 +9,7 @@ from ncclpy.interop.torch.backend import TorchBackend
 from ncclpy.interop.torch.work import backend_error
 
 if TYPE_CHECKING:
-    from ncclpy.process_group.decision import Recovery
+    from ncclpy.process_group.recovery import Recovery
 
 __all__ = ["backend_of", "recover"]
 

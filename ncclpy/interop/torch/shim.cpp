@@ -128,7 +128,7 @@ extern "C" {
 
 // Begins to follow, and to look back; the first call that succeeds attaches the tracker. Returns 0, or 1 with the
 // error in `words`.
-int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, char* words, size_t room) {
+int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, char* words, size_t space) {
   State& one = state();
   bool attached;
   {
@@ -143,7 +143,7 @@ int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, cha
   try {
     allocator::attachAllocatorTraceTracker(&follow);  // takes the allocator's locks
   } catch (const std::exception& error) {
-    std::snprintf(words, room, "%s", error.what());
+    std::snprintf(words, space, "%s", error.what());
     const Hold hold(one.mutex);
     one.open = one.looking_back = false;
     return 1;
@@ -178,12 +178,12 @@ void ncclpy_torch_close() {
 }
 
 // Returns how many segments are taken in from here, and the first of them.
-size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t room) {
+size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t space) {
   State& one = state();
   const Hold hold(one.mutex);
   size_t i = 0;
   for (const auto& [base, device] : one.ours) {
-    if (i == room) break;
+    if (i == space) break;
     bases[i] = base;
     devices[i++] = device;
   }

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ncclpy.bootstrap.asked import names
 from ncclpy.bootstrap.local import summed
-from ncclpy.bootstrap.store import Store, StoreError, StoreLost, Telling
+from ncclpy.bootstrap.store import StatusPublication, Store, StoreError, StoreLost
+from ncclpy.bootstrap.store_arguments import names
 from ncclpy.interop.torch.build import EXTENSION
 from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to
 
@@ -355,7 +355,7 @@ class TorchStore(Store):
                     found.append(name)
         return found
 
-    def _beat(self, key: str, before: bytes, period: float) -> Telling | None:
+    def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
         if not self._is_own:
             raise StoreError(f"{self}: a wait of the program in this store would hold up heartbeats")
         extension = sys.modules.get(EXTENSION)  # a program that uses the backend of torch.distributed has it built
@@ -366,8 +366,8 @@ class TorchStore(Store):
         self._note(name, time.monotonic() + self.timeout)
         theirs = self._theirs.clone()  # its calls do not wait for others
 
-        def begin() -> Telling:
-            beat: Telling = extension.Heartbeat(theirs, name, before.decode(), period, idle)
+        def begin() -> StatusPublication:
+            beat: StatusPublication = extension.Heartbeat(theirs, name, before.decode(), period, idle)
             _exit.beats.add(beat)
             if self._shutdown is not None:
                 self._shutdown.beats.add(beat)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ncclpy.process_group.group import ProcessGroup
     from ncclpy.process_group.operations import Block
 
-__all__ = ["PartWork", "Together", "TorchWork", "backend_error"]
+__all__ = ["CoalescedWork", "PartWork", "TorchWork", "backend_error"]
 
 #: Seconds between two looks whether another thread's block is over.
 _LOOKS = 1e-3
@@ -257,7 +257,7 @@ class TorchWork:
             tell(list(self._outputs), None)
 
 
-class Together:
+class CoalescedWork:
     """Operations of one thread that are one launch: a block of the process group, and what torch has to know of it.
 
     The first tensor opens the block, as it tells on which GPU the group is.
@@ -304,7 +304,7 @@ class PartWork(TorchWork):
 
     def __init__(
         self,
-        together: Together,
+        together: CoalescedWork,
         begun: Work,
         outputs: Sequence[Any],
         blocks: bool,

@@ -1,7 +1,7 @@
-from ncclpy.process_group.check.agreement cimport Agreement
+from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.check.shared_memory cimport Mailbox, Post
+from ncclpy.process_group.check.shared_memory cimport RingSet, RingWriter
 
 
 cdef enum:
@@ -15,55 +15,55 @@ cdef enum:
 
 # How one rank and a peer tell each other their messages. The group's lock is held in all calls but those that the
 # group's thread makes.
-cdef class Route:
+cdef class PeerChannel:
     cdef object store
     cdef int rank
     cdef int peer
     cdef int state
-    cdef Post post  # once the two ranks share memory
-    cdef Post opened
+    cdef RingWriter post  # once the two ranks share memory
+    cdef RingWriter opened
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
     cdef dict come  # messages that the peer has told, by (channel, number), until `forget`
 
     # Tell the peer a message of this rank; False if that has to wait for the group's thread.
     cdef bint tell(self, tuple key, tuple message)
-    # Write waiting messages into shared memory, as far as there is room; return whether any was written.
+    # Write waiting messages into shared memory, as far as there is space; return whether any was written.
     cdef bint tell_again(self)
     # Return the peer's message; None if it is not known yet.
     cdef tuple look(self, tuple key)
     cdef int forget(self, tuple key) except -1
     # By the group's thread, without the lock: take the next step in choosing the way; return the new state.
-    cdef int meet(self, Mailbox mine) except -1
+    cdef int meet(self, RingSet mine) except -1
     # Return the key in the store of a rank's message.
     cdef str key_of(self, tuple key, int rank)
 
     cdef bint _post(self, tuple key, tuple message)
 
 
-cdef Route new_route(store, int rank, int peer)
+cdef PeerChannel new_route(store, int rank, int peer)
 
 # Return the name of a channel, for keys and error texts.
 cdef str channel_text(int channel, int rank, int peer)
 
 
 # Holds messages back until they are compared with the peer's matching messages.
-cdef class Holder:
+cdef class PendingMessages:
     cdef object store
     cdef Lifecycle group  # while the thread runs
     cdef dict counts  # of messages in blocks, by peer and kind
     cdef dict routes  # by peer
-    cdef Mailbox mailbox  # made by the thread when it first runs
+    cdef RingSet rings  # made by the thread when it first runs
     cdef bint serves  # whether the thread runs
     cdef bint urgent  # the thread has to look at the request held last, even if no peer wakes it
 
-    cdef Route _route_to(self, int rank, int peer)
+    cdef PeerChannel _route_to(self, int rank, int peer)
     cdef bint _fits(self, Request request) except -1
     cdef tuple _absent(self, Request request, dict come, list stored)
     cdef bint _expects(self)
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1
 
 
-cdef Holder new_holder(Lifecycle group)
+cdef PendingMessages new_pending_messages(Lifecycle group)
 
 # Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
@@ -77,4 +77,4 @@ cdef int wait_until_given(Connection connection, Lifecycle group, double deadlin
 
 # Compare a collective with those of the other ranks. On success this thread keeps the agreement's turn until its
 # `end`, so that other threads of this rank wait with their collectives.
-cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1
+cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection connection, Request request) except -1

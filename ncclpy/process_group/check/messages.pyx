@@ -31,20 +31,20 @@ from ncclpy.engine.callbacks cimport Awaited, add_sentence, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, Launch, launch_here
 from ncclpy.engine.recorder cimport where_called
 from ncclpy.engine.work cimport yield_to_others
-from ncclpy.process_group.check.agreement cimport Agreement
-from ncclpy.process_group.check.shared_memory cimport Mailbox, Note
+from ncclpy.process_group.check.collective_check cimport CollectiveCheck
+from ncclpy.process_group.check.shared_memory cimport RingSet, Note
 
-from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.check import shared_memory
-from ncclpy.process_group.check.disagreement import beside, message_text, pack_message, unpack_message
+from ncclpy.process_group.check.mismatch import beside, message_text, pack_message, unpack_message
 from ncclpy.process_group.check.shared_memory import read_offer
 
 
-cdef class Route:
+cdef class PeerChannel:
     """The exchange of notes with one peer of a rank."""
 
     cdef bint tell(self, tuple key, tuple message):
@@ -93,7 +93,7 @@ cdef class Route:
         self.come.pop(key, None)
         return 0
 
-    cdef int meet(self, Mailbox mine) except -1:
+    cdef int meet(self, RingSet mine) except -1:
         cdef int state = self.state
         store, theirs = self.store, None
         if state == UNMET:
@@ -111,7 +111,7 @@ cdef class Route:
             if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
                 return STORED
             try:
-                self.opened = shared_memory.attach_mailbox(
+                self.opened = shared_memory.attach_rings(
                     mine, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
                 )
             except (OSError, TypeError, ValueError, OverflowError):
@@ -140,8 +140,8 @@ cdef class Route:
         return self.store.compare_set(key, None, None)[1]
 
 
-cdef Route new_route(store, int rank, int peer):
-    cdef Route route = Route.__new__(Route)
+cdef PeerChannel new_route(store, int rank, int peer):
+    cdef PeerChannel route = PeerChannel.__new__(PeerChannel)
     route.store, route.rank, route.peer = store, rank, peer
     route.untold, route.come = {}, {}
     return route
@@ -181,7 +181,7 @@ cdef class _Unmatched(Awaited):
     """The matching message that the work of a message waits for."""
 
     cdef int peer
-    cdef Holder holder
+    cdef PendingMessages pending_messages
     cdef Lifecycle group
     cdef Connection connection
     cdef Request request
@@ -190,25 +190,25 @@ cdef class _Unmatched(Awaited):
         return f"rank {self.peer} to begin what this meets"
 
     cdef int may_wait(self) except -1:
-        return self.holder._help(self.group, self.connection, self.request)
+        return self.pending_messages._help(self.group, self.connection, self.request)
 
 
-cdef class Holder:
+cdef class PendingMessages:
     """The messages of one group that are held back until they are compared."""
 
     def __init__(self, store):
         self.store = store
         self.counts, self.routes = {}, {}
 
-    cdef Route _route_to(self, int rank, int peer):
-        cdef Route route = self.routes.get(peer)
+    cdef PeerChannel _route_to(self, int rank, int peer):
+        cdef PeerChannel route = self.routes.get(peer)
         if route is None:
             self.routes[peer] = route = new_route(self.store, rank, peer)
         return route
 
     cdef bint _fits(self, Request request) except -1:
         """Return whether all matching messages of a request are there and agree. The group's lock is held."""
-        cdef Route route
+        cdef PeerChannel route
         for key, peer, mine in request.expected:
             route = self.routes[peer]
             if key in route.untold:
@@ -220,7 +220,7 @@ cdef class Holder:
                 self.urgent = True  # the thread reports it; no peer will wake the thread for it
                 return False
         for key, peer, _ in request.expected:
-            (<Route>self.routes[peer]).forget(key)
+            (<PeerChannel>self.routes[peer]).forget(key)
         return True
 
     cdef tuple _absent(self, Request request, dict come, list stored):
@@ -228,7 +228,7 @@ cdef class Holder:
 
         Adds the matches to `come`, and the messages to look for in the store to `stored`.
         """
-        cdef Route route
+        cdef PeerChannel route
         for each in request.expected:
             route = self.routes[each[1]]
             if each[0] in route.untold:
@@ -244,84 +244,84 @@ cdef class Holder:
 
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
         """Launch a held request in the thread that waits for it, if its matches arrive within `_HELPS` seconds."""
-        cdef Mailbox mailbox = self.mailbox
+        cdef RingSet rings = self.rings
         cdef Connection one
         cdef Launch lent = None
         cdef int heard, first
         cdef bint launched = False, others = True
         cdef double until
-        if mailbox is None:
+        if rings is None:
             return 0
         for _, peer, _ in request.expected:
-            if (<Route>self.routes[peer]).state != SHARED:
+            if (<PeerChannel>self.routes[peer]).state != SHARED:
                 return 0
         failure = None
         until = now() + _HELPS
-        mailbox.watch()
-        first = mailbox.heard()
+        rings.watch()
+        first = rings.heard()
         while True:
-            heard = mailbox.heard()
+            heard = rings.heard()
             group.lock.enter()
             try:
-                if group.holder is not self or not connection.held or connection.held[0] is not request:
+                if group.pending_messages is not self or not connection.held or connection.held[0] is not request:
                     break
                 if self._fits(request):
                     del connection.held[0]
                     launched = True
                     others = any([one.held for one in group.connections.values()])
-                    mailbox.expect(others)
+                    rings.expect(others)
                     lent = connection.take(request)
             except BaseException as error:
                 failure = error
             finally:
                 group.lock.leave()
-            if launched or failure is not None or self.urgent or not mailbox.is_rung(heard, until):
+            if launched or failure is not None or self.urgent or not rings.is_rung(heard, until):
                 break
         try:
-            mailbox.leave(first if others else mailbox.heard())  # notes that arrived may be for other requests
+            rings.leave(first if others else rings.heard())  # notes that arrived may be for other requests
         finally:
             launch_here(lent)
         if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
             self.urgent = False
-            mailbox.ring()
+            rings.ring()
         if failure is not None:
             request.fail(failure)
         return 0
 
     cdef bint _expects(self):
         """Have notes of the peers wake the thread from now on; return whether it has a mailbox to be woken by."""
-        cdef Mailbox mailbox = self.mailbox
-        if mailbox is not None:
-            mailbox.expect(True)
-        return mailbox is not None
+        cdef RingSet rings = self.rings
+        if rings is not None:
+            rings.expect(True)
+        return rings is not None
 
     def ring(self):
         """Wake the thread, if it has its mailbox already."""
-        cdef Mailbox mailbox = self.mailbox
-        if mailbox is not None:
-            mailbox.ring()
+        cdef RingSet rings = self.rings
+        if rings is not None:
+            rings.ring()
 
     def _serve(self):
         cdef double pause = _SHORT
         cdef Lifecycle group = self.group
         cdef Connection one
-        cdef Mailbox mailbox
+        cdef RingSet rings
         cdef int heard
-        if self.mailbox is None:
-            self.mailbox = Mailbox(group.size)
-        mailbox = self.mailbox
+        if self.rings is None:
+            self.rings = RingSet(group.size)
+        rings = self.rings
         while True:
-            heard = mailbox.heard()
+            heard = rings.heard()
             with group.lock:
-                over = group.holder is not self  # the group has ended or was reconfigured
+                over = group.pending_messages is not self  # the group has ended or was reconfigured
                 heads = [one for one in group.connections.values() if one.held]
-                mailbox.expect(bool(heads))  # before the thread looks
+                rings.expect(bool(heads))  # before the thread looks
             if over:
                 self.group = None
                 return
             if not heads:
-                mailbox.wait(heard, _LINGERS)
-                if mailbox.heard() == heard:
+                rings.wait(heard, _LINGERS)
+                if rings.heard() == heard:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
                             self.serves, self.group = False, None
@@ -329,7 +329,7 @@ cdef class Holder:
                 continue
             moved = False
             try:
-                moved = self._tell(group, mailbox)
+                moved = self._tell(group, rings)
                 for one in heads:
                     moved = self._advance(group, one) or moved
             except Exception as error:  # an error of the store: no message can be compared any more
@@ -340,11 +340,11 @@ cdef class Holder:
                 left = self._patience(group, heads, pause)
                 del heads
                 one = None
-                mailbox.wait(heard, left)
+                rings.wait(heard, left)
 
-    def _tell(self, Lifecycle group, Mailbox mailbox not None):
+    def _tell(self, Lifecycle group, RingSet rings not None):
         """Tell peers the messages that the calls could not tell; return whether anything changed."""
-        cdef Route route
+        cdef PeerChannel route
         cdef int state
         cdef bint moved = False
         untold = []
@@ -353,7 +353,7 @@ cdef class Holder:
         for route in routes:
             state = route.state
             if state != SHARED and state != STORED:
-                state = route.meet(mailbox)
+                state = route.meet(rings)
             with group.lock:
                 moved = moved or state != route.state
                 route.state = state
@@ -363,7 +363,7 @@ cdef class Holder:
                     untold += [(route, key, message) for key, message in route.untold.items()]
         if untold:
             self.store.multi_set([
-                ((<Route>each).key_of(key, group.rank), pack_message(message)) for each, key, message in untold
+                ((<PeerChannel>each).key_of(key, group.rank), pack_message(message)) for each, key, message in untold
             ])
             with group.lock:
                 for route, key, _ in untold:
@@ -382,14 +382,14 @@ cdef class Holder:
                 request = one.held[0]
                 left = min(left, _MAKING if request.since == 0 else max(_SHORT, request.since + request.limit - now()))
                 for _, peer, _ in request.expected or ():
-                    if (<Route>self.routes[peer]).state != SHARED:
+                    if (<PeerChannel>self.routes[peer]).state != SHARED:
                         left = min(left, pause)
         return left
 
     def _advance(self, Lifecycle group, Connection connection):
         """Launch the first held request of a communicator if its matches are there; return whether to look again."""
         cdef Request request
-        cdef Route route
+        cdef PeerChannel route
         cdef Launch lent = None
         text, error, store, absent, stored, theirs = None, None, self.store, None, [], {}
         with group.lock:
@@ -401,7 +401,7 @@ cdef class Holder:
         if request.since == 0 and connection.state != MAKING:  # the limit counts from here, as for every operation
             request.since = now()
         if request.expected:
-            keys = [(<Route>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
+            keys = [(<PeerChannel>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
             if absent is None and stored and not store.check(keys):
                 absent = [each for each, key in zip(stored, keys, strict=True) if not store.check([key])]
                 if not absent:
@@ -474,21 +474,21 @@ def _report(Lifecycle group not None, error):
     ))
 
 
-cdef Holder new_holder(Lifecycle group):
-    return Holder(group.notices.store)
+cdef PendingMessages new_pending_messages(Lifecycle group):
+    return PendingMessages(group.group_status.store)
 
 
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1:
     cdef _Unmatched awaited
-    cdef Holder holder = group.holder
+    cdef PendingMessages pending_messages = group.pending_messages
     cdef bint all_told = True
     cdef int channel, generation = 0
     messages = request.brought.messages if request.point_to_point and request.brought is not None else None
     if not messages and not connection.held:
         return False
     if messages:
-        if holder is None:
-            group.holder = holder = new_holder(group)
+        if pending_messages is None:
+            group.pending_messages = pending_messages = new_pending_messages(group)
         request.expected = []
         if connection.peer >= 0:
             generation = int(connection.label.partition("#")[2] or 0)
@@ -497,51 +497,51 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
             if connection.peer >= 0:
                 channel, number = 2 + generation, request.work.entry.sequence
             else:
-                number = holder.counts.get((peer, kind), 0)
-                holder.counts[peer, kind] = number + 1
+                number = pending_messages.counts.get((peer, kind), 0)
+                pending_messages.counts[peer, kind] = number + 1
                 channel = 0 if (group.rank < peer) == (kind == SEND) else 1
             key = (channel, number)
             request.expected.append((key, peer, message))
-            all_told = holder._route_to(group.rank, peer).tell(key, message) and all_told
+            all_told = pending_messages._route_to(group.rank, peer).tell(key, message) and all_told
         if all_told and not connection.held and connection.state != GONE:
-            if holder._fits(request) or (holder._expects() and holder._fits(request)):
+            if pending_messages._fits(request) or (pending_messages._expects() and pending_messages._fits(request)):
                 return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]
-        awaited.holder, awaited.group, awaited.connection, awaited.request = holder, group, connection, request
-        request.work.gathering = awaited
+        awaited.pending_messages, awaited.group, awaited.connection, awaited.request = pending_messages, group, connection, request
+        request.work.awaits = awaited
     if not connection.held and connection.state == MADE:
         request.since = now()
     connection.held.append(request)
     if not all_told or request.limit < _AMPLE or connection.state == GONE:
-        holder.urgent = True
+        pending_messages.urgent = True
     return True
 
 
 cdef int look_after(Lifecycle group) except -1:
-    cdef Holder holder = group.holder
+    cdef PendingMessages pending_messages = group.pending_messages
     cdef bint begins = False
-    if holder is None:  # the group was reconfigured meanwhile
+    if pending_messages is None:  # the group was reconfigured meanwhile
         return 0
     with group.lock:
-        if not holder.serves:
-            begins = holder.serves = True
-            holder.group = group
+        if not pending_messages.serves:
+            begins = pending_messages.serves = True
+            pending_messages.group = group
     if begins:
         try:
-            threading.Thread(target=holder._serve, name="ncclpy-group-check", daemon=True).start()
+            threading.Thread(target=pending_messages._serve, name="ncclpy-group-check", daemon=True).start()
         except BaseException as failure:
-            holder.serves, holder.group = False, None
+            pending_messages.serves, pending_messages.group = False, None
             if isinstance(failure, RuntimeError):  # no thread can be started
-                _lose_all(group, holder, failure)
+                _lose_all(group, pending_messages, failure)
             raise
-    if holder.urgent:  # else the note of its peer wakes the thread, unless a waiting thread has launched it before
-        holder.urgent = False
-        holder.ring()
+    if pending_messages.urgent:  # else the note of its peer wakes the thread, unless a waiting thread has launched it before
+        pending_messages.urgent = False
+        pending_messages.ring()
     return 0
 
 
-cdef int _lose_all(Lifecycle group, Holder holder, failure) except -1:
+cdef int _lose_all(Lifecycle group, PendingMessages pending_messages, failure) except -1:
     """Fail all held requests.
 
     Peers that were told of them may launch their matching messages, which would then meet this rank's next ones.
@@ -553,7 +553,7 @@ cdef int _lose_all(Lifecycle group, Holder holder, failure) except -1:
     )
     for one in list(group.connections.values()):
         if one.held:
-            holder._lose(group, one, error)
+            pending_messages._lose(group, one, error)
     return 0
 
 
@@ -569,10 +569,10 @@ cdef int wait_until_given(Connection connection, Lifecycle group, double deadlin
     return 0
 
 
-cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1:
+cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection connection, Request request) except -1:
     wanted = group.wanted()
     try:
-        agreement.begin(deadline_after(request.limit), wanted)
+        collective_check.begin(deadline_after(request.limit), wanted)
     except NcclError:
         group.check_usable()
         raise
@@ -582,13 +582,13 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
             if request.epoch != group.number:
                 group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives
-            request.work.entry.note(group.ledger.ledger)  # its status: this rank waits in this collective
-            agreement.agree(group.collectives, request.brought, request.limit, wanted)
+            request.work.entry.note(group.oplog.oplog)  # its status: this rank waits in this collective
+            collective_check.agree(group.collectives, request.brought, request.limit, wanted)
         except NcclError as error:
             if request.epoch != group.number:
                 group.refuse_old()
             if group.is_ended():
-                if error is not agreement.found:
+                if error is not collective_check.found:
                     group.check_usable()  # raises what has ended the group
                 error.ranks = getattr(group.failure, "ranks", None)
                 add_sentence(error, where_called(request.work.entry))
@@ -603,21 +603,21 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
                             f"{type(error).__name__}")
             raise
     except BaseException:
-        agreement.end()
+        collective_check.end()
         raise
     return 0
 
 
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Handle an error of a comparison as `on_error` says."""
-    cdef Agreement agreement = group.agreement
-    cdef bint told = error is agreement.found
+    cdef CollectiveCheck collective_check = group.collective_check
+    cdef bint told = error is collective_check.found
     # A rank that has called NCCL keeps its operation on the device for good; what ranks that are missing do is not
     # known.
-    if group.on_error != "report" or (told and agreement.ends):
+    if group.on_error != "report" or (told and collective_check.ends):
         group.fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text says what all bring
         return 0
-    group.explain_by(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
+    group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), says=not told)
     if not told:
         abort_in_background(connection.abort(error), text_of(error))
     user_executor.submit(functools.partial(  # handlers of a logger are user code

@@ -54,7 +54,7 @@ cdef struct Note:
     char type[NAME + 1]  # the name of the data type
 
 # The futex word that a rank sleeps on, with its counters.
-cdef struct Bell:
+cdef struct WakeupWord:
     char token[16]
     int changes
     int sleepers
@@ -62,20 +62,20 @@ cdef struct Bell:
     int watchers  # threads that poll `changes`: while there are any, no sleeper has to be woken
 
 
-cdef class Page:
+cdef class Ring:
     cdef char* base
     cdef size_t length
 
 
-# The shared memory of one rank: its bell, and a ring of notes from each other rank.
-cdef class Mailbox:
+# The shared memory of one rank: its wakeup_word, and a ring of notes from each other rank.
+cdef class RingSet:
     cdef int size
     cdef int fd  # -1 if there is no memory that peers could open
     cdef int owner  # the process that made it, the only one to close `fd`
     cdef bytes token
-    cdef Page head
-    cdef Bell alone  # stands in for the bell in shared memory if there is none
-    cdef Bell* bell
+    cdef Ring head
+    cdef WakeupWord alone  # stands in for the wakeup_word in shared memory if there is none
+    cdef WakeupWord* wakeup_word
 
     # What peers need to open it; empty if they cannot.
     cdef dict offered(self)
@@ -94,14 +94,14 @@ cdef class Mailbox:
 
 # One rank's end of the memory that two ranks of one machine share. It is not thread-safe: its callers call it one at a
 # time.
-cdef class Post:
-    cdef Page inbox
-    cdef Page outbox
-    cdef Page wakeup  # with the peer's bell
+cdef class RingWriter:
+    cdef Ring inbox
+    cdef Ring outbox
+    cdef Ring wakeup  # with the peer's wakeup_word
     cdef uint64_t written
     cdef uint64_t read
 
-    # Write a note into the peer's ring; False if there is no room.
+    # Write a note into the peer's ring; False if there is no space.
     cdef bint put(self, Note* note) noexcept
     # Wake the peer.
     cdef void ring(self) noexcept

@@ -111,7 +111,7 @@ cdef size_t _length(size_t size):
     return (1 + size * _PAGES) * _PAGE
 
 
-cdef class Page:
+cdef class Ring:
     """Some pages of a rank's memory, mapped."""
 
     def __init__(self, int fd, size_t first, size_t pages=1):
@@ -127,17 +127,17 @@ cdef class Page:
             munmap(self.base, self.length)
 
 
-cdef void _ring(Bell* bell) noexcept:
-    # The GIL is kept, as in `Post.ring`: this does not wait, and a thread that gave the GIL up could wait long for it
+cdef void _ring(WakeupWord* wakeup_word) noexcept:
+    # The GIL is kept, as in `RingWriter.ring`: this does not wait, and a thread that gave the GIL up could wait long for it
     # while it holds a group's lock.
-    add(&bell.changes, 1)
-    if word_of(&bell.sleepers):
-        wake_shared(&bell.changes)
+    add(&wakeup_word.changes, 1)
+    if word_of(&wakeup_word.sleepers):
+        wake_shared(&wakeup_word.changes)
 
 
-cdef bint _is_rung(Bell* bell, int heard, double until) noexcept nogil:
+cdef bint _is_rung(WakeupWord* wakeup_word, int heard, double until) noexcept nogil:
     cdef double begin = now()
-    while word_of(&bell.changes) == heard:
+    while word_of(&wakeup_word.changes) == heard:
         if now() >= until:
             return False
         if now() - begin > _AT_HAND:
@@ -147,7 +147,7 @@ cdef bint _is_rung(Bell* bell, int heard, double until) noexcept nogil:
     return True
 
 
-cdef class Mailbox:
+cdef class RingSet:
     """One rank's memory. Its descriptor stays open, since peers open the memory when they first need it.
 
     Parameters
@@ -157,15 +157,15 @@ cdef class Mailbox:
     """
 
     def __init__(self, int size):
-        if self.bell != NULL:
+        if self.wakeup_word != NULL:
             raise RuntimeError("a mailbox is made once")
         self.size, self.owner, self.fd = size, os.getpid(), -1
-        self.bell = &self.alone
-        memset(&self.alone, 0, sizeof(Bell))
+        self.wakeup_word = &self.alone
+        memset(&self.alone, 0, sizeof(WakeupWord))
         try:
             self.fd, self.token = create_memory("ncclpy-check-messages", _length(size))
-            self.head = Page(self.fd, 0)
-            self.bell = <Bell*>self.head.base
+            self.head = Ring(self.fd, 0)
+            self.wakeup_word = <WakeupWord*>self.head.base
         except OSError:  # messages go through the store then
             self.close()
 
@@ -176,37 +176,37 @@ cdef class Mailbox:
         return {} if self.fd < 0 else {"pid": self.owner, "fd": self.fd, "token": self.token.hex()}
 
     cdef int heard(self) noexcept:
-        return word_of(&self.bell.changes)
+        return word_of(&self.wakeup_word.changes)
 
     cdef void ring(self) noexcept:
-        _ring(self.bell)
+        _ring(self.wakeup_word)
 
     cdef int wait(self, int heard, double seconds) except -1:
-        cdef Bell* bell = self.bell
-        add(&bell.sleepers, 1)
+        cdef WakeupWord* wakeup_word = self.wakeup_word
+        add(&wakeup_word.sleepers, 1)
         with nogil:
-            if word_of(&bell.changes) == heard:
-                sleep_shared(&bell.changes, heard, seconds)
-        add(&bell.sleepers, -1)
+            if word_of(&wakeup_word.changes) == heard:
+                sleep_shared(&wakeup_word.changes, heard, seconds)
+        add(&wakeup_word.sleepers, -1)
         return 0
 
     cdef void watch(self) noexcept:
-        add(&self.bell.watchers, 1)
+        add(&self.wakeup_word.watchers, 1)
 
     cdef bint is_rung(self, int heard, double until) noexcept:
         cdef bint rung
         with nogil:
-            rung = _is_rung(self.bell, heard, until)
+            rung = _is_rung(self.wakeup_word, heard, until)
         return rung
 
     cdef void leave(self, int heard) noexcept:
-        cdef Bell* bell = self.bell
-        add(&bell.watchers, -1)
-        if word_of(&bell.changes) != heard:  # a peer that saw this watcher has woken no sleeper
-            _ring(bell)
+        cdef WakeupWord* wakeup_word = self.wakeup_word
+        add(&wakeup_word.watchers, -1)
+        if word_of(&wakeup_word.changes) != heard:  # a peer that saw this watcher has woken no sleeper
+            _ring(wakeup_word)
 
     cdef void expect(self, bint expects) noexcept:
-        swap(&self.bell.expects, expects)
+        swap(&self.wakeup_word.expects, expects)
 
     cdef int close(self) except -1:
         """Close the descriptor, so that no more peers can open the memory. Mappings stay."""
@@ -217,28 +217,28 @@ cdef class Mailbox:
         return 0
 
 
-def attach_mailbox(Mailbox mine not None, int rank, int peer, pid, fd, token):
-    """Return a rank's `Post` to a peer, from what the peer has `offered`.
+def attach_rings(RingSet mine not None, int rank, int peer, pid, fd, token):
+    """Return a rank's `RingWriter` to a peer, from what the peer has `offered`.
 
     Raises
     ------
     OSError
         If the peer's memory cannot be opened, or is other memory.
     """
-    cdef Post post = Post.__new__(Post)
+    cdef RingWriter post = RingWriter.__new__(RingWriter)
     if mine.fd < 0:
         raise OSError("there is no memory of this rank's")
     own = reopen(pid, fd, token, _length(mine.size))
     try:
-        post.wakeup, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
-        post.inbox = Page(mine.fd, 1 + peer * _PAGES, _PAGES)
+        post.wakeup, post.outbox = Ring(own, 0), Ring(own, 1 + rank * _PAGES, _PAGES)
+        post.inbox = Ring(mine.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
     return post
 
 
-cdef class Post:
-    """One rank's end of the memory that two ranks share; `attach_mailbox` makes it."""
+cdef class RingWriter:
+    """One rank's end of the memory that two ranks share; `attach_rings` makes it."""
 
     cdef bint put(self, Note* note) noexcept:
         cdef _Ring* ring = <_Ring*>self.outbox.base
@@ -256,10 +256,10 @@ cdef class Post:
         return True
 
     cdef void ring(self) noexcept:
-        cdef Bell* bell = <Bell*>self.wakeup.base
-        add(&bell.changes, 1)  # before the counters are read: a thread sets its counter before it reads this
-        if word_of(&bell.expects) and word_of(&bell.sleepers) and not word_of(&bell.watchers):
-            wake_shared(&bell.changes)
+        cdef WakeupWord* wakeup_word = <WakeupWord*>self.wakeup.base
+        add(&wakeup_word.changes, 1)  # before the counters are read: a thread sets its counter before it reads this
+        if word_of(&wakeup_word.expects) and word_of(&wakeup_word.sleepers) and not word_of(&wakeup_word.watchers):
+            wake_shared(&wakeup_word.changes)
 
     cdef bint next(self, Note* note) noexcept:
         cdef _Ring* ring = <_Ring*>self.inbox.base
@@ -308,7 +308,7 @@ cdef struct _Head:
 
 
 cdef size_t _room(size_t size):
-    """Return how many bytes a whole note may have: room for two messages and one part count per rank."""
+    """Return how many bytes a whole note may have: space for two messages and one part count per rank."""
     return 4096 - sizeof(_Whole) + 64 * size
 
 
@@ -325,12 +325,12 @@ cdef uint64_t digest_of(bytes calls):
     return digest
 
 
-def create_board(size):
+def create_exchange(size):
     """Make the memory of a board for so many ranks; return its descriptor and token."""
     return create_memory("ncclpy-check", _HEAD + size * _stride(size))
 
 
-def attach_board(pid, fd, token, rank, size):
+def attach_exchange(pid, fd, token, rank, size):
     """Return a rank's view of the board that a process of this machine has open under a descriptor.
 
     Raises
@@ -340,13 +340,13 @@ def attach_board(pid, fd, token, rank, size):
     """
     own = reopen(pid, fd, token, _HEAD + size * _stride(size))
     try:
-        return SharedBoard(own, rank, size)
+        return SharedExchange(own, rank, size)
     finally:
         os.close(own)
 
 
-cdef class SharedBoard:
-    """The board in shared memory, as one rank writes and reads it; `attach_board` makes it."""
+cdef class SharedExchange:
+    """The board in shared memory, as one rank writes and reads it; `attach_exchange` makes it."""
 
     cdef char* base
     cdef size_t length

@@ -105,7 +105,7 @@ def test_parameters_by_handle(nccl):
     nccl.ncclParamGet(devices, ctypes.byref(raw), 4, ctypes.byref(length))
     assert (raw.value, length.value) == (number.value, 4)
     refused(
-        INVALID_ARGUMENT, "takes 4 bytes, there is room for 3", nccl.ncclParamGet, devices, ctypes.byref(raw), 3, None
+        INVALID_ARGUMENT, "takes 4 bytes, there is space for 3", nccl.ncclParamGet, devices, ctypes.byref(raw), 3, None
     )
     refused(
         INVALID_ARGUMENT, "signed integer of 32 bits", nccl.ncclParamGetU64, devices, ctypes.byref(ctypes.c_uint64())

@@ -50,14 +50,14 @@ uintptr_t fake_allocate(uintptr_t at, size_t bytes, int device) {
 }
 
 // Returns 0; 1 if a tracker has refused, with its words; 2 if no segment begins there.
-int fake_free(uintptr_t base, char* words, size_t room) {
+int fake_free(uintptr_t base, char* words, size_t space) {
   const std::lock_guard<std::mutex> hold(lock);
   const auto found = segments.find(base);
   if (found == segments.end()) return 2;
   try {
     tell(allocator::TraceEntry::SEGMENT_FREE, base, found->second);
   } catch (const std::exception& error) {
-    std::snprintf(words, room, "%s", error.what());
+    std::snprintf(words, space, "%s", error.what());
     return 1;
   }
   munmap(reinterpret_cast<void*>(base), found->second.bytes);
@@ -71,11 +71,11 @@ void fake_tell(int action, uintptr_t base, size_t bytes, int device) {
   tell(static_cast<allocator::TraceEntry::Action>(action), base, Segment{bytes, device});
 }
 
-size_t fake_snapshot(uintptr_t* bases, size_t* bytes, int* devices, size_t room) {
+size_t fake_snapshot(uintptr_t* bases, size_t* bytes, int* devices, size_t space) {
   const std::lock_guard<std::mutex> hold(lock);
   size_t i = 0;
   for (const auto& [base, segment] : segments) {
-    if (i == room) break;
+    if (i == space) break;
     bases[i] = base;
     bytes[i] = segment.bytes;
     devices[i++] = segment.device;

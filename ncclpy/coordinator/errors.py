@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from ncclpy.coordinator.names import names_of, shown
+from ncclpy.coordinator.keys import names_of, shown
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 from ncclpy.types import Result
 

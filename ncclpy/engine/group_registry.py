@@ -18,17 +18,17 @@ from typing import Any
 from ncclpy.core.handles.handle import failure_listener
 from ncclpy.engine.recorder import add_group_teller, text_of
 
-__all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
+__all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
 
 #: How many failed groups are kept.
 _FAILED = 50
 
 # Weak: an entry goes with its group, also with a group that was never complete.
-_there: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
+_there: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
 
 
-class Known:
+class GroupInfo:
     """A communicator or group, of which a rank of this process may be in an operation.
 
     Parameters
@@ -49,7 +49,7 @@ class Known:
         self.name, self.rank, self.device, self.look = name, rank, device, look
 
 
-class KnownGroup(Known):
+class KnownGroup(GroupInfo):
     """One group of this process, as dumps show it.
 
     Parameters
@@ -143,9 +143,9 @@ def note_group(
     return made
 
 
-def note_communicator(name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> Known:
+def note_communicator(name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> GroupInfo:
     """Register a rank of a communicator for as long as the returned object lives."""
-    made = Known(name, rank, device, look)
+    made = GroupInfo(name, rank, device, look)
     _there[id(made)] = made
     return made
 
@@ -155,7 +155,7 @@ def groups() -> list[dict[str, Any]]:
     return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
 
 
-def elsewhere(here: Known) -> dict[str, Any]:
+def elsewhere(here: GroupInfo) -> dict[str, Any]:
     """Return what keeps a rank that is in no operation of `here` longest in another group or communicator; else {}.
 
     If several ranks of `here` are in this process, the groups of each are told apart by its device. An operation that
@@ -175,7 +175,7 @@ def elsewhere(here: Known) -> dict[str, Any]:
     return min(found, key=lambda one: float(one["since"]), default={})
 
 
-def _there_now() -> list[Known]:
+def _there_now() -> list[GroupInfo]:
     there = [reference() for reference in _there.valuerefs()]  # in one step: another thread may add a group
     return [each for each in there if each is not None]
 

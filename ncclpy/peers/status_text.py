@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ncclpy.engine.stack import in_short
 from ncclpy.errors import ranks, seconds, spans
-from ncclpy.peers.standing import Began, RankState
+from ncclpy.peers.rank_state import Began, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
@@ -98,9 +98,9 @@ def sentence(
     waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
     asked = [each for each in waiting if each.order == len(_ORDER)]
     others = _merged([each for each in waiting if each.order < len(_ORDER)])
-    room = max(_LEAST_SAID, _MOST_SAID - len(guilty) - len(asked))
-    parts = [each.text(thing) for each in (*guilty, *others[:room], *asked)]
-    parts += _counted(each for clause in others[room:] for each in clause.members)
+    space = max(_LEAST_SAID, _MOST_SAID - len(guilty) - len(asked))
+    parts = [each.text(thing) for each in (*guilty, *others[:space], *asked)]
+    parts += _counted(each for clause in others[space:] for each in clause.members)
     unknown = size - len(states)
     if unknown:
         parts.append(f"of {unknown} more nothing is known")

@@ -1,4 +1,4 @@
-#include "keeper.hpp"
+#include "connection_thread.hpp"
 
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -15,10 +15,10 @@
 #include "descriptors.hpp"
 #include "mutex.hpp"
 
-namespace ncclpy::store::keeper {
+namespace ncclpy::store::connection_thread {
 namespace {
 
-struct Keeper {
+struct ConnectionThread {
   Mutex<NCCLPY_LOCK_STORE_CONNECTIONS> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
@@ -28,13 +28,13 @@ struct Keeper {
 
 // Never destroyed: its thread may outlive the statics. A forked child makes one of its own: the mutex of this one may
 // be held by a thread that the child does not have.
-std::atomic<Keeper*> current{nullptr};
+std::atomic<ConnectionThread*> current{nullptr};
 [[maybe_unused]] const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
 
-Keeper& keeper() {
-  Keeper* one = current;
+ConnectionThread& connection_thread() {
+  ConnectionThread* one = current;
   if (one == nullptr) {
-    auto* made = new Keeper;
+    auto* made = new ConnectionThread;
     if (current.compare_exchange_strong(one, made)) return *made;
     delete made;  // another thread was faster
   }
@@ -42,7 +42,7 @@ Keeper& keeper() {
 }
 
 void* run(void* argument) {
-  Keeper& it = *static_cast<Keeper*>(argument);
+  ConnectionThread& it = *static_cast<ConnectionThread*>(argument);
   std::vector<epoll_event> events(256);
   std::vector<std::shared_ptr<Client>> all, ready;
   double next_tick = 0;
@@ -88,7 +88,7 @@ void* run(void* argument) {
 }  // namespace
 
 bool add(const std::shared_ptr<Client>& client) {
-  Keeper& it = keeper();
+  ConnectionThread& it = connection_thread();
   std::lock_guard lock(it.mutex);
   if (!it.epoll) {
     it.epoll = Descriptor(epoll_create1(EPOLL_CLOEXEC));
@@ -121,7 +121,7 @@ bool add(const std::shared_ptr<Client>& client) {
 }
 
 void remove(Client* client) {
-  Keeper& it = keeper();
+  ConnectionThread& it = connection_thread();
   std::shared_ptr<Client> last;  // destroyed after the lock is released
   std::lock_guard lock(it.mutex);
   const auto at = it.clients.find(client);
@@ -137,13 +137,13 @@ void remove(Client* client) {
 
 void look_again() {
   const uint64_t one = 1;
-  if (write(keeper().news.get(), &one, sizeof one) < 0) {
+  if (write(connection_thread().news.get(), &one, sizeof one) < 0) {
     // It is awake.
   }
 }
 
 void watch(Client* client, bool readable, bool writable) {
-  Keeper& it = keeper();
+  ConnectionThread& it = connection_thread();
   epoll_event event{};
   // Without either, epoll reports only the connection's end, and once.
   event.events = (readable ? EPOLLIN : EPOLLONESHOT) | (writable ? EPOLLOUT : 0u);
@@ -151,4 +151,4 @@ void watch(Client* client, bool readable, bool writable) {
   epoll_ctl(it.epoll.get(), EPOLL_CTL_MOD, client->fd(), &event);
 }
 
-}  // namespace ncclpy::store::keeper
+}  // namespace ncclpy::store::connection thread

@@ -19,13 +19,13 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
 
-from ncclpy.bootstrap.asked import StoreDamaged, decode
+from ncclpy.bootstrap.store_arguments import StoreDamaged, decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group.check import shared_memory
-from ncclpy.process_group.check.disagreement import disagreement, unpack
+from ncclpy.process_group.check.mismatch import disagreement, unpack
 from ncclpy.process_group.check.shared_memory import read_offer
-from ncclpy.process_group.check.stored_board import StoredBoard
+from ncclpy.process_group.check.store_exchange import StoreExchange
 
 _WHAT = "to compare the collectives"
 #: Seconds to wait in the store for a note that is too long for shared memory.
@@ -34,12 +34,12 @@ _LONG = 10.0
 _MANY = 1 << 16
 
 
-cdef class Agreement:
+cdef class CollectiveCheck:
     """The comparisons of one group.
 
     Parameters
     ----------
-    notices : Notices
+    group_status : GroupStatus
         The group's part of the store.
     timeout : float
         Seconds for a rendezvous of the ranks.
@@ -47,9 +47,9 @@ cdef class Agreement:
         Whether to compare only calls that are new to a rank.
     """
 
-    def __init__(self, notices, double timeout, bint first):
-        self.notices, self.timeout, self.first = notices, timeout, first
-        self.name, self.rank, self.size = notices.name, notices.rank, notices.size
+    def __init__(self, group_status, double timeout, bint first):
+        self.group_status, self.timeout, self.first = group_status, timeout, first
+        self.name, self.rank, self.size = group_status.name, group_status.rank, group_status.size
         self.turn = threading.Lock()
         self.known, self.long, self.met = {}, [], []
 
@@ -73,41 +73,41 @@ cdef class Agreement:
         return 0
 
     cdef int close(self) except -1:
-        board, self.board = self.board, None  # its memory is unmapped after the last wait in it
+        exchange, self.exchange = self.exchange, None  # its memory is unmapped after the last wait in it
         self.found = None
-        if board is not None:
-            board.close()
+        if exchange is not None:
+            exchange.close()
         return 0
 
-    cdef int agree(self, long long number, Signature brought, double limit, object wanted) except -1:
+    cdef int agree(self, long long number, CallSignature brought, double limit, object wanted) except -1:
         cdef bytes calls = brought.calls, note = None
         cdef double deadline
         cdef int found
         cdef bint ends = False, has_messages = len(brought.messages) > 0
-        board = self.board
-        if board is None:
-            self.board = board = self._meet(wanted)
+        exchange = self.exchange
+        if exchange is None:
+            self.exchange = exchange = self._meet(wanted)
         # Only the two ranks of a message know it, so a call with messages is compared each time.
         if not self.first or has_messages or calls not in self.known:
             note = brought.packed()
-            if board.too_long(note):
+            if exchange.too_long(note):
                 self._put_long(number, note)
         try:
-            board.put(number, calls, note, has_messages)
+            exchange.put(number, calls, note, has_messages)
             if note is None:
                 return 0
             deadline = deadline_after(limit)
             while True:
-                found = board.look(number, calls, max(0.0, min(SLICE, deadline - now())))
+                found = exchange.look(number, calls, max(0.0, min(SLICE, deadline - now())))
                 if found:
                     break
                 PyErr_CheckSignals()
                 if not wanted():
-                    if board.look(number, calls, 0.0):  # a rank that found a disagreement may have ended the group
+                    if exchange.look(number, calls, 0.0):  # a rank that found a disagreement may have ended the group
                         break
                     raise NcclAborted(f"process group {self.name!r} has ended")
                 if now() >= deadline:
-                    absent = board.absent(number)
+                    absent = exchange.absent(number)
                     if not absent:
                         continue
                     late = NcclTimeout(
@@ -116,12 +116,12 @@ cdef class Agreement:
                     )
                     late.missing = absent
                     raise late
-            text = None if found == 1 else self._disagreement(board, number, &ends)
+            text = None if found == 1 else self._disagreement(exchange, number, &ends)
         except StoreDamaged:  # the other ranks find the same damage, so this one does not count as having left
             raise
         except BaseException:
             if note is not None:
-                board.leave(number, note)
+                exchange.leave(number, note)
             raise
         if text is not None:
             self.ends = ends
@@ -138,9 +138,9 @@ cdef class Agreement:
             self._forget_meetings()
         return 0
 
-    cdef str _disagreement(self, object board, long long number, bint* ends):
+    cdef str _disagreement(self, object exchange, long long number, bint* ends):
         """Return how the ranks' calls differ, None if they agree; set `ends` if a rank has called NCCL already."""
-        found = board.brought(number)
+        found = exchange.brought(number)
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:
             late = NcclTimeout(
@@ -149,8 +149,8 @@ cdef class Agreement:
             )
             late.missing = left
             raise late
-        if not board.shared:
-            ends[0] = board.passed()
+        if not exchange.shared:
+            ends[0] = exchange.passed()
             return self._difference(found, number)
         notes = []
         before = None
@@ -161,7 +161,7 @@ cdef class Agreement:
                     before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
                 note = before.get(note)
             elif not note:
-                note = self.notices.store.get(self._long_key(number, rank), _LONG)
+                note = self.group_status.store.get(self._long_key(number, rank), _LONG)
             notes.append(note)
         return self._difference(notes, number)
 
@@ -169,7 +169,7 @@ cdef class Agreement:
         """Return how the notes differ; a note that cannot be read raises StoreDamaged."""
         for rank, note in enumerate(notes):
             if note is not None:
-                decode(unpack, note, self.notices.store, StoredBoard.key(number, rank), rank)
+                decode(unpack, note, self.group_status.store, StoreExchange.key(number, rank), rank)
         return disagreement(notes)
 
     @staticmethod
@@ -178,7 +178,7 @@ cdef class Agreement:
 
     def _put_long(self, number, note):
         key = self._long_key(number, self.rank)
-        store = self.notices.store
+        store = self.group_status.store
         store.set(key, note)
         self.long.append(key)
         while len(self.long) > 2:  # all ranks have read the notes before the last one
@@ -186,38 +186,38 @@ cdef class Agreement:
 
     cdef object _meet(self, object wanted):
         """Return the board after a rendezvous of all ranks: in shared memory if all can map it, else in the store."""
-        arrivals, everyone = self.notices.arrivals, list(range(self.size))
+        rendezvous, everyone = self.group_status.rendezvous, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
         mine = {"machine": BOOT_ID, "pid": os.getpid()}
-        fd, board = -1, None
+        fd, exchange = -1, None
         try:
             if self.rank == 0 and mine["machine"]:
                 try:
-                    fd, token = shared_memory.create_board(self.size)
+                    fd, token = shared_memory.create_exchange(self.size)
                     mine.update(fd=fd, token=token.hex())
                 except OSError:
                     pass  # the board will be in the store
-            packed = arrivals.meet(
-                "check/meeting", everyone, what, json.dumps(mine).encode(), arrivals.combined("check/meeting", read_offer),
+            packed = rendezvous.meet(
+                "check/meeting", everyone, what, json.dumps(mine).encode(), rendezvous.combined("check/meeting", read_offer),
                 self.timeout, wanted,
             )
-            all_of_them = arrivals.parts("check/meeting", packed, read_offer)
+            all_of_them = rendezvous.parts("check/meeting", packed, read_offer)
             first = all_of_them[0]
             self.met = ["check/meeting"]
             if "fd" not in first or any(each["machine"] != first["machine"] for each in all_of_them):
-                return StoredBoard(self.notices.store, self.rank, self.size, self.first)
+                return StoreExchange(self.group_status.store, self.rank, self.size, self.first)
             try:
-                board = shared_memory.attach_board(first["pid"], first["fd"], first["token"], self.rank, self.size)
+                exchange = shared_memory.attach_exchange(first["pid"], first["fd"], first["token"], self.rank, self.size)
             except (OSError, TypeError, ValueError, OverflowError):
                 pass  # the second rendezvous tells the other ranks
-            packed = arrivals.meet(
-                "check/opened", everyone, what, b"false" if board is None else b"true",
-                arrivals.combined("check/opened", _answer), self.timeout, wanted,
+            packed = rendezvous.meet(
+                "check/opened", everyone, what, b"false" if exchange is None else b"true",
+                rendezvous.combined("check/opened", _answer), self.timeout, wanted,
             )
             self.met.append("check/opened")
-            if board is None or not all(arrivals.parts("check/opened", packed, _answer)):
-                return StoredBoard(self.notices.store, self.rank, self.size, self.first)
-            return board
+            if exchange is None or not all(rendezvous.parts("check/opened", packed, _answer)):
+                return StoreExchange(self.group_status.store, self.rank, self.size, self.first)
+            return exchange
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -225,7 +225,7 @@ cdef class Agreement:
     def _forget_meetings(self):
         if self.rank == 0:
             for place in self.met:
-                self.notices.arrivals.forget(place, list(range(self.size)))
+                self.group_status.rendezvous.forget(place, list(range(self.size)))
         self.met = []
 
 

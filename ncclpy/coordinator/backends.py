@@ -5,52 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ncclpy.coordinator import plane as _of_groups
+from ncclpy.coordinator import data_plane as _of_groups
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator.buffers import Brought, Carried
+    from ncclpy.coordinator.buffers import FusedLaunch, TensorEntry
     from ncclpy.process_group.group import ProcessGroup
 
-__all__ = ["Both", "Carrier", "OfGroup", "Plane"]
+__all__ = ["DataBackend", "DataPlane", "GroupBackend", "SplitBackend"]
 
 
-class Plane(Protocol):
+class DataPlane(Protocol):
     """The data plane of one rank in a process set; one thread at a time launches.
 
-    A launch returns the `Carried` to copy out after it, or None if there is nothing to copy out.
+    A launch returns the `FusedLaunch` to copy out after it, or None if there is nothing to copy out.
     """
 
     def stands(self) -> bool:
         """Return whether its communicator is made, or will never be."""
 
-    def all_reduce(self, brought: Brought, op: int, factor: float | None) -> None:
+    def all_reduce(self, brought: TensorEntry, op: int, factor: float | None) -> None:
         """Launch an all-reduce in place; `factor`, unless None, multiplies the input first."""
 
     def fuse(
-        self, members: list[tuple[Brought | None, int]], datatype: int, op: int, factor: float | None, on_device: bool
-    ) -> Carried | None:
+        self,
+        members: list[tuple[TensorEntry | None, int]],
+        datatype: int,
+        op: int,
+        factor: float | None,
+        on_device: bool,
+    ) -> FusedLaunch | None:
         """Launch one all-reduce of several arrays. None stands for the operator's identity: this rank has joined.
 
         `on_device` is whether the arrays are in device memory.
         """
 
-    def barrier(self, brought: Brought) -> None:
+    def barrier(self, brought: TensorEntry) -> None:
         """Launch a barrier."""
 
-    def broadcast(self, brought: Brought, root: int) -> Carried | None:
+    def broadcast(self, brought: TensorEntry, root: int) -> FusedLaunch | None:
         """Launch a broadcast in place."""
 
-    def gather(self, brought: Brought, counts: Sequence[int], result: Any) -> Carried | None:
+    def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> FusedLaunch | None:
         """Launch a gather into a new array; `counts` has the elements of each rank's part."""
 
     def scatter(
-        self, brought: Brought, op: int, factor: float | None, counts: Sequence[int], result: Any
-    ) -> Carried | None:
+        self, brought: TensorEntry, op: int, factor: float | None, counts: Sequence[int], result: Any
+    ) -> FusedLaunch | None:
         """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
 
     def exchange(
-        self, brought: Brought, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
-    ) -> Carried | None:
+        self, brought: TensorEntry, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
+    ) -> FusedLaunch | None:
         """Launch an all-to-all; the counts have the elements for and from each rank."""
 
     def is_free(self) -> bool:
@@ -69,7 +74,7 @@ class Plane(Protocol):
         """Wait for what was launched, and release everything."""
 
 
-class Carrier(Protocol):
+class DataBackend(Protocol):
     """Move the data of some ranks."""
 
     @property
@@ -84,10 +89,10 @@ class Carrier(Protocol):
     def for_devices(self) -> bool:
         """Return whether it accepts arrays in device memory."""
 
-    def plane(self) -> Plane:
+    def plane(self) -> DataPlane:
         """Return this rank's data plane: for arrays in device memory and, without a `host_plane`, for all arrays."""
 
-    def host_plane(self) -> Plane | None:
+    def host_plane(self) -> DataPlane | None:
         """Return this rank's data plane for arrays in CPU memory, if that is another one."""
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
@@ -96,7 +101,7 @@ class Carrier(Protocol):
     def failure(self) -> BaseException | None:
         """Return the error that has ended it, also if only the store has the error so far; None if there is none."""
 
-    def part(self, name: str, members: Sequence[int]) -> Carrier:
+    def part(self, name: str, members: Sequence[int]) -> DataBackend:
         """Return a carrier of some of these ranks, this one included; all other ranks call `pass_by`."""
 
     def pass_by(self, members: Sequence[int]) -> None:
@@ -109,8 +114,8 @@ class Carrier(Protocol):
         """
 
 
-class OfGroup:
-    """Use a process group, which belongs to the coordinator alone, as a `Carrier`.
+class GroupBackend:
+    """Use a process group, which belongs to the coordinator alone, as a `DataBackend`.
 
     Parameters
     ----------
@@ -126,10 +131,10 @@ class OfGroup:
         self._group, self._behind = group, behind
         self.name, self.device = group.name, group.device
 
-    def plane(self) -> Plane:
-        return _of_groups.Plane(self._group)
+    def plane(self) -> DataPlane:
+        return _of_groups.DataPlane(self._group)
 
-    def host_plane(self) -> Plane | None:
+    def host_plane(self) -> DataPlane | None:
         return None
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
@@ -138,8 +143,8 @@ class OfGroup:
     def failure(self) -> BaseException | None:
         return _of_groups.error_of(self._group)
 
-    def part(self, name: str, members: Sequence[int]) -> OfGroup:
-        return OfGroup(_of_groups.part_of(self._group, name, list(members)))
+    def part(self, name: str, members: Sequence[int]) -> GroupBackend:
+        return GroupBackend(_of_groups.part_of(self._group, name, list(members)))
 
     def pass_by(self, members: Sequence[int]) -> None:
         pass
@@ -148,7 +153,7 @@ class OfGroup:
         self._behind(orderly)
 
 
-class Both:
+class SplitBackend:
     """Combine a carrier for arrays in device memory and one for arrays in CPU memory.
 
     Parameters
@@ -159,14 +164,14 @@ class Both:
 
     for_devices = True
 
-    def __init__(self, devices: Carrier, host: Carrier) -> None:
+    def __init__(self, devices: DataBackend, host: DataBackend) -> None:
         self._devices, self._host = devices, host
         self.name, self.device = devices.name, devices.device
 
-    def plane(self) -> Plane:
+    def plane(self) -> DataPlane:
         return self._devices.plane()
 
-    def host_plane(self) -> Plane | None:
+    def host_plane(self) -> DataPlane | None:
         return self._host.plane()
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
@@ -176,8 +181,8 @@ class Both:
     def failure(self) -> BaseException | None:
         return self._devices.failure() or self._host.failure()
 
-    def part(self, name: str, members: Sequence[int]) -> Both:
-        return Both(self._devices.part(name, members), self._host.part(name, members))
+    def part(self, name: str, members: Sequence[int]) -> SplitBackend:
+        return SplitBackend(self._devices.part(name, members), self._host.part(name, members))
 
     def pass_by(self, members: Sequence[int]) -> None:
         self._devices.pass_by(members)

@@ -1,7 +1,7 @@
 from libc.stdint cimport uintptr_t
 
 from ncclpy.core.handles.handle cimport Handle
-from ncclpy.memory.segments cimport Resident, Segments
+from ncclpy.memory.segments cimport CommSegments, Segments
 
 # All segments of this process; NULL until the registry is opened.
 cdef Segments* segments
@@ -9,7 +9,7 @@ cdef Segments* segments
 
 # A communicator's part in the registry. The communicator keeps it.
 cdef class HookKeeper:
-    cdef Resident* resident
+    cdef CommSegments* resident
     cdef void* ranges  # `Ranges` of its handle, kept as long as the resident
     cdef object ref  # weak reference to the communicator
     cdef bint left

@@ -25,8 +25,8 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
 from ncclpy.peers import inquiry, reports, status
+from ncclpy.peers.rank_state import Began
 from ncclpy.peers.reports import Reports
-from ncclpy.peers.standing import Began
 from ncclpy.process_group import lifecycle
 
 # Ranks as threads: the calls of other ranks.
@@ -139,7 +139,7 @@ def test_rank_held_up_by_its_own_stream_is_reported(host_engine, kind):
             else:
                 testing.wait_for(lambda: group.state()[1].state == "behind", "its call")
                 told.append(group.state()[1].current)
-                testing.wait_for(lambda: b'"behind":true' in store.get("ncclpy/group/g/1/standing/1"), "what it tells")
+                testing.wait_for(lambda: b'"behind":true' in store.get("ncclpy/group/g/1/status/1"), "what it tells")
                 second.all_reduce(np.ones(2))
                 testing.wait_for(lambda: group.state()[1].state == "waits", "its stream")
                 work = group.all_reduce(np.ones(4))
@@ -268,10 +268,10 @@ def test_status_is_published_periodically_and_on_change(host_engine, kind, monke
         with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
             run_groups(2, body, store=store)
             testing.wait_for(
-                lambda: sum(each.value is None and "/standing/" in each.key for _, each in told) == 2, "their last"
+                lambda: sum(each.value is None and "/status/" in each.key for _, each in told) == 2, "their last"
             )
     for rank in range(2):
-        mine = [(moment, each.value) for moment, each in told if each.key.endswith(f"/standing/{rank}")]
+        mine = [(moment, each.value) for moment, each in told if each.key.endswith(f"/status/{rank}")]
         assert mine.pop()[1] is None, "cleared away by the last rank"
         times = [moment for moment, _ in mine][:-1]
         read = [json.loads(value) for _, value in mine]
@@ -350,12 +350,12 @@ def test_lost_store_is_named_in_error(host_engine):
 
 
 def test_failing_report_still_ends_the_group(host_engine, monkeypatch, caplog):
-    from ncclpy.process_group.notices import Notices
+    from ncclpy.process_group.group_status import GroupStatus
 
     def torn(*_):
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(Notices, "inquire", torn)
+    monkeypatch.setattr(GroupStatus, "inquire", torn)
 
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)

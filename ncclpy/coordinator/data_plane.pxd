@@ -1,11 +1,11 @@
 # One step of a queue.
-cdef class Turn:
+cdef class LaunchStep:
     cdef bint is_ready(self) except -1
     cdef int take(self) except -1
 
 
 # A queue of steps that are taken in order.
-cdef class Turns:
+cdef class LaunchQueue:
     cdef str name
     cdef object trouble
     cdef object steps  # a deque
@@ -15,8 +15,8 @@ cdef class Turns:
     cdef bint ended
 
     cdef int add(self, list steps) except -1
-    cdef bint _is_ready(self, Turn step) except -1
-    cdef int _take(self, Turn step) except -1
-    cdef int put_first(self, Turn step) except -1
+    cdef bint _is_ready(self, LaunchStep step) except -1
+    cdef int _take(self, LaunchStep step) except -1
+    cdef int put_first(self, LaunchStep step) except -1
     cdef int _leave_to_thread(self) except -1
-    cdef int _wait_for(self, Turn step) except -1
+    cdef int _wait_for(self, LaunchStep step) except -1

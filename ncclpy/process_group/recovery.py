@@ -21,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ncclpy.bootstrap.arrivals import set_while_alive
-from ncclpy.bootstrap.asked import decode, ranks_of
+from ncclpy.bootstrap.rank_rendezvous import set_while_alive
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store_arguments import decode, ranks_of
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Past", "Recovery", "decide", "decide_to_move"]
+__all__ = ["PreviousMembership", "Recovery", "decide", "decide_to_move"]
 
 #: Seconds between two looks of the lowest rank for the others, and between two looks of the others for the decision;
 #: the third is added for each rank of the group, as all ask the store.
@@ -56,7 +56,7 @@ class Recovery:
     last_finished: int | None
 
 
-class Past:
+class PreviousMembership:
     """A group as it was before its failure, while its survivors decide.
 
     Parameters
@@ -74,9 +74,9 @@ class Past:
     def __init__(self, is_lost: Callable[[int], bool], origin: list[int], size: int, finished: int | None) -> None:
         self._is_lost, self.origin, self.size, self.finished = is_lost, origin, size, finished
 
-    def among(self, members: list[int]) -> Past:
+    def among(self, members: list[int]) -> PreviousMembership:
         """Return the same for the ranks that continue."""
-        return Past(self._is_lost, [self.origin[member] for member in members], self.size, self.finished)
+        return PreviousMembership(self._is_lost, [self.origin[member] for member in members], self.size, self.finished)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank, numbered as now, can no longer take part."""

@@ -16,7 +16,7 @@ import struct
 import time
 from typing import Any
 
-from ncclpy.bootstrap.asked import MEETINGS, StoreError, absent_ranks, decode, ranks_of
+from ncclpy.bootstrap.store_arguments import MEETINGS, StoreError, absent_ranks, decode, ranks_of
 
 __all__ = ["gather"]
 

@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 
-from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.errors import NcclTimeout
-from ncclpy.process_group.check.disagreement import pack
+from ncclpy.process_group.check.mismatch import pack
 
-__all__ = ["StoredBoard"]
+__all__ = ["StoreExchange"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -33,7 +33,7 @@ _COMPARES, _PASSED, _LEFT = b"+", b"=", b"-"
 _WAITS, _ALIKE, _TO_COMPARE = 0, 1, 2
 
 
-class StoredBoard:
+class StoreExchange:
     """The board in a store, as one rank writes and reads it.
 
     Parameters

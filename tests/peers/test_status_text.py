@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ncclpy.peers.sentence import keep_stacks, sentence
-from ncclpy.peers.standing import Began, RankState, as_data, from_data, pack, unpack
+from ncclpy.peers.rank_state import Began, RankState, as_data, from_data, pack, unpack
+from ncclpy.peers.status_text import keep_stacks, sentence
 
 REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
 LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)

@@ -142,11 +142,11 @@ def test_closed_managers_leave_nothing_behind(tmp_path):
         + """
 import threading
 assert any(each.name == 'ncclpy-watch' for each in threading.enumerate())
-assert any('standing/' in name for name in store.keys('ncclpy/manager/'))
+assert any('status/' in name for name in store.keys('ncclpy/manager/'))
 store.barrier('all have seen', rank, size)
 manager.close()
 store.barrier('all have closed', rank, size)
-testing.wait_for(lambda: not any('standing/' in name for name in store.keys('ncclpy/manager/')), 'the last to go')
+testing.wait_for(lambda: not any('status/' in name for name in store.keys('ncclpy/manager/')), 'the last to go')
 left = {name.rpartition('/')[0].rpartition('/')[2] for name in store.keys('ncclpy/manager/')}
 assert left <= {'been', 'alive'}, left
 ours = 'ncclpy-watch', 'ncclpy-leave'

@@ -24,7 +24,7 @@ class WorkerError(RuntimeError):
     """Report the failure of a worker; the message has its traceback or how its process ended."""
 
 
-class Crew(abc.ABC):
+class RankRunner(abc.ABC):
     """Start workers, pass their messages on, and end them.
 
     Parameters

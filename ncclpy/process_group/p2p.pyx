@@ -47,7 +47,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
                     f"rank {group.rank} of process group {group.name!r}: communicator {one.label!r} of {one.nranks} "
                     f"ranks is not made after {seconds:.3g} s"
                 )
-                group.explain_by(late, functools.partial(group.notices.inquire_about, one.label, one.members))
+                group.explain_by(late, functools.partial(group.group_status.inquire_about, one.label, one.members))
                 if group.is_ended():  # another thread has done so, knows what the ranks do, and fails `one` next
                     one.settled.wait(_FAILS)
                 if not one.settled.is_set():
@@ -75,17 +75,17 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     place = f"disconnect/{label}/{one.attempts}"  # a failure is one for both ranks: each attempt has its outcome
     one.attempts += 1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
-    notices = group.notices
+    group_status = group.group_status
     try:
-        notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
+        group_status.rendezvous.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
     except NcclAborted:
         group.check_usable()  # raises what has ended it
         raise
     except (NcclTimeout, NcclRemoteError) as error:
-        group.explain_by(error, functools.partial(notices.inquire_at, place))
+        group.explain_by(error, functools.partial(group_status.inquire_at, place))
         raise
     if group.rank == pair[1]:  # the first has put the outcome there, and this one has read it last
-        group.notices.arrivals.forget(place, pair)
+        group.group_status.rendezvous.forget(place, pair)
     with group.lock:
         if group.connections.get(label) is not one:
             return 0  # the group has ended

@@ -12,13 +12,13 @@ namespace ncclpy::store {
 // the first `lasting` bytes. It is called under the client's mutex and must not wait.
 struct Source {
   void* what;
-  size_t (*tell)(void* what, char* at, size_t room, size_t* lasting);
+  size_t (*tell)(void* what, char* at, size_t space, size_t* lasting);
 };
 
-class Teller {
+class Publisher {
  public:
   // `rest` is appended to what the source writes.
-  Teller(std::string key, std::string rest, const Source& source)
+  Publisher(std::string key, std::string rest, const Source& source)
       : key_(std::move(key)), rest_(std::move(rest)), source_(source) {}
 
   // Returns the value to publish now; "" if less than a second has passed, it has not changed, or the source has none.

@@ -6,7 +6,7 @@ import os
 import select
 import time
 
-__all__ = ["News", "is_local"]
+__all__ = ["FolderWatch", "is_local"]
 
 IN_CLOEXEC, IN_NONBLOCK = 0o2000000, 0o4000
 IN_MOVED_TO = 0x80
@@ -33,7 +33,7 @@ def is_local(path: str) -> bool:
     return kind in LOCAL
 
 
-class News:
+class FolderWatch:
     """Wait for files that are moved into a folder.
 
     It reports files moved after it was made: a caller makes it, looks at the folder, and then waits.

@@ -12,24 +12,24 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ncclpy.bootstrap.arrivals import Arrivals, refuse
-from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous, refuse
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store_arguments import decode, ranks_of
 from ncclpy.bootstrap.watch import Change
 from ncclpy.core.lifecycle import get_unique_id
-from ncclpy.engine.known import note_group
+from ncclpy.engine.group_registry import note_group
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
+from ncclpy.peers.rank_state import Began, RankState
 from ncclpy.peers.reports import begun_until_closed
-from ncclpy.peers.standing import Began, RankState
 from ncclpy.peers.status import ENDED, End, StatusService, tell_end
 from ncclpy.process_group.clocks import Clocks
 from ncclpy.types import UniqueId
 
 __all__ = [
-    "Notices",
+    "GroupStatus",
 ]
 
 
@@ -79,7 +79,7 @@ def _place_of(name: str) -> str:
     return f"ncclpy/group/{quote(name, safe='')}"
 
 
-class Notices(StatusService):
+class GroupStatus(StatusService):
     """The part of a store that belongs to one group, and its status service.
 
     Groups of one name are told apart by their number, see `Numbering`. So the keys of two groups are never the same,
@@ -116,7 +116,7 @@ class Notices(StatusService):
         place: str | None = None,
     ) -> None:
         self.before: Callable[[int], str] = _nothing_known
-        self._parent: tuple[Notices, Sequence[int]] | None = None
+        self._parent: tuple[GroupStatus, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
         self.number = 1  # a rank that enters a place again, after a failure, finds the others
         part: Store = GroupStore(f"{place}/1", store)
@@ -133,8 +133,8 @@ class Notices(StatusService):
         self._look_for_closed: Callable[[], object] | None = None
         self.known = note_group(name, self.number, rank, size, device, self._look)
         has_made = None if self._numbering is None else self._has_made
-        arrivals = Arrivals(part, f"process group {name!r}", rank, size, has_made, is_lost=self._why_lost)
-        super().__init__(part, [self.known], size, arrivals, threading.get_ident())
+        rendezvous = RankRendezvous(part, f"process group {name!r}", rank, size, has_made, is_lost=self._why_lost)
+        super().__init__(part, [self.known], size, rendezvous, threading.get_ident())
         self.clocks = Clocks(part, rank, self.known)
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
@@ -162,9 +162,9 @@ class Notices(StatusService):
                 mine = bytes(get_unique_id()) if self.rank == members[0] else b""
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
-                self.arrivals.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
+                self.rendezvous.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
                 raise
-            met = self.arrivals.meet(place, members, what, mine, first, timeout, wanted)
+            met = self.rendezvous.meet(place, members, what, mine, first, timeout, wanted)
         return bytes(decode(UniqueId, met, self.store, f"{place}/outcome", members[0]))
 
     @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Notices(StatusService):
     def made(self, label: str, members: list[int]) -> None:
         """Clear the keys of a communicator's rendezvous away: it is made, so all of its ranks have read them."""
         if self.rank == members[0]:
-            self.arrivals.forget(f"communicator/{label}", members)
+            self.rendezvous.forget(f"communicator/{label}", members)
         self.look_for_processes()
 
     def gather(
@@ -212,10 +212,10 @@ class Notices(StatusService):
 
         meeting = _call_of(name), time.time()
         with self._at_meeting(self._meetings, meeting):
-            packed = self.arrivals.meet(
-                name, everyone, what, brought, self.arrivals.combined(name, read_one), timeout, wanted
+            packed = self.rendezvous.meet(
+                name, everyone, what, brought, self.rendezvous.combined(name, read_one), timeout, wanted
             )
-        return self.arrivals.parts(name, packed, read_one)
+        return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
         """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
@@ -246,7 +246,7 @@ class Notices(StatusService):
         if self._look_for_closed is not None:
             self._look_for_closed()
 
-    def part_of(self, parent: Notices, members: Sequence[int]) -> None:
+    def part_of(self, parent: GroupStatus, members: Sequence[int]) -> None:
         """Record these ranks as those of a group that this one is part of.
 
         A rank that has left that group cannot take part here.
@@ -259,14 +259,14 @@ class Notices(StatusService):
 
     def process_of(self, rank: int) -> str:
         """Return what became of a rank's process, if something did: ended, gone or stopped; else ""."""
-        if not self.arrivals.has_made(rank):
+        if not self.rendezvous.has_made(rank):
             return self.before(rank)
         state = self.reports.process_of(rank)
         return state if state in ("ended", "gone", "stopped") else ""
 
     def _why_lost(self, rank: int) -> tuple[str, int] | None:
-        """Return why a rank will not come to a rendezvous of this group, None if it may; see `Arrivals`."""
-        if self.arrivals.has_made(rank) or self._parent is None:
+        """Return why a rank will not come to a rendezvous of this group, None if it may; see `RankRendezvous`."""
+        if self.rendezvous.has_made(rank) or self._parent is None:
             return _LEFT[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
         left = parent._why_lost(members[rank])
@@ -299,7 +299,7 @@ class Notices(StatusService):
         """Publish, answer and call back from now on, see `StatusService.start`.
 
         `gone` is also called with a rank when its lease has ended. `look_for_closed` is called after each publication,
-        and `source` is this rank's ledger.
+        and `source` is this rank's operation log.
         """
         self._look_for_closed = look_for_closed
         self.start({self.rank: source}, ended, gone, silent, goes_on)
@@ -307,7 +307,7 @@ class Notices(StatusService):
             for watch in self.clocks.listen():
                 self.keep(watch)
             if self.rank < _LOOKOUTS:
-                self.watch(self.arrivals.alive(""), self._look_out)
+                self.watch(self.rendezvous.alive(""), self._look_out)
 
     def hear(self, change: Change) -> None:
         """Take a change as every service, and also the end of a lease."""
@@ -332,7 +332,7 @@ class Notices(StatusService):
         """Inquire for this rank alone, after its wait for a communicator has failed; name the missing ranks."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
-            there = self.arrivals.there(f"communicator/{label}")
+            there = self.rendezvous.there(f"communicator/{label}")
             missing = [rank for rank in members if rank not in there and rank != self.rank]
             if missing and there and said is not None:  # with none there, it is complete and cleared away
                 said = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {said}"

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.bootstrap.store_arguments import decode, ranks_of
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Arrivals", "listed", "refuse", "set_while_alive"]
+__all__ = ["RankRendezvous", "listed", "refuse", "set_while_alive"]
 
 #: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted, and what each rank
 #: adds to them: the more ranks, the more requests the store has.
@@ -48,7 +48,7 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
 
 
 def listed(brought: list[bytes]) -> bytes:
-    """Return one JSON list of the ranks' contributions, which are JSON; a `combine` of `Arrivals.meet`."""
+    """Return one JSON list of the ranks' contributions, which are JSON; a `combine` of `RankRendezvous.meet`."""
     return b"[" + b",".join(brought) + b"]"
 
 
@@ -113,7 +113,7 @@ class _Lookout:
             raise _Lost(lost)
 
 
-class Arrivals:
+class RankRendezvous:
     """Hold the rendezvous of one clique's ranks: those of a process group, a Manager or a job.
 
     Parameters

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.bootstrap.store import Store
-from ncclpy.engine.recorder import Ledger
+from ncclpy.engine.recorder import OpLog
 from ncclpy.errors import NcclTimeout
 from ncclpy.peers.communicator_status import CommunicatorStatus
 
@@ -34,7 +34,7 @@ def meet(
     wanted: Callable[[], bool],
     owner: weakref.ref[Any],
     look: Callable[[Any, int], dict[str, Any]],
-    ledgers: Mapping[int, Ledger],
+    oplogs: Mapping[int, OpLog],
     ended: Callable[[Any, str, str], object],
 ) -> CommunicatorStatus[Any]:
     """Wait for all ranks of a communicator key; return their status service, by which they can be asked afterwards.
@@ -57,7 +57,7 @@ def meet(
         Returns a text about the waiting collective, with its key.
     wanted
         Asked at intervals whether the communicators are still to be made.
-    owner, look, ledgers, ended
+    owner, look, oplogs, ended
         See `CommunicatorStatus`.
 
     Raises
@@ -69,15 +69,15 @@ def meet(
     """
     part, everyone = PrefixStore(f"ncclpy/manager/{key.hex()}", store), range(nranks)
     first, *more = own
-    arrivals = Arrivals(part, f"what waits for {name!r}", first, nranks, also=more)
+    rendezvous = RankRendezvous(part, f"what waits for {name!r}", first, nranks, also=more)
     try:
-        arrivals.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
+        rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
     except NcclTimeout as late:
         error = NcclTimeout(say(str(late)))
         error.missing = late.missing
         raise error from None
     peer_status = CommunicatorStatus(
-        part, name, own, nranks, owner, look, ledgers, arrivals, ended, lambda: arrivals.clear(_PLACE, everyone)
+        part, name, own, nranks, owner, look, oplogs, rendezvous, ended, lambda: rendezvous.clear(_PLACE, everyone)
     )
     peer_status.listen()
     return peer_status
@@ -86,4 +86,4 @@ def meet(
 def forget(peer_status: CommunicatorStatus[Any]) -> None:
     """Remove the meeting from the store: the communicators are made, so all ranks have returned from it."""
     if 0 in peer_status.own:
-        peer_status.arrivals.forget(_PLACE, range(peer_status.size))
+        peer_status.rendezvous.forget(_PLACE, range(peer_status.size))

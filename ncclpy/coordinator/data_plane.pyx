@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
 from ncclpy.coordinator.buffers cimport (
-    MOMENT, Brought, Carried, Copier, Ending, Slot, copier_of, copies_apart, new_carried,
+    MOMENT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_carried,
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
@@ -19,7 +19,7 @@ from ncclpy.core.arguments.datatypes cimport ITEMSIZE, encoded
 from ncclpy.core.runtime.library cimport host_engine, require_driver
 from ncclpy.core.arguments.operation cimport ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Operation
 from ncclpy.core.arguments.validation cimport (
-    Lowered, Spread, lacks, lower, new_spread, shape_all_gather, shape_all_to_all, shape_reduce_scatter,
+    Lowered, VectorCollective, lacks, lower, new_vector_collective, validate_all_gather, validate_all_to_all, validate_reduce_scatter,
 )
 from ncclpy.core.start cimport fill_barrier
 from ncclpy.core.runtime.stream cimport Stream
@@ -35,7 +35,7 @@ from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclRemoteError, NcclTimeout
 from ncclpy.types import DataType
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.group_status import GroupStatus
 
 
 cdef enum:
@@ -47,7 +47,7 @@ cdef enum:
 cdef double _SOON = 200e-6, _LATER = 5e-3
 
 
-cdef class Turn:
+cdef class LaunchStep:
     """One step."""
 
     cdef bint is_ready(self) except -1:
@@ -59,7 +59,7 @@ cdef class Turn:
         raise NotImplementedError
 
 
-cdef class Turns:
+cdef class LaunchQueue:
     """A queue of steps that are taken in order, by one thread at a time.
 
     Waking a thread costs more than a launch. So the thread that adds steps takes them, up to the first one that would
@@ -91,7 +91,7 @@ cdef class Turns:
 
     cdef int add(self, list steps) except -1:
         """Take steps here, or leave them to the queue's thread."""
-        cdef Turn step
+        cdef LaunchStep step
         self.steps.extend(steps)
         if self.taker != _NOBODY:
             return 0
@@ -106,21 +106,21 @@ cdef class Turns:
             self.steps.popleft()
             self._take(step)
 
-    cdef bint _is_ready(self, Turn step) except -1:
+    cdef bint _is_ready(self, LaunchStep step) except -1:
         try:
             return step.is_ready()
         except BaseException as error:
             self.trouble(error)
             return True  # it must not hold up the other steps, which may be the ends of others
 
-    cdef int _take(self, Turn step) except -1:
+    cdef int _take(self, LaunchStep step) except -1:
         try:
             step.take()
         except BaseException as error:
             self.trouble(error)
         return 0
 
-    cdef int put_first(self, Turn step) except -1:
+    cdef int put_first(self, LaunchStep step) except -1:
         """Put a step first; called from within a step."""
         self.steps.appendleft(step)
         return 0
@@ -136,7 +136,7 @@ cdef class Turns:
         return 0
 
     def _go_on(self):
-        cdef Turn step
+        cdef LaunchStep step
         while True:
             with self.changed:
                 while self.taker != _ASIDE:
@@ -154,7 +154,7 @@ cdef class Turns:
                 self.steps.popleft()
                 self._take(step)
 
-    cdef int _wait_for(self, Turn step) except -1:
+    cdef int _wait_for(self, LaunchStep step) except -1:
         """Wait until a step can be taken at once: a driver call that waits holds up those of other threads."""
         cdef double pause = _SOON
         while not self._is_ready(step):
@@ -226,12 +226,12 @@ def tell_unmade(transport, error):
         group = transport
         if not group.is_usable():
             return
-        Notices.tell_unmade(
+        GroupStatus.tell_unmade(
             group.meeting_store(), _name_of_child(group, group.next_child()), group.rank, group.size, error
         )
     else:
         store, rank, size = transport
-        Notices.tell_unmade(store, OVER_STORE, rank, size, error)
+        GroupStatus.tell_unmade(store, OVER_STORE, rank, size, error)
 
 
 def give_up(ProcessGroup group not None, error):
@@ -299,7 +299,7 @@ def is_float(int datatype):
     return DataType(datatype) in _FLOATS
 
 
-cdef class Plane:
+cdef class DataPlane:
     """One rank's data plane in a process set, over the communicator of a process group.
 
     One thread at a time launches.
@@ -315,8 +315,8 @@ cdef class Plane:
     cdef Connection connection
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
-    cdef object beginning  # the Carried with copies for a launch that is not made yet, or None
-    cdef object carrying  # the unfinished Carried of the slots, the oldest first
+    cdef object beginning  # the FusedLaunch with copies for a launch that is not made yet, or None
+    cdef object carrying  # the unfinished FusedLaunch of the slots, the oldest first
     cdef Ending ending
     cdef Py_ssize_t turn
     cdef Copier copier
@@ -340,7 +340,7 @@ cdef class Plane:
 
     def is_free(self):
         """Return whether the next copy-in of CPU memory waits for no other rank; this waits a moment for that."""
-        cdef Slot slot
+        cdef FusionBuffer slot
         if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
         slot = self.slots[self.turn] if self.slots else None
@@ -361,7 +361,7 @@ cdef class Plane:
             request.add(operation)
         else:
             request.add_all(lowered)
-        work.gathering = None
+        work.awaits = None
         self.group.submit(self.connection, request)
         self.beginning = None
         return 0
@@ -372,10 +372,10 @@ cdef class Plane:
             lowered = lower(operation, self.rank, self.size, None, None)
         return self._submit(work, operation, lowered)
 
-    cdef int _spread(self, Work work, Spread spread) except -1:
+    cdef int _vector(self, Work work, VectorCollective vector) except -1:
         return self._submit(
-            work, &spread.operation,
-            lower(&spread.operation, self.rank, self.size, spread.sends, spread.recvs),
+            work, &vector.operation,
+            lower(&vector.operation, self.rank, self.size, vector.sends, vector.recvs),
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
@@ -403,8 +403,8 @@ cdef class Plane:
         o.send = o.recv = view.pointer
         return 0
 
-    cdef Spread _parts(self):
-        return new_spread(self.device, self.size, self.rank)
+    cdef VectorCollective _parts(self):
+        return new_vector_collective(self.device, self.size, self.rank)
 
     cdef int _wait_for_room(self, object result) except -1:
         """Let the communicator's stream wait for the framework's last use of a result's memory."""
@@ -415,9 +415,9 @@ cdef class Plane:
             wait_behind(self.connection.stream, self.device, stream)
         return 0
 
-    # Launches. Each returns the Carried to copy out after it, or None.
+    # Launches. Each returns the FusedLaunch to copy out after it, or None.
 
-    def all_reduce(self, Brought brought not None, int op, factor):
+    def all_reduce(self, TensorEntry brought not None, int op, factor):
         """Launch an all-reduce in place."""
         cdef Operation o
         self._comm()
@@ -425,7 +425,7 @@ cdef class Plane:
         o.op = self._operator(o.datatype, op, factor, brought.work)
         self._plain(brought.work, &o)
 
-    def barrier(self, Brought brought not None):
+    def barrier(self, TensorEntry brought not None):
         """Launch an all-reduce of a byte."""
         cdef Operation o
         self._comm()
@@ -433,10 +433,10 @@ cdef class Plane:
         fill_barrier(&o, &self.scratch, self.device)
         self._plain(brought.work, &o)
 
-    def broadcast(self, Brought brought not None, int root):
+    def broadcast(self, TensorEntry brought not None, int root):
         """Launch a broadcast in place."""
         cdef Operation o
-        cdef Carried carried
+        cdef FusedLaunch carried
         self._comm()
         self._fill(&o, BROADCAST, &brought.view)
         o.root = root
@@ -454,59 +454,59 @@ cdef class Plane:
         carried.waits = not carried.together
         return carried
 
-    def gather(self, Brought brought not None, counts, result):
+    def gather(self, TensorEntry brought not None, counts, result):
         """Launch a gather into a new array; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
-        cdef Spread spread
-        cdef Carried carried
+        cdef VectorCollective vector
+        cdef FusedLaunch carried
         cdef Work work
         carried, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
         counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_all_gather(&o, &s, &r, sent, into, self.device, self.size, self.rank)
+            validate_all_gather(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             self._plain(work, &o)
         else:
-            spread = self._parts()
-            spread.all_gather_by_counts(sent, into, counts)
-            self._spread(work, spread)
+            vector = self._parts()
+            vector.all_gather_by_counts(sent, into, counts)
+            self._vector(work, vector)
         return self._back(carried, brought, result)
 
-    def scatter(self, Brought brought not None, int op, factor, counts, result):
+    def scatter(self, TensorEntry brought not None, int op, factor, counts, result):
         """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
-        cdef Spread spread
-        cdef Carried carried
+        cdef VectorCollective vector
+        cdef FusedLaunch carried
         cdef Work work
         carried, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_reduce_scatter(&o, &s, &r, sent, into, self.device, self.size, self.rank)
+            validate_reduce_scatter(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             o.op = self._operator(o.datatype, op, factor, work)
             self._plain(work, &o)
         else:
-            spread = self._parts()
-            spread.reduce_scatter_by_counts(sent, into, counts)
-            spread.operation.op = self._operator(spread.operation.datatype, op, factor, work)
-            self._spread(work, spread)
+            vector = self._parts()
+            vector.reduce_scatter_by_counts(sent, into, counts)
+            vector.operation.op = self._operator(vector.operation.datatype, op, factor, work)
+            self._vector(work, vector)
         return self._back(carried, brought, result)
 
-    def exchange(self, Brought brought not None, send_counts, recv_counts, bint even, result):
+    def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
         """Launch an all-to-all of parts with so many elements; `even` if all ranks' parts have one size, not 0."""
         cdef Operation o
         cdef View s, r
-        cdef Spread spread
-        cdef Carried carried
+        cdef VectorCollective vector
+        cdef FusedLaunch carried
         cdef Work work
         carried, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
         send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
         if even:
-            shape_all_to_all(&o, &s, &r, sent, into, self.device, self.size)
+            validate_all_to_all(&o, &s, &r, sent, into, self.device, self.size)
             self._plain(work, &o)
         else:
-            spread = self._parts()
-            spread.all_to_all_by_counts(sent, into, send_counts, recv_counts)
-            self._spread(work, spread)
+            vector = self._parts()
+            vector.all_to_all_by_counts(sent, into, send_counts, recv_counts)
+            self._vector(work, vector)
         return self._back(carried, brought, result)
 
     def fuse(self, list members, int datatype, int op, factor, bint on_device):
@@ -514,17 +514,17 @@ cdef class Plane:
 
         Parameters
         ----------
-        members : list of (Brought or None, int)
+        members : list of (TensorEntry or None, int)
             Each array, and how many elements of `datatype` it has; None if this rank has joined and contributes the
             identity.
 
         Returns
         -------
-        Carried
+        FusedLaunch
         """
         cdef Operation o
-        cdef Brought brought
-        cdef Carried carried
+        cdef TensorEntry brought
+        cdef FusedLaunch carried
         cdef Work inner
         cdef size_t offset = 0, count
         self._comm()
@@ -558,7 +558,7 @@ cdef class Plane:
 
     # Fusion buffers.
 
-    cdef int _add_identity(self, Carried carried, size_t place, size_t count, int datatype, int op) except -1:
+    cdef int _add_identity(self, FusedLaunch carried, size_t place, size_t count, int datatype, int op) except -1:
         cdef View view
         element = identity(datatype, op)
         if element is None:
@@ -587,16 +587,16 @@ cdef class Plane:
         return 0
 
     cdef int _have_slots(self, size_t nbytes) except -1:
-        cdef Slot slot
-        self.slots = [Slot(self.device), Slot(self.device)]
+        cdef FusionBuffer slot
+        self.slots = [FusionBuffer(self.device), FusionBuffer(self.device)]
         if nbytes:
             for slot in self.slots:
                 slot.take(nbytes, self._before())
         return 0
 
-    cdef Carried _carry(self, size_t nbytes, bint together):
+    cdef FusedLaunch _carry(self, size_t nbytes, bint together):
         """Return a launch through the next slot; `together` if the device can address the copied memory."""
-        cdef Slot slot
+        cdef FusionBuffer slot
         if not self.slots:
             self._have_slots(0)
         slot = self.slots[self.turn]
@@ -610,7 +610,7 @@ cdef class Plane:
         self.carrying.append(carried)
         return carried
 
-    cdef Work _inner(self, Carried carried, int kind, str name):
+    cdef Work _inner(self, FusedLaunch carried, int kind, str name):
         """Return the work of a launch that other works follow."""
         cdef Work inner = new_work(kind, self.device)
         inner.entry.code = None  # this thread may launch it for a call of another thread
@@ -621,7 +621,7 @@ cdef class Plane:
         self.beginning = carried
         return inner
 
-    cdef int _copy_in(self, Carried carried) except -1:
+    cdef int _copy_in(self, FusedLaunch carried) except -1:
         carried.copy_in(self._before())
         if self.streams is not None:
             record_behind(carried.inner, self._before())
@@ -633,11 +633,11 @@ cdef class Plane:
         if carried is not None:
             carried.abandon(error)
 
-    cdef tuple _staged(self, Brought brought, int kind, object result, bint as_bytes):
+    cdef tuple _staged(self, TensorEntry brought, int kind, object result, bint as_bytes):
         """Return a launch, its work, the send and receive parts of the slot, and the factor of counts."""
         cdef View view
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        cdef Carried carried
+        cdef FusedLaunch carried
         read_view(result, &view, "result")
         carried = self._carry(place + view.nbytes, host_engine)
         work = self._inner(carried, kind, brought.name)
@@ -651,7 +651,7 @@ cdef class Plane:
         dtype = DataType(brought.view.datatype)
         return carried, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
-    cdef tuple _places(self, Brought brought, int kind, object result, bint as_bytes):
+    cdef tuple _places(self, TensorEntry brought, int kind, object result, bint as_bytes):
         """Return the same, also for an array that need not be staged: its data are sent in place."""
         self._comm()
         if brought.is_staged():
@@ -660,7 +660,7 @@ cdef class Plane:
         brought.work.held = (brought.array, result)
         return None, brought.work, brought.array, result, 1
 
-    cdef Carried _back(self, Carried carried, Brought brought, object result):
+    cdef FusedLaunch _back(self, FusedLaunch carried, TensorEntry brought, object result):
         """Have a staged result copied out into its array."""
         cdef View view
         cdef size_t place
@@ -682,7 +682,7 @@ cdef class Plane:
     def fail(self, error):
         """End it with an error: fail what runs here, and abort the communicator. The other ranks end their own."""
         cdef Launch launch
-        cdef Carried carried
+        cdef FusedLaunch carried
         cdef Work work
         # Before the group does: its error would name the group, of which the user knows nothing.
         if self.ending.error is None:
@@ -697,7 +697,7 @@ cdef class Plane:
 
     def close(self, timeout):
         """Wait for what was launched, and release everything."""
-        cdef Slot slot
+        cdef FusionBuffer slot
         cdef bint drained = False
         try:
             self.group.close(timeout)

@@ -113,9 +113,9 @@ class RankState:
     stack: tuple[str, ...] = field(default=(), compare=False)
 
 
-def pack(standing: dict[str, Any]) -> bytes:
+def pack(status: dict[str, Any]) -> bytes:
     """Return a status as it is sent."""
-    return json.dumps(standing, separators=(",", ":")).encode()
+    return json.dumps(status, separators=(",", ":")).encode()
 
 
 def unpack(rank: int, packed: bytes | None, state: str) -> RankState:

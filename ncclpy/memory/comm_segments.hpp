@@ -48,7 +48,7 @@ struct SegmentCounters {
 class Segments;
 
 // A communicator's part in the registry.
-struct Resident : ncclpy_precall_hook {
+struct CommSegments : ncclpy_precall_hook {
   enum State { pending, registering, held, refused };
   struct Entry {
     std::shared_ptr<Segment> segment;

@@ -2,7 +2,7 @@
    read by threads without the GIL, which never wait for a writer.
 
    Operations in flight are a list, in the order in which they have begun. The version is odd during a write; a reader
-   that sees that, or a changed version, reads again. Notes are reused, and freed only with the ledger, since a reader
+   that sees that, or a changed version, reads again. Notes are reused, and freed only with the operation log, since a reader
    might look at them. */
 #ifndef NCCLPY_ENGINE_LEDGER_H
 #define NCCLPY_ENGINE_LEDGER_H
@@ -51,7 +51,7 @@ typedef struct {
   ncclpy_row rows[2]; /* collectives; operations between two ranks */
   ncclpy_note* spare;
   ncclpy_notes* notes;
-} ncclpy_ledger;
+} ncclpy_oplog;
 
 /* What a reader finds. */
 typedef struct {
@@ -82,42 +82,42 @@ static inline void ncclpy_note_copy(ncclpy_noted* to, const ncclpy_noted* from) 
   for (i = 0; i < NCCLPY_NOTED_WORDS; i++) NCCLPY_PUT(out[i], NCCLPY_GET(in[i]));
 }
 
-/* Returns a ledger with one user; NULL if memory is out. */
-static inline ncclpy_ledger* ncclpy_ledger_new(void) {
-  ncclpy_ledger* ledger = (ncclpy_ledger*)calloc(1, sizeof(ncclpy_ledger));
-  if (ledger != NULL) ledger->users = 1;
-  return ledger;
+/* Returns a operation log with one user; NULL if memory is out. */
+static inline ncclpy_oplog* ncclpy_oplog_new(void) {
+  ncclpy_oplog* oplog = (ncclpy_oplog*)calloc(1, sizeof(ncclpy_oplog));
+  if (oplog != NULL) oplog->users = 1;
+  return oplog;
 }
 
-static inline void ncclpy_ledger_use(ncclpy_ledger* ledger) { __atomic_add_fetch(&ledger->users, 1, __ATOMIC_RELAXED); }
+static inline void ncclpy_oplog_use(ncclpy_oplog* oplog) { __atomic_add_fetch(&oplog->users, 1, __ATOMIC_RELAXED); }
 
-static inline void ncclpy_ledger_leave(ncclpy_ledger* ledger) {
+static inline void ncclpy_oplog_leave(ncclpy_oplog* oplog) {
   ncclpy_notes *notes, *before;
-  if (__atomic_sub_fetch(&ledger->users, 1, __ATOMIC_ACQ_REL) != 0) return;
-  for (notes = ledger->notes; notes != NULL; notes = before) {
+  if (__atomic_sub_fetch(&oplog->users, 1, __ATOMIC_ACQ_REL) != 0) return;
+  for (notes = oplog->notes; notes != NULL; notes = before) {
     before = notes->before;
     free(notes);
   }
-  free(ledger);
+  free(oplog);
 }
 
-static inline void ncclpy_ledger_turn(ncclpy_ledger* ledger) { NCCLPY_PUT(ledger->version, ledger->version + 1); }
+static inline void ncclpy_oplog_turn(ncclpy_oplog* oplog) { NCCLPY_PUT(oplog->version, oplog->version + 1); }
 
 /* Notes an operation that begins; with the GIL. Returns the note; NULL if memory is out. */
-static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what) {
-  ncclpy_row* row = &ledger->rows[pair];
-  ncclpy_note* note = ledger->spare;
+static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_noted* what) {
+  ncclpy_row* row = &oplog->rows[pair];
+  ncclpy_note* note = oplog->spare;
   if (note == NULL) {
     int i;
     ncclpy_notes* more = (ncclpy_notes*)calloc(1, sizeof(ncclpy_notes));
     if (more == NULL) return NULL;
-    more->before = ledger->notes;
-    ledger->notes = more;
+    more->before = oplog->notes;
+    oplog->notes = more;
     for (i = 0; i < NCCLPY_NOTES_TOGETHER - 1; i++) more->notes[i].after = &more->notes[i + 1];
     note = more->notes;
   }
-  ledger->spare = note->after;
-  ncclpy_ledger_turn(ledger);
+  oplog->spare = note->after;
+  ncclpy_oplog_turn(oplog);
   ncclpy_note_copy(&note->what, what);
   note->order = ++row->begun;
   note->before = row->final;
@@ -128,23 +128,23 @@ static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, 
     NCCLPY_PUT(row->first, note);
   }
   row->final = note;
-  ncclpy_ledger_turn(ledger);
+  ncclpy_oplog_turn(oplog);
   return note;
 }
 
 /* Notes whether an operation in flight waits for what produces its input; with the GIL. */
-static inline void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note, int behind) {
+static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int behind) {
   const uint64_t call = behind ? note->what.call | NCCLPY_BEHIND : note->what.call & ~NCCLPY_BEHIND;
   if (call == note->what.call) return;
-  ncclpy_ledger_turn(ledger);
+  ncclpy_oplog_turn(oplog);
   NCCLPY_PUT(note->what.call, call);
-  ncclpy_ledger_turn(ledger);
+  ncclpy_oplog_turn(oplog);
 }
 
 /* Notes the end of an operation, once; with the GIL. `done` is false if it has failed, for example. */
-static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment) {
-  ncclpy_row* row = &ledger->rows[pair];
-  ncclpy_ledger_turn(ledger);
+static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment) {
+  ncclpy_row* row = &oplog->rows[pair];
+  ncclpy_oplog_turn(oplog);
   if (note->before != NULL) {
     note->before->after = note->after;
   } else {
@@ -160,12 +160,12 @@ static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_not
     ncclpy_note_copy(&row->finished, &note->what);
     NCCLPY_PUT(row->last, note->order);
   }
-  ncclpy_ledger_turn(ledger);
-  note->after = ledger->spare;
-  ledger->spare = note;
+  ncclpy_oplog_turn(oplog);
+  note->after = oplog->spare;
+  oplog->spare = note;
 }
 
-/* Reads one row, possibly during a write: then it returns garbage, but from the ledger's own memory. */
+/* Reads one row, possibly during a write: then it returns garbage, but from the operation log's own memory. */
 static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found) {
   const ncclpy_note* first = NCCLPY_GET(row->first);
   found->has_current = first != NULL;
@@ -176,22 +176,22 @@ static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found
 
 /* Reads the first operation that is begun and not done, and the last that is done; collectives take precedence over
    operations between two ranks. Returns 0 if every attempt met a write. */
-static inline int ncclpy_ledger_read(const ncclpy_ledger* ledger, ncclpy_standing* standing) {
+static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_standing* status) {
   int tries;
   for (tries = 0; tries < 1000; tries++) {
-    const uint64_t version = NCCLPY_GET(ledger->version);
+    const uint64_t version = NCCLPY_GET(oplog->version);
     ncclpy_standing pairs;
     if (version & 1) continue;
-    ncclpy_row_read(&ledger->rows[0], standing);
-    ncclpy_row_read(&ledger->rows[1], &pairs);
-    if (NCCLPY_GET(ledger->version) != version) continue;
-    if (!standing->has_current && pairs.has_current) {
-      standing->current = pairs.current;
-      standing->has_current = 1;
+    ncclpy_row_read(&oplog->rows[0], status);
+    ncclpy_row_read(&oplog->rows[1], &pairs);
+    if (NCCLPY_GET(oplog->version) != version) continue;
+    if (!status->has_current && pairs.has_current) {
+      status->current = pairs.current;
+      status->has_current = 1;
     }
-    if (!standing->has_finished && pairs.has_finished) {
-      standing->finished = pairs.finished;
-      standing->has_finished = 1;
+    if (!status->has_finished && pairs.has_finished) {
+      status->finished = pairs.finished;
+      status->has_finished = 1;
     }
     return 1;
   }

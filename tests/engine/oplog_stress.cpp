@@ -1,7 +1,7 @@
 // One thread begins and ends operations, as threads with the GIL do; others read the operations under way. Whatever
 // they read belongs together, and never goes back.
 //
-//   ledger_stress SEED ROUNDS
+//   oplog_stress SEED ROUNDS
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/ledger.h"
+#include "engine/oplog.h"
 
 namespace {
 
@@ -44,7 +44,7 @@ int main(int, char** argv) {
   std::mt19937 random(static_cast<unsigned>(std::atoi(argv[1])));
   std::atomic<long> reads{0}, waits{0};
   for (int round = 0; round < std::atoi(argv[2]); round++) {
-    ncclpy_ledger* ledger = ncclpy_ledger_new();
+    ncclpy_oplog* oplog = ncclpy_oplog_new();
     std::atomic<bool> over{false};
     std::vector<std::thread> others;
     for (int i = 0; i < reader_count; i++) {
@@ -52,7 +52,7 @@ int main(int, char** argv) {
         uint64_t current = 0, finished = 0;
         while (!over) {
           ncclpy_standing found;
-          if (!ncclpy_ledger_read(ledger, &found)) {
+          if (!ncclpy_oplog_read(oplog, &found)) {
             waits++;
             continue;
           }
@@ -82,41 +82,41 @@ int main(int, char** argv) {
       running.erase(running.begin() + static_cast<long>(which));
       const bool done = random() % 8 != 0;
       failed += !done;
-      ncclpy_ledger_end(ledger, 0, note, done, static_cast<double>(number) + 0.5);
+      ncclpy_oplog_end(oplog, 0, note, done, static_cast<double>(number) + 0.5);
     };
     while (begun < operation_count || !running.empty()) {
       if (begun < operation_count && random() % 5 < 3) {
         const ncclpy_noted what = operation(begun, 0);
-        running.emplace_back(begun++, ncclpy_ledger_begin(ledger, 0, &what));
+        running.emplace_back(begun++, ncclpy_oplog_begin(oplog, 0, &what));
         most = std::max(most, running.size());
         if (random() % 16 == 0) {
           const ncclpy_noted pair = operation(begun, 1);
-          pairs.push_back(ncclpy_ledger_begin(ledger, 1, &pair));
+          pairs.push_back(ncclpy_oplog_begin(oplog, 1, &pair));
         }
       } else if (!running.empty()) {
         // A few end out of order; and one stays under way while all others begin and end.
         const size_t least = round % 2 && begun < operation_count && running.size() > 1;
         end(random() % 3 != 0 ? least : least + random() % (running.size() - least));
       }
-      if (!running.empty()) ncclpy_ledger_place(ledger, running[random() % running.size()].second, random() % 2);
+      if (!running.empty()) ncclpy_oplog_place(oplog, running[random() % running.size()].second, random() % 2);
       if (pairs.size() > 20) {
-        ncclpy_ledger_end(ledger, 1, pairs.front(), 0, 0);
+        ncclpy_oplog_end(oplog, 1, pairs.front(), 0, 0);
         pairs.pop_front();
       }
     }
     over = true;
     for (auto& each : others) each.join();
     ncclpy_standing found;
-    if (!ncclpy_ledger_read(ledger, &found) || (found.has_current && found.current.beside % 2 == 0)) {
+    if (!ncclpy_oplog_read(oplog, &found) || (found.has_current && found.current.beside % 2 == 0)) {
       fail("something runs when all is over", begun);
     }
-    if (failed == 0 || ledger->rows[0].last == 0 || ledger->rows[0].first != nullptr) fail("ended", failed);
+    if (failed == 0 || oplog->rows[0].last == 0 || oplog->rows[0].first != nullptr) fail("ended", failed);
     size_t memory = 0;
-    for (const auto* notes = ledger->notes; notes != nullptr; notes = notes->before) memory += NCCLPY_NOTES_TOGETHER;
+    for (const auto* notes = oplog->notes; notes != nullptr; notes = notes->before) memory += NCCLPY_NOTES_TOGETHER;
     if (memory > most + 21 + NCCLPY_NOTES_TOGETHER) fail("memory is used again, but not for", memory);
-    ncclpy_ledger_use(ledger);
-    ncclpy_ledger_leave(ledger);
-    ncclpy_ledger_leave(ledger);
+    ncclpy_oplog_use(oplog);
+    ncclpy_oplog_leave(oplog);
+    ncclpy_oplog_leave(oplog);
   }
   std::printf("%ld %ld\n", reads.load(), waits.load());
 }

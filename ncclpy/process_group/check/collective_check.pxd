@@ -1,15 +1,15 @@
-from ncclpy.process_group.connection cimport Signature
+from ncclpy.process_group.connection cimport CallSignature
 
 
 # Compares the collectives of all ranks of a group before NCCL is called.
-cdef class Agreement:
-    cdef object notices
+cdef class CollectiveCheck:
+    cdef object group_status
     cdef str name
     cdef int rank
     cdef int size
     cdef double timeout
     cdef bint first  # compare only calls that are new to this rank
-    cdef readonly object board  # None until the ranks have had their rendezvous
+    cdef readonly object exchange  # None until the ranks have had their rendezvous
     cdef object turn  # lock: one thread of this rank compares at a time
     cdef dict known  # the notes of calls that all ranks have compared, by those calls
     cdef list long  # keys of notes that were too long for the board: of this comparison and the one before
@@ -19,9 +19,9 @@ cdef class Agreement:
 
     # Compare this rank's calls with the other ranks' calls of this number. Raises if they disagree, and for whatever
     # prevents the comparison.
-    cdef int agree(self, long long number, Signature brought, double limit, object wanted) except -1
+    cdef int agree(self, long long number, CallSignature brought, double limit, object wanted) except -1
     cdef int begin(self, double deadline, object wanted) except -1
     cdef int end(self) except -1
     cdef int close(self) except -1
     cdef object _meet(self, object wanted)
-    cdef str _disagreement(self, object board, long long number, bint* ends)
+    cdef str _disagreement(self, object exchange, long long number, bint* ends)

@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 _TOKEN = "NCCLPY_STORE_TOKEN"
 
 
-class Meeting:
+class LauncherRendezvous:
     """One launcher's part in the rendezvous of all launchers.
 
     Parameters
@@ -98,7 +98,7 @@ class Meeting:
         if self._port is not None:
             self._port.close()
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> LauncherRendezvous:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,0 +1,23 @@
+// The connection thread: the thread that serves the connections of a process on which no thread waits.
+#pragma once
+
+#include <memory>
+
+namespace ncclpy::store {
+
+class Client;
+
+namespace connection_thread {
+
+// Returns false where the thread, or what it needs, cannot be made.
+bool add(const std::shared_ptr<Client>& client);
+void remove(Client* client);
+
+// Has the connection thread ask the clients for their pace again, as one of them now needs ticks more often.
+void look_again();
+
+// Sets whether incoming bytes (`readable`) and space to send (`writable`) on a connection wake the connection thread.
+void watch(Client* client, bool readable, bool writable);
+
+}  // namespace connection thread
+}  // namespace ncclpy::store

@@ -16,6 +16,7 @@ import concurrent.futures
 import time
 import weakref
 from _weakref import getweakrefcount as _getweakrefcount
+from types import GenericAlias as _GenericAlias
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.pythread cimport PyThread_get_thread_ident
@@ -399,6 +400,11 @@ What an asynchronous operation returns.
 
     def __init__(self):
         raise TypeError("a Work is made by the operation that it stands for")
+
+    @classmethod
+    def __class_getitem__(cls, result):
+        """Return ``Work[result]`` for annotations: a work whose `result` has this type."""
+        return _GenericAlias(cls, result)
 
     @property
     def state(self):

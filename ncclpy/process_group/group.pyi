@@ -1,6 +1,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import Self, disjoint_base
 
@@ -14,6 +14,11 @@ from ncclpy.process_group.operations import Block, Deadline, Operations
 from ncclpy.process_group.options import Completion
 from ncclpy.process_group.recovery import Recovery
 from ncclpy.types import BufferLike, DeviceLike, OpLike, StreamLike
+
+# The arrays that receive.
+_T = TypeVar("_T")
+_Indices = TypeVar("_Indices")
+_Values = TypeVar("_Values")
 
 @disjoint_base
 class ProcessGroup(Operations):
@@ -57,39 +62,39 @@ class ProcessGroup(Operations):
     ) -> None: ...
     def all_reduce_coalesced(
         self,
-        arrays: Iterable[BufferLike],
+        arrays: Iterable[_T],
         op: OpLike = ...,
         *,
         stream: StreamLike = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[list[_T]]: ...
     def all_gather_coalesced(
         self,
         sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
+        recvs: Iterable[_T],
         *,
         stream: StreamLike = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[list[_T]]: ...
     def reduce_scatter_coalesced(
         self,
         sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
+        recvs: Iterable[_T],
         op: OpLike = ...,
         *,
         stream: StreamLike = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[list[_T]]: ...
     def coalescing(self, timeout: float | None = None) -> Block: ...
     def all_reduce_sparse(
         self,
-        indices: Any,
-        values: Any,
+        indices: _Indices,
+        values: _Values,
         *,
         shape: Sequence[int] | None = None,
         stream: StreamLike = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[tuple[_Indices, _Values]]: ...
     def deadline(self, seconds: float) -> Deadline: ...
     def disconnect(self, peers: Iterable[int] | None = None, timeout: float | None = None) -> None: ...
     def on_completion(self, hook: Callable[[Completion], object]) -> None: ...

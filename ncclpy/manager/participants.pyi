@@ -1,17 +1,39 @@
 from collections.abc import Callable, Hashable
+from typing import TypeVar, overload
 
 from typing_extensions import disjoint_base
 
 from ncclpy.engine.work import Work
 from ncclpy.types import BufferLike, DeviceLike, OpLike, StreamLike
 
+# The array that receives.
+_T = TypeVar("_T")
+
 @disjoint_base
 class Participants:
+    @overload
+    def all_reduce(
+        self,
+        key: Hashable,
+        send: _T,
+        recv: None = None,
+        op: OpLike = ...,
+        *,
+        device: DeviceLike = None,
+        num_local: int,
+        num_global: int | None = None,
+        communicator_key: bytes | None = None,
+        global_rank: int | None = None,
+        stream: StreamLike = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
+        timeout: float | None = None,
+    ) -> Work[_T]: ...
+    @overload
     def all_reduce(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike | None = None,
+        recv: _T,
         op: OpLike = ...,
         *,
         device: DeviceLike = None,
@@ -20,14 +42,14 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def all_gather(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -35,14 +57,14 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def reduce_scatter(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike,
+        recv: _T,
         op: OpLike = ...,
         *,
         device: DeviceLike = None,
@@ -51,14 +73,14 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def all_to_all(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -66,14 +88,32 @@ class Participants:
         communicator_key: bytes | None = None,
         global_rank: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
+    @overload
+    def broadcast_send(
+        self,
+        key: Hashable,
+        send: _T,
+        recv: None = None,
+        *,
+        device: DeviceLike = None,
+        num_local: int,
+        num_global: int | None = None,
+        communicator_key: bytes | None = None,
+        global_rank: int | None = None,
+        root: int | None = None,
+        stream: StreamLike = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
+        timeout: float | None = None,
+    ) -> Work[_T]: ...
+    @overload
     def broadcast_send(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike | None = None,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -82,13 +122,13 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def broadcast_recv(
         self,
         key: Hashable,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -97,9 +137,9 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def reduce_send(
         self,
         key: Hashable,
@@ -113,14 +153,15 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[None]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[None]: ...
+    @overload
     def reduce_recv(
         self,
         key: Hashable,
-        send: BufferLike,
-        recv: BufferLike | None = None,
+        send: _T,
+        recv: None = None,
         op: OpLike = ...,
         *,
         device: DeviceLike = None,
@@ -130,9 +171,27 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
+    @overload
+    def reduce_recv(
+        self,
+        key: Hashable,
+        send: BufferLike,
+        recv: _T,
+        op: OpLike = ...,
+        *,
+        device: DeviceLike = None,
+        num_local: int,
+        num_global: int | None = None,
+        communicator_key: bytes | None = None,
+        global_rank: int | None = None,
+        root: int | None = None,
+        stream: StreamLike = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
+        timeout: float | None = None,
+    ) -> Work[_T]: ...
     def gather_send(
         self,
         key: Hashable,
@@ -145,14 +204,14 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[None]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[None]: ...
     def gather_recv(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -161,14 +220,14 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def scatter_send(
         self,
         key: Hashable,
         send: BufferLike,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -177,13 +236,13 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def scatter_recv(
         self,
         key: Hashable,
-        recv: BufferLike,
+        recv: _T,
         *,
         device: DeviceLike = None,
         num_local: int,
@@ -192,6 +251,6 @@ class Participants:
         global_rank: int | None = None,
         root: int | None = None,
         stream: StreamLike = None,
-        on_done: Callable[[Work], object] | None = None,
+        on_done: Callable[[Work[_T]], object] | None = None,
         timeout: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import disjoint_base
 
@@ -9,7 +9,9 @@ from ncclpy.coordinator.plan import Call, Memory, Pending, Ready
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.engine.work import Work
 from ncclpy.process_group.group import ProcessGroup
-from ncclpy.types import BufferLike, OpLike
+from ncclpy.types import OpLike
+
+_T = TypeVar("_T")
 
 @disjoint_base
 class OperationStats:
@@ -42,11 +44,11 @@ class Submitter:
     def all_reduce(
         self,
         name: str,
-        array: BufferLike,
+        array: _T,
         op: OpLike,
         prescale: float | None = None,
         postscale: float | None = None,
-    ) -> Work: ...
+    ) -> Work[_T]: ...
     def bring(self, call: Call) -> int: ...
 
 @disjoint_base

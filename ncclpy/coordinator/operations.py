@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar, overload
 
 from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
 from ncclpy.coordinator.member import Submitter
@@ -11,6 +12,11 @@ from ncclpy.engine.work import Work
 from ncclpy.types import SUM, BufferLike, OpLike
 
 __all__ = ["Operations"]
+
+# The array that is brought.
+_T = TypeVar("_T")
+_Indices = TypeVar("_Indices")
+_Values = TypeVar("_Values")
 
 
 class Operations:
@@ -30,12 +36,12 @@ class Operations:
     def all_reduce(
         self,
         name: str,
-        array: BufferLike,
+        array: _T,
         op: OpLike = SUM,
         *,
         prescale: float | None = None,
         postscale: float | None = None,
-    ) -> Work:
+    ) -> Work[_T]:
         """Reduce an array over all ranks, in place.
 
         It runs once every rank has brought an operation of this name. All ranks run operations in one order, whatever
@@ -79,7 +85,7 @@ class Operations:
             submitter = self._enter_anew()
         return submitter.all_reduce(name, array, op, prescale, postscale)
 
-    def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[BufferLike], op: OpLike = SUM) -> list[Work]:
+    def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[_T], op: OpLike = SUM) -> list[Work[_T]]:
         """Reduce arrays together: all of them, or none if something does not fit.
 
         Parameters
@@ -106,7 +112,7 @@ class Operations:
         submitter.bring(call)
         return [part.work for part in call.parts]
 
-    def all_gather(self, name: str, array: BufferLike) -> Work:
+    def all_gather(self, name: str, array: _T) -> Work[_T]:
         """Concatenate the arrays of all ranks along the first dimension, on all ranks.
 
         Parameters
@@ -127,7 +133,7 @@ class Operations:
         submitter.bring(call)
         return call.work
 
-    def broadcast(self, name: str, array: BufferLike, root: int = 0) -> Work:
+    def broadcast(self, name: str, array: _T, root: int = 0) -> Work[_T]:
         """Receive the root's array, in place.
 
         Parameters
@@ -147,7 +153,7 @@ class Operations:
         submitter.bring(call)
         return call.work
 
-    def reduce_scatter(self, name: str, array: BufferLike, op: OpLike = SUM) -> Work:
+    def reduce_scatter(self, name: str, array: _T, op: OpLike = SUM) -> Work[_T]:
         """Reduce an array over all ranks; each rank gets some rows of the result.
 
         Parameters
@@ -169,7 +175,11 @@ class Operations:
         submitter.bring(call)
         return call.work
 
-    def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work:
+    @overload
+    def all_to_all(self, name: str, array: _T, send_counts: None = None) -> Work[_T]: ...
+    @overload
+    def all_to_all(self, name: str, array: _T, send_counts: Sequence[int]) -> Work[tuple[_T, tuple[int, ...]]]: ...
+    def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work[BufferLike]:
         """Send rows to every rank, and receive the rows that all ranks bring for this one.
 
         Parameters
@@ -192,7 +202,7 @@ class Operations:
         submitter.bring(call)
         return call.work
 
-    def barrier(self, name: str) -> Work:
+    def barrier(self, name: str) -> Work[None]:
         """Wait for all ranks: the work is done when all have brought it.
 
         Parameters
@@ -210,7 +220,7 @@ class Operations:
         submitter.bring(call)
         return call.work
 
-    def all_reduce_sparse(self, name: str, indices: BufferLike, values: BufferLike) -> Work:
+    def all_reduce_sparse(self, name: str, indices: _Indices, values: _Values) -> Work[tuple[_Indices, _Values]]:
         """Sum a sparse array over all ranks; each rank brings some entries.
 
         Parameters

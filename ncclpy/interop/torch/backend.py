@@ -148,7 +148,9 @@ class TorchBackend:
             return None  # the block's is for all of them
         return self.changed_timeout if timeout is None else timeout
 
-    def _work(self, begun: Work, outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1) -> TorchWork:
+    def _work(
+        self, begun: Work[Any], outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1
+    ) -> TorchWork:
         """Return the work that torch gets for an operation that was begun on tensors `like` this one."""
         blocks = not self._on_gpu or like.is_cpu
         together = self._block() if self._blocks else None
@@ -179,7 +181,7 @@ class TorchBackend:
             stream_of = torch._C._cuda_getCurrentRawStream
         return self._made, self._blocks, OPERATORS, stream_of, NcclError
 
-    def stand_for(self, begun: Work, outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
+    def stand_for(self, begun: Work[Any], outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
         """Return the work that torch gets for an operation that C++ has begun."""
         return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
 

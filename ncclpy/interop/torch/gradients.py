@@ -20,10 +20,10 @@ class Coordinator(Protocol):
 
     size: int
 
-    def all_reduce(self, name: str, array: Any, op: str) -> Work:
+    def all_reduce(self, name: str, array: Any, op: str) -> Work[Any]:
         """Bring an array that is reduced in place."""
 
-    def all_reduce_sparse(self, name: str, indices: Any, values: Any) -> Work:
+    def all_reduce_sparse(self, name: str, indices: Any, values: Any) -> Work[Any]:
         """Bring entries of a sparse array that is summed."""
 
 
@@ -80,7 +80,7 @@ def average_gradients(
 class _Sent(NamedTuple):
     """A gradient that is being averaged: its work, and what was sent if that is not the gradient itself."""
 
-    work: Work
+    work: Work[Any]
     copy: Any
 
 

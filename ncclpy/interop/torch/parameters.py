@@ -18,7 +18,7 @@ class Coordinator(Protocol):
 
     rank: int
 
-    def broadcast(self, name: str, array: Any, root: int) -> Work:
+    def broadcast(self, name: str, array: Any, root: int) -> Work[Any]:
         """Bring an array that receives the root's."""
 
 

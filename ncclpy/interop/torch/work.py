@@ -73,7 +73,7 @@ class TorchWork:
 
     def __init__(
         self,
-        begun: Work,
+        begun: Work[Any],
         outputs: Sequence[Any],
         after: Sequence[Callable[[], object]],
         blocks: bool,
@@ -244,7 +244,7 @@ class TorchWork:
                 return
             tell(list(self._outputs), None)
 
-    def _tell(self, tell: Callable[[Any, str | None], object], begun: Work) -> None:
+    def _tell(self, tell: Callable[[Any, str | None], object], begun: Work[Any]) -> None:
         try:
             error = begun.exception()
             if error is None and self._lock is not None:
@@ -266,7 +266,7 @@ class CoalescedWork:
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self.block: Block | None = None
-        self.begun: Work
+        self.begun: Work[Any]
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
         self.work: TorchWork | None = None  # of all of them, once the block is over
@@ -304,8 +304,8 @@ class PartWork(TorchWork):
 
     def __init__(
         self,
-        together: CoalescedWork,
-        begun: Work,
+        together: LaunchGroup,
+        begun: Work[Any],
         outputs: Sequence[Any],
         blocks: bool,
         group: ProcessGroup,

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from types import GenericAlias
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from typing_extensions import disjoint_base
@@ -16,6 +17,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 @disjoint_base
 class Work(Generic[_T_co]):
+    def __class_getitem__(cls, result: Any) -> GenericAlias: ...
     @property
     def device(self) -> int: ...
     @property

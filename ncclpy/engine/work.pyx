@@ -384,7 +384,8 @@ What an asynchronous operation returns.
 
     A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
     communicator of the operation alive. Waiting for it never holds the GIL. A work that was captured into a CUDA graph
-    keeps nothing and never ends: its operation runs at each launch of the graph.
+    keeps nothing and never ends: its operation runs at each launch of the graph. For type checkers it is generic: the
+    `result` of a ``Work[T]`` is a ``T``.
 
     Attributes
     ----------

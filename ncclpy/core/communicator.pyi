@@ -5,6 +5,8 @@ from ncclpy.core.window import CustomOp, Registration, Window
 from ncclpy.types import BufferLike, DataTypeLike, OpLike, StreamLike
 
 class Communicator(Lifecycle):
+    @property
+    def size(self) -> int: ...
     def all_reduce(
         self,
         send: BufferLike,

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import typing
 import weakref
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def test_states_of_a_work(manager, host_engine):
         assert work.wait() is None and work.exception() is None and work.result() is data.input(0)
     with pytest.raises(TypeError, match="made by"):
         type(work)()
+
+
+def test_work_takes_type_of_result_in_annotations():
+    alias = ncclpy.Work[np.ndarray]
+    assert typing.get_origin(alias) is ncclpy.Work and typing.get_args(alias) == (np.ndarray,)
+    assert typing.get_args(ncclpy.Work[int] | None) == (ncclpy.Work[int], type(None))
 
 
 def test_is_completed_asks_the_device(manager):

@@ -4,30 +4,33 @@ It counts rather than measures: on GPUs a group of 64 small all-reduces costs on
 `ncclpy perf all_reduce -m 64` measures on your machine. A plan then repeats the group without recording it again.
 """
 
+from typing import Any
+
 import numpy as np
 
 import ncclpy
 
 on_gpus = ncclpy.library().engine == "cuda"
-if on_gpus:
-    import torch
-
 comms = ncclpy.Communicator.init_all(range(min(2, ncclpy.device_count())))
 size = len(comms)
 LAYERS = 64
 
 
-def layer(rank, number):
-    value = float(rank + number)
-    if on_gpus:
-        return torch.full((16,), value, device=f"cuda:{rank}")
-    return np.full(16, value)
+if on_gpus:
+    import torch
+
+    def layer(rank: int, number: int) -> Any:
+        return torch.full((16,), float(rank + number), device=f"cuda:{rank}")
+else:
+
+    def layer(rank: int, number: int) -> Any:
+        return np.full(16, float(rank + number))
 
 
 layers = [[layer(rank, number) for number in range(LAYERS)] for rank in range(size)]
 
 
-def reduce_all():
+def reduce_all() -> None:
     for comm, mine in zip(comms, layers, strict=True):
         for array in mine:
             comm.all_reduce(array, op="max")

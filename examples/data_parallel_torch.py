@@ -18,7 +18,7 @@ inputs, targets = torch.randn(64 * count, 8), torch.randn(64 * count, 1)
 parts = [(x.to(d), y.to(d)) for d, x, y in zip(devices, inputs.chunk(count), targets.chunk(count), strict=True)]
 
 
-def make_model(device):
+def make_model(device: str) -> torch.nn.Module:
     torch.manual_seed(1)  # the same weights everywhere
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(device)
 

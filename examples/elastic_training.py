@@ -12,23 +12,25 @@ import sys
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 import ncclpy
 from ncclpy.bootstrap import TCPStore
 
 ncclpy.use("host")  # numpy arrays lie in CPU memory: this program runs on the host engine everywhere
 RANKS, SAMPLES, STEPS, RATE = 4, 256, 300, 0.1
+Array = NDArray[np.float64]
 
 generator = np.random.default_rng(0)
 inputs = generator.normal(size=(SAMPLES, 3))
 targets = inputs @ np.array([1.0, -2.0, 0.5]) + 0.01 * generator.normal(size=SAMPLES)
 
 
-def gradient(weights, x, y):
+def gradient(weights: Array, x: Array, y: Array) -> Array:
     return 2 / SAMPLES * x.T @ (x @ weights - y)
 
 
-def train(group):
+def train(group: ncclpy.ProcessGroup) -> Array:
     """Train from wherever the others are, and return the weights."""
     step, weights, changed = 0, np.zeros(3), True
     while True:
@@ -60,7 +62,7 @@ def train(group):
             changed = True
 
 
-def worker(port, device, joins):
+def worker(port: int, device: int, joins: bool) -> None:
     store = TCPStore("127.0.0.1", port)
     if joins:
         group = ncclpy.ProcessGroup.join(store, device=device, timeout=60)
@@ -70,14 +72,14 @@ def worker(port, device, joins):
         store.set(f"weights/{device}", train(group).tobytes())
 
 
-def main():
+def main() -> None:
     """Serve the store, which outlives every rank, and see to their fates."""
     with TCPStore("127.0.0.1", 0, serve=True) as store:
 
-        def start(device, *joins):
+        def start(device: int, *joins: str) -> subprocess.Popen[bytes]:
             return subprocess.Popen([sys.executable, __file__, str(store.port), str(device), *joins])
 
-        def wait_until(step, size):
+        def wait_until(step: int, size: int) -> None:
             while True:
                 at, ranks = map(int, store.get("progress", 60).split())
                 if at >= step and ranks == size:

@@ -6,11 +6,14 @@ mpirun -n 4 python examples/from_env.py
 srun -n 4 --gpus-per-task 1 python examples/from_env.py
 """
 
+from typing import Any
+
 import numpy as np
 
 import ncclpy
 
 with ncclpy.Communicator.from_env(timeout=60) as comm:
+    array: Any
     if ncclpy.library().engine == "cuda":
         import torch
 

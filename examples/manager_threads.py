@@ -6,34 +6,36 @@ NCCL wants the same order on every device. With it, a layer is reduced as soon a
 
 import random
 import threading
+from typing import Any
 
 import numpy as np
 
 import ncclpy
 
 on_gpus = ncclpy.library().engine == "cuda"
-if on_gpus:
-    import torch
-
 DEVICES = min(4, ncclpy.device_count())
 LAYERS = ("embedding", "attention", "output")
 STEPS = 3
 
 
-def gradient(device, step):
-    value = float(device + step)
-    if on_gpus:
-        return torch.full((1000,), value, device=f"cuda:{device}")
-    return np.full(1000, value)
+if on_gpus:
+    import torch
+
+    def gradient(device: int, step: int) -> Any:
+        return torch.full((1000,), float(device + step), device=f"cuda:{device}")
+else:
+
+    def gradient(device: int, step: int) -> Any:
+        return np.full(1000, float(device + step))
 
 
-def backward(manager, device, failures):
+def backward(manager: ncclpy.Manager, device: int, failures: list[Exception]) -> None:
     shuffled = random.Random(device)
     try:
         for step in range(STEPS):
             order = list(LAYERS)
             shuffled.shuffle(order)
-            works = {}
+            works: dict[str, ncclpy.Work[Any]] = {}
             for name in order:
                 works[name] = manager.all_reduce(
                     (step, name), gradient(device, step), op="avg", device=device, num_local=DEVICES
@@ -45,7 +47,7 @@ def backward(manager, device, failures):
         failures.append(error)
 
 
-failures = []
+failures: list[Exception] = []
 with ncclpy.Manager(timeout=30) as manager:
     threads = [threading.Thread(target=backward, args=(manager, device, failures)) for device in range(DEVICES)]
     for thread in threads:

@@ -6,6 +6,7 @@ its own, so that its backward pass does, too. What comes of it is what one proce
 
 import random
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -23,27 +24,27 @@ STEPS, BATCH, BRANCHES = 20, 16, 8
 class Branches(torch.nn.Module):
     """Layers that do not depend on each other, called in any order."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 1) for _ in range(BRANCHES))
 
-    def forward(self, inputs, order):
-        return sum(self.layers[branch](inputs) for branch in order)
+    def forward(self, inputs: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        return torch.stack([self.layers[branch](inputs) for branch in order]).sum(0)
 
 
-def data(step, rank):
+def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a rank sees in a step."""
     made = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(BATCH, 6, generator=made)
     return inputs, inputs.sum(1, keepdim=True)
 
 
-def made(seed):
+def made(seed: int) -> Branches:
     torch.manual_seed(seed)
     return Branches()
 
 
-def train(rank, model, store, results):
+def train(rank: int, model: Branches, store: LocalStore, results: dict[int, torch.Tensor]) -> None:
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -60,7 +61,7 @@ def train(rank, model, store, results):
     results[rank] = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
-def alone():
+def alone() -> torch.Tensor:
     """Train on all ranks' data in one process."""
     model = made(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -72,8 +73,9 @@ def alone():
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def main():
-    store, results = LocalStore(), {}
+def main() -> None:
+    store = LocalStore()
+    results: dict[int, torch.Tensor] = {}
     models = [made(rank) for rank in range(RANKS)]  # which differ, until they are made alike
     threads = [threading.Thread(target=train, args=(rank, models[rank], store, results)) for rank in range(RANKS)]
     for each in threads:

@@ -4,28 +4,32 @@ A send and the receive that it needs stand in one group: one after the other, ev
 GPUs and torch the token is a tensor on each GPU; on the host engine (NCCLPY_LIBRARY=host) a numpy array.
 """
 
+from typing import Any
+
 import numpy as np
 
 import ncclpy
 
 on_gpus = ncclpy.library().engine == "cuda"
-if on_gpus:
-    import torch
-
 comms = ncclpy.Communicator.init_all(range(min(4, ncclpy.device_count())))
 size = len(comms)
 
 
-def token(rank):
-    if on_gpus:
+if on_gpus:
+    import torch
+
+    def token(rank: int) -> Any:
         return torch.full((4,), float(rank), device=f"cuda:{rank}")
-    return np.full(4, float(rank))
+else:
+
+    def token(rank: int) -> Any:
+        return np.full(4, float(rank))
 
 
 mine = [token(rank) for rank in range(size)]
-seen = [[] for _ in comms]
+seen: list[list[int]] = [[] for _ in comms]
 for _ in range(size):
-    arriving = [token(-1) if not on_gpus else torch.empty_like(each) for each in mine]
+    arriving = [token(rank) for rank in range(size)]  # of the same size; the receives replace the contents
     with ncclpy.group():
         for comm, outgoing, incoming in zip(comms, mine, arriving, strict=True):
             comm.send(outgoing, peer=(comm.rank + 1) % size)

@@ -21,7 +21,7 @@ RANKS, REQUESTS, WIDTH, COLUMNS = 3, 60, 16, 24
 layer = np.random.default_rng(0).normal(size=(WIDTH, COLUMNS))
 
 
-def serve(group):
+def serve(group: ncclpy.ProcessGroup) -> None:
     """Answer requests until the last one; what a rank has of the layer follows from its rank and the group's size."""
     number = 0
     while True:
@@ -48,7 +48,7 @@ def serve(group):
             print(f"{group.size} ranks go on without {found.lost}: {error}")
 
 
-def main():
+def main() -> None:
     with TCPStore("127.0.0.1", 0, serve=True) as store:
         processes = [subprocess.Popen([sys.executable, __file__, str(store.port), str(rank)]) for rank in range(RANKS)]
         asked = np.random.default_rng(1).normal(size=(REQUESTS, WIDTH))

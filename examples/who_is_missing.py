@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 if "RANK" not in os.environ or len(sys.argv) < 2:
     sys.exit("usage: who_is_missing.py FOLDER [SECONDS], started by torchrun")
@@ -25,14 +26,14 @@ import numpy as np  # noqa: E402
 import ncclpy  # noqa: E402
 
 
-def dump_on_sigterm():
+def dump_on_sigterm() -> None:
     """Dump from a thread of its own: a handler of Python's waits for the main thread, which may be stuck."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes)  # the number of each signal is written there as soon as it comes
     signal.signal(signal.SIGTERM, lambda *_: None)
 
-    def serve():
+    def serve() -> None:
         while os.read(reads, 1)[0] != signal.SIGTERM:
             pass
         ncclpy.recorder.dump(folder / f"rank-{rank}.json", reason="SIGTERM")
@@ -41,8 +42,8 @@ def dump_on_sigterm():
     threading.Thread(target=serve, daemon=True).start()
 
 
-def work(comm):
-    array = np.ones(4)
+def work(comm: ncclpy.Communicator) -> None:
+    array: Any = np.ones(4)
     if ncclpy.library().engine == "cuda":
         import torch
 

@@ -7,14 +7,16 @@ import secrets
 
 import numpy as np
 from dask.distributed import Client, LocalCluster
+from numpy.typing import NDArray
 
 import ncclpy
 from ncclpy.bootstrap import TCPStore
 
 SIZE = 2
+Array = NDArray[np.float64]
 
 
-def column_means(rank, size, host, port, token, rows):
+def column_means(rank: int, size: int, host: str, port: int, token: str, rows: Array) -> Array:
     """Return the means of all ranks' rows together; the task of one worker."""
     ncclpy.use("host")  # on GPUs: leave it out, and pass arrays of CuPy
     with TCPStore(host, port, token=token, timeout=60) as store:
@@ -22,10 +24,11 @@ def column_means(rank, size, host, port, token, rows):
         with ncclpy.Communicator.init(size, rank, unique_id, device=rank, timeout=60) as comm:
             sums = np.append(rows.sum(axis=0), len(rows))
             comm.all_reduce(sums)
-    return sums[:-1] / sums[-1]
+    means: Array = sums[:-1] / sums[-1]
+    return means
 
 
-def main():
+def main() -> None:
     """Start a cluster here; to use another one, give its address to the client."""
     token = secrets.token_hex(16)
     with (

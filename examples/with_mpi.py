@@ -3,12 +3,15 @@
 mpirun -n 4 python examples/with_mpi.py
 """
 
+from typing import Any
+
 import numpy as np
 from mpi4py import MPI
 
 import ncclpy
 
 with ncclpy.Communicator.from_mpi(MPI.COMM_WORLD, timeout=60) as comm:
+    array: Any
     if ncclpy.library().engine == "cuda":
         import torch
 

@@ -6,29 +6,31 @@ python examples/with_ray.py
 """
 
 import secrets
+from typing import Any
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 
 import ncclpy
 from ncclpy.bootstrap import TCPStore
 
 SIZE = 4
+Array = NDArray[np.float64]
 TARGET = np.array([1.0, -2.0, 0.5])
 
 
-@ray.remote
 class Worker:
     """One rank: it keeps a group and a model."""
 
-    def __init__(self, rank, size, host, port, token):
+    def __init__(self, rank: int, size: int, host: str, port: int, token: str) -> None:
         ncclpy.use("host")  # on GPUs: leave it out, pass device=0, the one GPU that the actor sees, and arrays of CuPy
         self.store = TCPStore(host, port, token=token, timeout=60)
         self.group = ncclpy.ProcessGroup(self.store, rank, size, device=rank, timeout=60)
         self.random = np.random.default_rng(rank)
         self.model = np.zeros(3)
 
-    def train(self, steps):
+    def train(self, steps: int) -> Array:
         """Go on for some steps; return the model."""
         for _ in range(steps):
             inputs = self.random.normal(size=(32, 3))
@@ -37,33 +39,31 @@ class Worker:
             self.model -= 0.1 * gradient
         return self.model
 
-    def recover(self):
+    def recover(self) -> tuple[int, ...]:
         """Agree with the others who is left; return who is lost."""
         return self.group.recover(timeout=30, min_size=2).lost
 
-    def close(self):
+    def close(self) -> None:
         """Leave the group; all do so."""
         self.group.close()
         self.store.close()
 
 
-def main():
+def main() -> None:
     """Start the actors, and kill one of them."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     token = secrets.token_hex(16)
     # Other machines can reach this address, so a token is needed. The driver outlives the actors.
     with TCPStore(ray.util.get_node_ip_address(), 0, serve=True, token=token) as store:
-        # With GPUs: Worker.options(num_gpus=1)
-        workers = [
-            Worker.options(num_cpus=0).remote(rank, SIZE, store.host, store.port, token) for rank in range(SIZE)
-        ]
+        actor = ray.remote(Worker).options(num_cpus=0)  # with GPUs: num_gpus=1
+        workers: list[Any] = [actor.remote(rank, SIZE, store.host, store.port, token) for rank in range(SIZE)]
         ray.get([worker.train.remote(20) for worker in workers], timeout=120)
         ray.kill(workers.pop())
         for result in [worker.train.remote(1) for worker in workers]:
             try:
                 ray.get(result, timeout=60)
-            except ncclpy.NcclError as error:  # Ray's, which is of the actor's class too
-                print(error.cause)
+            except ncclpy.NcclError as error:  # Ray's is of the actor's class too, and has the actor's error
+                print(*error.args)
         lost = ray.get([worker.recover.remote() for worker in workers], timeout=60)
         print("lost:", *map(list, lost))
         models = ray.get([worker.train.remote(40) for worker in workers], timeout=120)

@@ -61,7 +61,8 @@ def methods_of(module, name):
                 other for other, named in STUBS if named == base and package_of(other) == package_of(module)
             }:
                 found |= methods_of(other, base)
-        found |= {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        # Of overloads the first counts: it has all the defaults.
+        found |= {each.name: each for each in reversed(node.body) if isinstance(each, ast.FunctionDef)}
     return found
 
 

@@ -23,10 +23,10 @@ ADDRESSES = {
 }
 
 
-def link_to_nvidia(line):
+def link_to_nvidia(line: str) -> str:
     """Turn a C name in backticks into a link to the page that describes it, in reStructuredText."""
 
-    def link(match):
+    def link(match: re.Match[str]) -> str:
         address = ADDRESSES.get(match[2])
         return f"`{match[2]} <{address}>`__" if address else match[0]
 

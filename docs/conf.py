@@ -16,7 +16,7 @@ author = copyright = "the ncclpy authors"
 release = version = ncclpy.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["build"]
+exclude_patterns = ["build", "reference"]  # docs/reference has the pages of docs/api for readers of the repository
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -78,7 +78,13 @@ def constructor(arguments):
     return f"({ast.unparse(arguments)})"
 
 
+def link_to_api(app, page, source):
+    """Turn links to docs/reference, which the repository shows with signatures, into links to docs/api."""
+    source[0] = re.sub(r"(\]\((?:\.\./)*)reference/", r"\1api/", source[0])
+
+
 def setup(app):
     """Register the hooks."""
+    app.connect("source-read", link_to_api)
     app.connect("autodoc-process-docstring", mend_docstring)
     app.connect("autodoc-process-signature", sign_class)

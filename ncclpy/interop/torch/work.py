@@ -304,7 +304,7 @@ class PartWork(TorchWork):
 
     def __init__(
         self,
-        together: LaunchGroup,
+        together: CoalescedWork,
         begun: Work[Any],
         outputs: Sequence[Any],
         blocks: bool,

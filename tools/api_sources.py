@@ -83,11 +83,12 @@ def _without_type(parameter: str) -> str:
 
 
 class Thing(NamedTuple):
-    """A class, function or attribute: its module, and its nodes in the source and in the stub."""
+    """A class, function or attribute: its module, its nodes in the source and in the stub, its overloads."""
 
     module: str
     source: Node | None
     stub: Node | None
+    overloads: tuple[Node, ...] = ()
 
     @property
     def node(self) -> Node:
@@ -147,18 +148,18 @@ class Sources:
         return ast.get_docstring(self.trees(module)[0]) or ""
 
     def _of_module(self, module: str, name: str) -> Thing | None:
-        nodes: list[Node | None] = [None, None]
+        found: tuple[list[Node], list[Node]] = ([], [])
         for index, tree in enumerate(self.trees(module)):
             for node in _statements(tree):
                 if isinstance(node, ast.ClassDef | Function) and node.name == name:
-                    nodes[index] = node
+                    found[index].append(node)
                 elif isinstance(node, ast.ImportFrom):
                     names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
                     if names.get(name, f"{module}.{name}") != f"{module}.{name}":  # else it is a module
                         return self.find(names[name])
                 elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                     return self.find(f"{module}.{ast.unparse(node.value)}")
-        return Thing(module, *nodes) if any(nodes) else None
+        return _thing(module, *found) if any(found) else None
 
     def constant(self, module: str, name: str) -> str | None:
         """Return the value of a module's constant as source; None for one that is not plain."""
@@ -181,15 +182,14 @@ class Sources:
 
     def members(self, thing: Thing, *, inherited: bool) -> dict[str, Thing]:
         """Return the methods and attributes of a class in the order of the source, then those of its bases."""
-        found: dict[str, list[Node | None]] = {}
+        found: dict[str, tuple[list[Node], list[Node]]] = {}
         for index, side in enumerate((thing.source, thing.stub)):
             for node in side.body if isinstance(side, ast.ClassDef) else ():
                 if isinstance(node, Function | ast.AnnAssign):
                     name = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.name
                     name = "__new__" if name == "__cinit__" else name
-                    nodes = found.setdefault(name, [None, None])
-                    nodes[index] = nodes[index] or node  # the property, not its setter
-        members = {name: Thing(thing.module, *nodes) for name, nodes in found.items()}
+                    found.setdefault(name, ([], []))[index].append(node)
+        members = {name: _thing(thing.module, *nodes) for name, nodes in found.items()}
         for base in self.bases(thing) if inherited else ():
             for name, each in self.members(base, inherited=True).items():
                 members.setdefault(name, each)
@@ -204,6 +204,13 @@ class Sources:
             if inherited := self.members(base, inherited=False).get(name):
                 return self.docstring(inherited, base, name)
         return ""
+
+
+def _thing(module: str, source: list[Node], stub: list[Node]) -> Thing:
+    """Return what nodes of one name are: overloads with or without a function, or a property before its setter."""
+    overloads = tuple(each for each in stub or source if Thing(module, each, None).has("overload"))
+    plain = [each for each in source if each not in overloads]
+    return Thing(module, plain[0] if plain else None, stub[0] if stub else None, overloads)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:

@@ -104,7 +104,12 @@ def _field(node: ast.AnnAssign, default: str | None) -> str:
 
 
 def signature(sources: Sources, thing: Thing, name: str) -> tuple[str, dict[str, str]]:
-    """Return a signature without self and cls, and the types of the parameters by name."""
+    """Return a signature without self and cls, one for each overload, and the types of the parameters by name."""
+    if thing.overloads:
+        variants = [signature(sources, Thing(thing.module, thing.source, each), name) for each in thing.overloads]
+        names = {each: {types.get(each) for _, types in variants} for _, types in variants for each in types}
+        same = {each: found.pop() or "" for each, found in names.items() if len(found) == 1}
+        return "\n\n".join(f"@overload\n{text}" for text, _ in variants), same
     node, end = thing.node, ""
     if isinstance(node, ast.AnnAssign) or thing.is_attribute:
         return f"{name}: {thing.type}", {}

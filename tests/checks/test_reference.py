@@ -281,6 +281,35 @@ class Kind(enum.IntEnum):
     assert "class Kind(IntEnum)" in made[2] and made[2].endswith("**Attributes**\n\n- `ONE = 1`\n")
 
 
+OVERLOADS = """class Store:
+    @overload
+    def get(self, key: str, size: int = ...) -> bytes: ...
+    @overload
+    def get(self, key: bytes, size: int = ...) -> str: ...
+"""
+GET = '''    def get(self, key, size=4):
+        """Return a value.
+
+        Parameters
+        ----------
+        key
+            The name.
+        size
+            The length.
+        """
+'''
+
+
+@pytest.mark.parametrize("files", [{"py": OVERLOADS + GET}, {"pyx": f"cdef class Store:\n{GET}", "pyi": OVERLOADS}])
+def test_overloads_have_a_signature_each(reference, tree, files):
+    for ending, text in files.items():
+        (tree / f"ncclpy/stores.{ending}").write_text(text)
+    made = reference.Pages(tree).entry("ncclpy.stores.Store.get", "Store.get")
+    first, second = "def get(key: str, size: int = 4) -> bytes", "def get(key: bytes, size: int = 4) -> str"
+    assert f"```python\n@overload\n{first}\n\n@overload\n{second}\n```\n\nReturn a value.\n" in made
+    assert made.endswith("- `key`: The name.\n- `size` (`int`): The length.\n")
+
+
 def test_check_names_pages_that_differ(reference, tree, capsys):
     folder = tree / "docs/reference"
     assert reference.main(["--check"], tree) == 1 and not folder.exists()

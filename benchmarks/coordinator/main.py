@@ -32,7 +32,7 @@ CALLS = 500
 #: Steps of a round, and warm-up steps before them.
 STEPS, WARM = 4, 2
 WAYS = ("store", "group")
-#: The carriers of data over MPI.
+#: The data backends over MPI.
 ENGINES = {"auto": "the host engine", "mpi": "MPI"}
 
 

@@ -159,7 +159,7 @@ class SplitBackend:
     Parameters
     ----------
     devices, host
-        The two carriers, of the same ranks.
+        The two backends, of the same ranks.
     """
 
     for_devices = True

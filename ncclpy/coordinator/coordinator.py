@@ -249,7 +249,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
+        """Submit nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
 
         Parameters
         ----------

@@ -43,6 +43,42 @@ from ncclpy.engine.recorder import show, text_of
 from ncclpy.errors import NcclError
 
 
+cdef extern from * nogil:
+    """
+    #include <errno.h>
+    #include <signal.h>
+    #include <string.h>
+
+    #include "ncclpy/engine/native.h"
+
+    static int ncclpy_wake_ups = 0; /* futex: changes with everything that the writer of dumps waits for */
+    static int ncclpy_signals = 0;
+
+    static void ncclpy_on_signal(int number) {
+      int saved = errno;
+      (void)number;
+      ncclpy_add(&ncclpy_signals, 1);
+      ncclpy_add(&ncclpy_wake_ups, 1);
+      ncclpy_wake(&ncclpy_wake_ups);
+      errno = saved;
+    }
+
+    /* Returns whether this handler was installed: it is not if the program handles or ignores the signal already. */
+    static int ncclpy_take_signal(int number) {
+      struct sigaction there, ours;
+      if (sigaction(number, NULL, &there) != 0 || there.sa_flags & SA_SIGINFO || there.sa_handler != SIG_DFL) return 0;
+      memset(&ours, 0, sizeof ours);
+      ours.sa_handler = ncclpy_on_signal;
+      ours.sa_flags = SA_RESTART;
+      sigemptyset(&ours.sa_mask);
+      return sigaction(number, &ours, NULL) == 0;
+    }
+    """
+    int ncclpy_wake_ups
+    int ncclpy_signals
+    bint ncclpy_take_signal(int number)
+
+
 # Python's own exception classes that are raised when ranks disagree.
 cdef tuple _PLAIN = (TypeError, ValueError, RuntimeError)
 
@@ -743,3 +779,33 @@ def _forked():
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+# What the thread that writes dumps waits for.
+
+
+def take_signal(int number):
+    """Have a signal counted, and the thread in `sleep_until_woken` woken; return False if the program handles it."""
+    return ncclpy_take_signal(number)
+
+
+def signals():
+    """Return how many such signals have come."""
+    return load(&ncclpy_signals)
+
+
+def wakeup_count():
+    """Return a number that changes with each `wake_all` and each signal."""
+    return load(&ncclpy_wake_ups)
+
+
+def wake_all():
+    """Wake the threads in `sleep_until_woken`."""
+    add(&ncclpy_wake_ups, 1)
+    wake(&ncclpy_wake_ups)
+
+
+def sleep_until_woken(int seen, double limit):
+    """Sleep until `wakeup_count` is another number than `seen`, for `limit` seconds at most."""
+    with nogil:
+        sleep_on(&ncclpy_wake_ups, seen, limit)

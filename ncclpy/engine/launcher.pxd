@@ -28,11 +28,6 @@ cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil
 cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 
 
-cdef class StreamPool:
-    cdef dict streams
-    cdef readonly bint high_priority
-
-
 # The stream that produces an input; False if there is none. Record an event behind what the stream has now, for the
 # work's own stream to wait for; or let another stream wait for it at once.
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1

@@ -144,33 +144,6 @@ def _forked():
 os.register_at_fork(after_in_child=_forked)
 
 
-cdef class StreamPool:
-    """Communication streams, made on first use.
-
-    Parameters
-    ----------
-    high_priority : bool
-        Whether their work goes before that of other streams.
-    """
-
-    def __init__(self, bint high_priority=False):
-        self.streams = {}
-        self.high_priority = high_priority
-
-    def of(self, int device, int index=0):
-        """Return stream number `index` of a device."""
-        cdef object found = self.streams.get((device, index))
-        if found is None:
-            # A lower number is a higher priority; the driver clamps it to its own range.
-            found = Stream(device, priority=-100 if self.high_priority else 0)
-            found = self.streams.setdefault((device, index), found)  # another thread may have been faster
-        return found
-
-    def close(self):
-        """Drop the streams; each is destroyed when no operation in flight needs it any more."""
-        self.streams = {}
-
-
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1:
     """Find the stream that produces an input; False if there is none: CPU memory is ready already."""
     if producer is not None:

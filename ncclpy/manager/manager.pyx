@@ -27,7 +27,8 @@ from ncclpy.core.runtime.stream_readers import raise_at_end
 from ncclpy.errors import NcclAborted, NcclTimeout, not_copied, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import monitor, recorder
-from ncclpy.engine.launcher import StreamPool, abort_in_background
+from ncclpy.core.runtime.stream import StreamPool
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import show, text_of
 
 # How often gatherings are checked for deadlines: this part of the shortest timeout, within these bounds in seconds.

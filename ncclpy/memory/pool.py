@@ -69,7 +69,7 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
 
 
 class Pool:
-    """The segments of one framework, one device and one communicator; `memory.pool` makes it.
+    """Keep the segments of one framework, one device and one communicator; `memory.pool` makes it.
 
     As a context manager it may be entered any number of times, and in several threads; it affects what the entering
     thread allocates. Arrays may outlive the block, the pool and the communicator.

@@ -29,7 +29,8 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 from ncclpy.types import as_integer
 from ncclpy.engine import work
 from ncclpy.engine.work import add_answer, without_advice
-from ncclpy.engine.launcher import StreamPool, abort_in_background
+from ncclpy.core.runtime.stream import StreamPool
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of

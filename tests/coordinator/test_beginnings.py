@@ -15,7 +15,7 @@ from leftovers import LASTING_MANAGER, descriptors, python_threads, settle, thre
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
-from ncclpy.coordinator import Coordinator, carriers, connections, session
+from ncclpy.coordinator import Coordinator, backends, connections, session
 
 
 def groups():
@@ -108,7 +108,7 @@ def test_data_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
     def plane(carrier):
         raise MemoryError("no plane")
 
-    monkeypatch.setattr(carriers.GroupBackend, "plane", plane)
+    monkeypatch.setattr(backends.GroupBackend, "plane", plane)
     # A slower rank may hear of the other rank's error first.
     said = refused(2, lambda rank: {}, (MemoryError, ncclpy.NcclRemoteError), timeline=tmp_path / "trace {rank}")
     assert all("no plane" in each for each in said)
@@ -127,7 +127,7 @@ FAILURES = {
     "device": ({"device": 99}, None, "ValueError: device 99 does not exist"),
     "ears": ({}, (connections, "_Ears"), "OSError: no socket"),
     "call": ({}, (connections, "_call"), "OSError: no socket"),
-    "plane": ({}, (carriers.GroupBackend, "plane"), "OSError: no socket"),
+    "plane": ({}, (backends.GroupBackend, "plane"), "OSError: no socket"),
 }
 
 

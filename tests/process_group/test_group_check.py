@@ -37,7 +37,7 @@ def board(request, monkeypatch):
 
 
 def refuse_memory(monkeypatch):
-    attach, attach_mailbox = shared_memory.attach_board, shared_memory.attach_mailbox
+    attach, attach_rings = shared_memory.attach_exchange, shared_memory.attach_rings
 
     def refused(pid, fd, token, rank, size):
         if rank == size - 1:
@@ -47,10 +47,10 @@ def refuse_memory(monkeypatch):
     def refused_mailbox(mine, rank, peer, *offered):
         if rank > peer:  # one rank of each pair
             raise OSError("another machine")
-        return attach_mailbox(mine, rank, peer, *offered)
+        return attach_rings(mine, rank, peer, *offered)
 
-    monkeypatch.setattr(shared_memory, "attach_board", refused)
-    monkeypatch.setattr(shared_memory, "attach_mailbox", refused_mailbox)
+    monkeypatch.setattr(shared_memory, "attach_exchange", refused)
+    monkeypatch.setattr(shared_memory, "attach_rings", refused_mailbox)
 
 
 def errors_of(size, body, *, store=None, **options):

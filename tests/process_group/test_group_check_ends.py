@@ -134,7 +134,7 @@ class Failing(LocalStore):
 @pytest.mark.parametrize("on_error", ["abort", "report"])
 def test_store_that_fails_while_a_message_is_compared_fails_the_message(monkeypatch, caplog, on_error):
     """The group ends with the message, or continues without that communicator."""
-    monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
+    monkeypatch.setattr(shared_memory, "attach_rings", refused)
     store, failed, both_have = Failing(), threading.Event(), threading.Barrier(2)
 
     def body(group):

@@ -11,7 +11,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
-from ncclpy.engine.launcher import StreamPool
+from ncclpy.core.runtime.stream import StreamPool
 from ncclpy.process_group import lifecycle
 
 pytestmark = pytest.mark.usefixtures("host_engine")

@@ -147,8 +147,8 @@ def test_damaged_note_in_store_is_one_error_on_all_ranks(monkeypatch, kind):
     def refused(*_):
         raise OSError("another machine")
 
-    monkeypatch.setattr(shared_memory, "attach_board", refused)
-    monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
+    monkeypatch.setattr(shared_memory, "attach_exchange", refused)
+    monkeypatch.setattr(shared_memory, "attach_rings", refused)
     check_errors(STORED[kind])
 
 

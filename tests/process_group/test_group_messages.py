@@ -55,14 +55,14 @@ for each in ("_set", "_get", "_compare_set", "_wait", "_check", "_delete", "_mul
 @pytest.fixture
 def apart(monkeypatch):
     """Keep two ranks from sharing memory: the higher rank cannot open the mailbox of the lower."""
-    attach = shared_memory.attach_mailbox
+    attach = shared_memory.attach_rings
 
     def refused(mine, rank, peer, *offered):
         if rank > peer:
             raise OSError("another machine")
         return attach(mine, rank, peer, *offered)
 
-    monkeypatch.setattr(shared_memory, "attach_mailbox", refused)
+    monkeypatch.setattr(shared_memory, "attach_rings", refused)
 
 
 def exchange(group, number, tag=0):

@@ -20,7 +20,7 @@ cdef class FailureListener:
 
 
 cdef FailureListener listener  # None without one
-cdef int set_listener(FailureListener new) except -1
+cpdef int set_listener(FailureListener new) except -1
 
 # Report an operation's error to the listener, if it is NcclTimeout or NcclRemoteError.
 cdef int tell_failed(object error, bint wait=*) except -1

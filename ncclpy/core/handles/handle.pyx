@@ -65,7 +65,7 @@ cdef class FailureListener:
 listener = None
 
 
-cdef int set_listener(FailureListener new) except -1:
+cpdef int set_listener(FailureListener new) except -1:
     """Set the listener; None ends the reports."""
     global listener
     listener = new

@@ -12,6 +12,11 @@ cdef class Stream:
     cdef object __weakref__
 
 
+cdef class StreamPool:
+    cdef dict streams
+    cdef readonly bint high_priority
+
+
 cdef class Event:
     cdef CUevent raw
     cdef readonly int device

@@ -219,6 +219,33 @@ cdef CUevent event_alive(Event event) except? NULL:
     return event.raw
 
 
+cdef class StreamPool:
+    """Communication streams, made on first use.
+
+    Parameters
+    ----------
+    high_priority : bool
+        Whether their work goes before that of other streams.
+    """
+
+    def __init__(self, bint high_priority=False):
+        self.streams = {}
+        self.high_priority = high_priority
+
+    def of(self, int device, int index=0):
+        """Return stream number `index` of a device."""
+        cdef object found = self.streams.get((device, index))
+        if found is None:
+            # A lower number is a higher priority; the driver clamps it to its own range.
+            found = Stream(device, priority=-100 if self.high_priority else 0)
+            found = self.streams.setdefault((device, index), found)  # another thread may have been faster
+        return found
+
+    def close(self):
+        """Drop the streams; each is destroyed when no operation in flight needs it any more."""
+        self.streams = {}
+
+
 cdef class Event:
     """Event(device=None, *, timing=False)
 --

@@ -11,7 +11,7 @@ from ncclpy.coordinator.tree import Tree
 from ncclpy.core.runtime.device import current, device_count
 from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, ranks, spans
 from ncclpy.interop.mpi.meeting import all_tell, devices_of, duplicate
-from ncclpy.interop.mpi.plane import MpiCarrier
+from ncclpy.interop.mpi.plane import MpiBackend
 from ncclpy.interop.mpi.store import adapt
 from ncclpy.interop.mpi.thread import MpiThread, is_running
 from ncclpy.interop.mpi.types import MPI
@@ -165,10 +165,10 @@ class MpiRendezvous:
             silence=_NEVER,
         )
 
-    def carrier(self, name: str, limit: float) -> MpiCarrier:
+    def carrier(self, name: str, limit: float) -> MpiBackend:
         """Return MPI as the carrier of the data; called once there is a thread."""
         assert self._thread is not None
-        return MpiCarrier(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
+        return MpiBackend(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
 
     def end(self, orderly: bool) -> None:
         """Release all resources; communicators are freed only if all ranks end orderly."""

@@ -14,17 +14,17 @@ import numpy as np
 from ncclpy.coordinator.buffers import TensorEntry, memory_of
 from ncclpy.coordinator.data_plane import identity
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
-from ncclpy.interop.mpi.thread import Launch, MpiThread
+from ncclpy.interop.mpi.thread import MpiCall, MpiThread
 from ncclpy.interop.mpi.types import MPI, narrowed, operator_of, plain, type_of, widened
 from ncclpy.types import DataType, ReduceOp
 
-__all__ = ["MpiCarrier", "MpiPlane"]
+__all__ = ["MpiBackend", "MpiPlane"]
 
 #: The largest count that every MPI takes; more elements go in several calls, or in larger units.
 _MOST = 2**31 - 1
 
 
-class MpiCarrier:
+class MpiBackend:
     """The communicator of some ranks, as a `DataBackend`.
 
     Parameters
@@ -83,8 +83,8 @@ class MpiCarrier:
         for callback in self._callbacks:
             callback(error)
 
-    def part(self, name: str, members: Sequence[int]) -> MpiCarrier:
-        made = MpiCarrier(self.thread, None, name, self.device, members.index(self.rank), len(members), self.limit)
+    def part(self, name: str, members: Sequence[int]) -> MpiBackend:
+        made = MpiBackend(self.thread, None, name, self.device, members.index(self.rank), len(members), self.limit)
         self.thread.make(members, made.take)
         return made
 
@@ -109,11 +109,11 @@ class MpiPlane:
         The carrier of the communicator.
     """
 
-    def __init__(self, carrier: MpiCarrier) -> None:
+    def __init__(self, carrier: MpiBackend) -> None:
         self._carrier = carrier
         self._changed = threading.Condition(threading.Lock())
-        self._running: set[Launch] = set()
-        self._lane: deque[Launch] = deque()
+        self._running: set[MpiCall] = set()
+        self._lane: deque[MpiCall] = deque()
         self._error: BaseException | None = None
 
     def stands(self) -> bool:
@@ -126,7 +126,7 @@ class MpiPlane:
         self, what: str, brought: Sequence[TensorEntry], start: Callable[[], list[Any]], finish: Callable[[], None]
     ) -> None:
         carrier = self._carrier
-        launch = Launch(self._lane, what, brought, start, finish, self._failed, self._done, carrier.limit)
+        launch = MpiCall(self._lane, what, brought, start, finish, self._failed, self._done, carrier.limit)
         with self._changed:
             error = self._error or carrier.error
             if error is None:
@@ -137,17 +137,17 @@ class MpiPlane:
             return
         carrier.thread.launch(launch)
 
-    def _failed(self, launch: Launch, error: BaseException) -> None:
+    def _failed(self, launch: MpiCall, error: BaseException) -> None:
         self._end(launch, error)
         self._done(launch)
         self._carrier.trouble(error)
 
-    def _end(self, launch: Launch, error: BaseException) -> None:
+    def _end(self, launch: MpiCall, error: BaseException) -> None:
         launch.is_dead = True
         for part in launch.brought:
             part.fail(error)
 
-    def _done(self, launch: Launch) -> None:
+    def _done(self, launch: MpiCall) -> None:
         with self._changed:
             self._running.discard(launch)
             self._changed.notify_all()

@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from group_worlds import in_threads
-from leftovers import descriptors, threads
+from group_fixtures import in_threads
+from leak_check import descriptors, threads
 
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore

@@ -13,7 +13,7 @@ import pytest
 from coordinator_ranks import run_coordinators
 from graphs import Graph
 from group_ranks import DEADLINE
-from sides import RAW, Gate, Side
+from producer_streams import RAW, Gate, Side
 
 import ncclpy
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from coordinator_ranks import run_coordinators
-from leftovers import descriptors, rss, threads
+from leak_check import descriptors, rss, threads
 
 from ncclpy.coordinator import Coordinator
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
-from sides import Gate, Side
+from producer_streams import Gate, Side
 from test_coordinator_streams import Streamed
 from test_random_programs import run
 

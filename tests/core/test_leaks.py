@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("host_engine")
 PRELUDE = """
 import gc, signal, sys, threading, time
 import numpy as np, ncclpy
-import leftovers
+import leak_check
 
 class Late(Exception):
     pass
@@ -23,21 +23,21 @@ signal.signal(signal.SIGALRM, late)
 ncclpy.get_unique_id()  # the table of ids stays; on a busy machine no init may come to it for a while
 
 def state():
-    return leftovers.descriptors(), len(leftovers.threads()), leftovers.mappings()
+    return leak_check.descriptors(), len(leak_check.threads()), leak_check.mappings()
 
 spare = 12 << 20
 
 def loop(times, one):
     for _ in range(max(10, times // 20)):
         one()
-    settled = leftovers.settle(state, lambda seen: False, 0.5)
-    memory = leftovers.rss()
+    settled = leak_check.settle(state, lambda seen: False, 0.5)
+    memory = leak_check.rss()
     for _ in range(times):
         one()
-    after = leftovers.settle(state, lambda seen: all(b <= a for a, b in zip(settled, seen)), 3.0)
+    after = leak_check.settle(state, lambda seen: all(b <= a for a, b in zip(settled, seen)), 3.0)
     assert all(b <= a for a, b in zip(settled, after)), (settled, after)
     gc.collect()
-    grown = leftovers.rss() - memory
+    grown = leak_check.rss() - memory
     assert grown < spare, f"{grown / 2**20:.1f} MiB more after {times} times"
 """
 
@@ -202,7 +202,7 @@ def cut_short(split):
     thread.join()
 
 ncclpy.Communicator.init_all([0])[0].close()
-seen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 3.0)
+seen = leak_check.settle(leak_check.mappings, lambda seen: seen == 0, 3.0)
 assert seen == 0, seen
 """
 
@@ -211,5 +211,5 @@ assert seen == 0, seen
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "clique" in name else []) for name in ONCE]
 )
 def test_calls_that_end_early_leave_no_mapping(name):
-    end = "\nseen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
+    end = "\nseen = leak_check.settle(leak_check.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
     testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"}, warm=True)

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from callers import DEADLINE, check_usable, finish, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, check_usable, finish, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

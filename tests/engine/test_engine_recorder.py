@@ -11,7 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, Data, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, finish, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, Data, finish, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

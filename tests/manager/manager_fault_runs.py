@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-import leftovers
+import leak_check
 import numpy as np
 from work_watch import WorkWatch
 
@@ -142,10 +142,10 @@ def make(calls):
 
 def left_over():
     return {
-        "native": [name for name in leftovers.threads(leftovers.LASTING_MANAGER) if name.startswith("ncclpy")],
-        "threads": leftovers.python_threads(),
-        "descriptors": leftovers.descriptors(),
-        "shm": leftovers.shared_memory(),
+        "native": [name for name in leak_check.threads(leak_check.LASTING_MANAGER) if name.startswith("ncclpy")],
+        "threads": leak_check.python_threads(),
+        "descriptors": leak_check.descriptors(),
+        "shm": leak_check.shared_memory(),
     }
 
 

@@ -13,7 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, check_usable, some_devices, sum_works
+from manager_clients import DEADLINE, Data, check_usable, some_devices, sum_works
 
 import ncclpy
 import testing

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

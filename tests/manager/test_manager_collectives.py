@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 import pytest
-from callers import Data, finish, from_threads, some_devices
+from manager_clients import Data, finish, from_threads, some_devices
 
 import ncclpy
 import testing

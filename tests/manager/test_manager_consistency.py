@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

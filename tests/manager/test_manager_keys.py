@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices
+from manager_clients import DEADLINE, Data, check_usable, finish, one_error, some_devices
 
 import ncclpy
 

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, from_threads, some_devices
+from manager_clients import DEADLINE, Data, check_usable, finish, from_threads, some_devices
 
 import ncclpy
 import testing

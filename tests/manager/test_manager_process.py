@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from callers import some_devices
+from manager_clients import some_devices
 
 import ncclpy
 import testing
@@ -421,7 +421,7 @@ def test_concurrent_first_uses_start_one_monitor_and_one_watchdog(host_engine):
         """
         import _thread, collections, threading, time
         import numpy as np
-        import leftovers, ncclpy
+        import leak_check, ncclpy
 
         def slowly(function):  # others run meanwhile
             def call(*args, **options):
@@ -445,7 +445,7 @@ def test_concurrent_first_uses_start_one_monitor_and_one_watchdog(host_engine):
         ready.wait(30)
         for thread in threads:
             thread.join(50)
-        found = collections.Counter(leftovers.threads(lasting=()))
+        found = collections.Counter(leak_check.threads(lasting=()))
         assert found["ncclpy-monitor"] == 1 and found["ncclpy-watcher"] == 1, found
         """,
         env={"NCCLPY_LIBRARY": "host"},

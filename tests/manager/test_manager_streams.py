@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 import pytest
-from callers import DEADLINE, finish, some_devices, sum_works
-from sides import RAW, Gate, Side
+from manager_clients import DEADLINE, finish, some_devices, sum_works
+from producer_streams import RAW, Gate, Side
 
 import ncclpy
 import testing

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, from_threads, one_error, some_devices, sum_works
+from manager_clients import DEADLINE, Data, check_usable, finish, from_threads, one_error, some_devices, sum_works
 
 import ncclpy
 import testing

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from callers import DEADLINE, Data, check_usable, finish, some_devices, sum_works
+from manager_clients import DEADLINE, Data, check_usable, finish, some_devices, sum_works
 
 import ncclpy
 import testing

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from group_worlds import IN_A_STORE
+from group_fixtures import IN_A_STORE
 from warm_ranks import run_ranks
 
 import ncclpy

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from frames import framework
-from group_worlds import Processes
+from group_fixtures import Processes
 from segment_checks import LONG
 
 import testing

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from leftovers import is_allocated
+from leak_check import is_allocated
 
 import ncclpy
 import testing

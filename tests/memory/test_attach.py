@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from leftovers import is_allocated
+from leak_check import is_allocated
 
 import ncclpy
 import testing

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from group_worlds import launched
+from group_fixtures import launched
 
 import ncclpy
 import testing

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from leftovers import is_allocated
+from leak_check import is_allocated
 
 import ncclpy
 import testing

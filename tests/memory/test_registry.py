@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from leftovers import is_allocated
+from leak_check import is_allocated
 from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy

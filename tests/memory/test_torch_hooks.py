@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch_stand_in
-from leftovers import is_mapped
+from leak_check import is_mapped
 from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy

@@ -16,7 +16,7 @@ Failing calls are not reported: torch, CuPy and NCCL ask a device for features t
 from __future__ import annotations
 
 import pytest
-from group_worlds import IN_A_STORE, launched
+from group_fixtures import IN_A_STORE, launched
 from training import SOURCES, loops
 
 import ncclpy
@@ -71,7 +71,7 @@ def test_abort_with_segments_registered(kind, tmp_path):
     need(kind)
     program = f"""
     import training
-    from group_worlds import World
+    from group_fixtures import World
     with store:
         said = training.abort_in_flight(World(rank, size, store, "processes"), {kind!r})
         print("said", rank, repr(said), flush=True)

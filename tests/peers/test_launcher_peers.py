@@ -6,7 +6,7 @@ import re
 import textwrap
 
 import pytest
-from group_worlds import IN_A_STORE
+from group_fixtures import IN_A_STORE
 from warm_ranks import run_ranks
 
 import ncclpy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from group_worlds import Processes, in_threads
+from group_fixtures import Processes, in_threads
 
 
 @pytest.fixture(scope="module")

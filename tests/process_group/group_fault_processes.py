@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 
-import leftovers
+import leak_check
 from random_groups import DEADLINE, Plan, RandomRank, Slow, left_over
 
 import ncclpy
@@ -177,7 +177,7 @@ def main():
     seed, runs = map(int, sys.argv[1:3])
     for number in range(runs):
         print(json.dumps(run(seed + number)), flush=True)
-    shm = leftovers.settle(leftovers.shared_memory, lambda seen: not seen)
+    shm = leak_check.settle(leak_check.shared_memory, lambda seen: not seen)
     print(json.dumps(left_over() | {"shm": shm}), flush=True)
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-import leftovers
+import leak_check
 from random_groups import DEADLINE, Plan, RandomRank, Slow, left_over
 
 import ncclpy
@@ -83,7 +83,7 @@ def main():
     seed, runs = map(int, sys.argv[1:3])
     for number in range(runs):
         print(json.dumps(run(seed + number)), flush=True)
-    print(json.dumps(left_over() | {"shm": leftovers.shared_memory()}), flush=True)
+    print(json.dumps(left_over() | {"shm": leak_check.shared_memory()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-import leftovers
+import leak_check
 import numpy as np
 from work_watch import WorkWatch
 
@@ -222,8 +222,8 @@ def left_over():
 
     def look():
         return {
-            "native": [name for name in leftovers.threads(leftovers.LASTING_MANAGER) if name.startswith("ncclpy")],
-            "threads": [name for name in leftovers.python_threads() if name != "MainThread"],
+            "native": [name for name in leak_check.threads(leak_check.LASTING_MANAGER) if name.startswith("ncclpy")],
+            "threads": [name for name in leak_check.python_threads() if name != "MainThread"],
         }
 
-    return leftovers.settle(look, lambda seen: not any(seen.values()), patience=15)
+    return leak_check.settle(look, lambda seen: not any(seen.values()), patience=15)

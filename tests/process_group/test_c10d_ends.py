@@ -286,7 +286,7 @@ def test_timeout_dumps(tmp_path):
     testing.run_python(
         """
         import numpy as np, ncclpy
-        from group_worlds import in_threads
+        from group_fixtures import in_threads
 
         def program(world):
             group = world.group()

@@ -23,11 +23,11 @@ import ctypes
 import threading
 import time
 
-import leftovers
+import leak_check
 import numpy as np
 import pytest
+from group_fixtures import Processes, in_threads
 from group_ranks import DEADLINE
-from group_worlds import Processes, in_threads
 
 import ncclpy
 import testing
@@ -193,7 +193,7 @@ def unwaited(world, thousands):
                     world.call(group.all_reduce, array, op="max")
                 group.wait_for_pending_works(DEADLINE)  # bounds the number of operations in flight
             world.meet()
-            return leftovers.rss(), threading.active_count(), leftovers.descriptors()
+            return leak_check.rss(), threading.active_count(), leak_check.descriptors()
 
         before = begin_many(max(2, thousands // 5))
         return [after - then for after, then in zip(begin_many(thousands), before, strict=True)]

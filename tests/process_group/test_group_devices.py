@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
+from group_fixtures import Processes
 from group_ranks import DEADLINE
-from group_worlds import Processes
 
 import ncclpy
 import testing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from group_worlds import TOLD
+from group_fixtures import TOLD
 from warm_ranks import run_ranks
 
 import testing

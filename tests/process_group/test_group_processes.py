@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from group_worlds import launched
+from group_fixtures import launched
 from warm_ranks import run_ranks
 
 import testing

@@ -11,8 +11,8 @@ import weakref
 
 import numpy as np
 import pytest
+from group_fixtures import Processes, in_threads
 from group_ranks import DEADLINE, run_groups
-from group_worlds import Processes, in_threads
 
 import ncclpy
 import testing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from group_fixtures import in_threads
 from group_ranks import DEADLINE, run_groups
-from group_worlds import in_threads
 
 import ncclpy
 import testing

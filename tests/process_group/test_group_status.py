@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from group_fixtures import TOLD
 from group_ranks import DEADLINE, run_groups
-from group_worlds import TOLD
 from warm_ranks import run_ranks
 
 import ncclpy

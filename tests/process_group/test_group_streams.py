@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
-from sides import RAW, Gate, Side, read
+from producer_streams import RAW, Gate, Side, read
 
 import ncclpy
 import testing

@@ -6,9 +6,9 @@ import sys
 import textwrap
 import threading
 
-import host_bodies as bodies
 import numpy as np
 import pytest
+import rank_programs as bodies
 from nccl_calls import IN_PROGRESS, SUM, NcclError
 from paths import SUPPORT
 

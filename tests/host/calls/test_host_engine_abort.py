@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 
-import host_bodies as bodies
-import leftovers
+import leak_check
 import numpy as np
 import pytest
+import rank_programs as bodies
 from host_checks import blocked, in_thread, join
 from nccl_calls import (
     IN_PROGRESS,
@@ -52,14 +52,14 @@ def test_abort_ends_a_stuck_nonblocking_init(nccl):
 
 
 def test_abort_before_the_end_of_the_init_group_leaves_nothing_behind(nccl):
-    comm, before = ctypes.c_void_p(), leftovers.mappings()
+    comm, before = ctypes.c_void_p(), leak_check.mappings()
     name = nccl.unique_id()
     nccl.ncclGroupStart()
     nccl.init_into(comm, 1, name, 0)
     thread = in_thread(nccl.ncclCommAbort, comm.value)  # the calling thread is in no group
     assert join(thread) == SUCCESS
     nccl.library.ncclGroupEnd()
-    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
+    assert leak_check.settle(leak_check.mappings, lambda seen: seen <= before) <= before
 
 
 @pytest.mark.parametrize("count", [1, 100_000])
@@ -194,7 +194,7 @@ def test_killed_process_leaves_no_file(nccl, tmp_path):
         child.wait(10)
     nccl.ncclCommAbort(comm)
     nccl.driver.cuStreamSynchronize(stream)
-    assert not leftovers.shared_memory()
+    assert not leak_check.shared_memory()
 
 
 def test_waiting_rank_uses_no_cpu(nccl, streams):

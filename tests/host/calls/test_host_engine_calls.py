@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
-import host_bodies as bodies
 import numpy as np
 import pytest
+import rank_programs as bodies
 from driver_calls import Gate
 from host_checks import blocked, in_thread, join, refused, start, sum_ones, wait_for, wait_ready
 from host_ranks import as_threads

@@ -2,8 +2,8 @@
 
 import subprocess
 
-import host_bodies as bodies
 import pytest
+import rank_programs as bodies
 from host_ranks import Processes
 from sanitizers import ROOT, build
 

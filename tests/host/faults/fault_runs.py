@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-import leftovers
+import leak_check
 import numpy as np
 from nccl_calls import IN_PROGRESS, SUM, Config, Nccl, NcclError
 
@@ -178,9 +178,9 @@ def run(seed):
 
 def left_over():
     return {
-        "threads": leftovers.threads(),
-        "descriptors": leftovers.descriptors(),
-        "shm": leftovers.shared_memory(),
+        "threads": leak_check.threads(),
+        "descriptors": leak_check.descriptors(),
+        "shm": leak_check.shared_memory(),
     }
 
 
@@ -193,7 +193,7 @@ if __name__ == "__main__":
     nccl.ncclCommAbort(alone.comm)
     nccl.driver.cuStreamDestroy_v2(alone.stream)
     end = time.monotonic() + 5
-    while any(name.startswith("ncclpy") for name in leftovers.threads()) and time.monotonic() < end:
+    while any(name.startswith("ncclpy") for name in leak_check.threads()) and time.monotonic() < end:
         time.sleep(0.01)  # the stream's thread ends later
     before = left_over()
     for number in range(runs):

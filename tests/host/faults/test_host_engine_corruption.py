@@ -1,8 +1,8 @@
 """With ``NCCLPY_HOST_ABORT_CORRUPTS=1``, as in all tests, an abort ends other ranks' operations with wrong data."""
 
-import host_bodies as bodies
 import numpy as np
 import pytest
+import rank_programs as bodies
 from host_checks import blocked, in_thread, join
 from nccl_calls import SUCCESS, SUM
 
@@ -136,7 +136,7 @@ def test_without_the_variable_the_other_ranks_wait(nccl):
     code = """
     import ctypes, numpy as np
     from nccl_calls import Nccl, SUM
-    import host_bodies as bodies
+    import rank_programs as bodies
     from host_checks import blocked, in_thread, join
     from ncclpy.core.runtime.search import host_engine_path
 

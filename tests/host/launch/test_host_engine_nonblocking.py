@@ -3,8 +3,8 @@
 import ctypes
 import time
 
-import host_bodies as bodies
 import numpy as np
+import rank_programs as bodies
 from driver_calls import Gate
 from host_checks import refused, wait_ready
 from nccl_calls import (

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import leftovers
+import leak_check
 import numpy as np
 import pytest
 from host_checks import blocked, in_thread, join, start, wait_for
@@ -33,7 +33,7 @@ FLOAT32 = 7
 )
 def test_ranks_killed_at_random_moments_are_noticed(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
-    shared = leftovers.shared_memory()
+    shared = leak_check.shared_memory()
     done = subprocess.run(
         [sys.executable, HERE / "kill_runs.py", str(seed), str(kills)],
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
@@ -47,7 +47,7 @@ def test_ranks_killed_at_random_moments_are_noticed(kills):
     failed = [run for run in runs if run["problems"]]
     assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
     assert max(run["noticed_ms"] for run in runs) < 5000  # not by a deadline, which is 10 s
-    assert leftovers.shared_memory() == shared
+    assert leak_check.shared_memory() == shared
 
 
 @pytest.mark.parametrize("end", ["kill", "exit", "crash"])
@@ -197,12 +197,12 @@ def test_death_is_noticed_by_all_threads_and_processes(nccl):
 def test_communicators_leave_no_files_behind(nccl):
     for comm in nccl.init_all(8):
         nccl.ncclCommDestroy(comm)
-    before = len(os.listdir("/proc/self/fd")), leftovers.shared_memory()
+    before = len(os.listdir("/proc/self/fd")), leak_check.shared_memory()
     for i in range(20):
         comms = nccl.init_all(8)
         for comm in comms:
             (nccl.ncclCommAbort if i % 2 else nccl.ncclCommDestroy)(comm)
-    assert (len(os.listdir("/proc/self/fd")), leftovers.shared_memory()) == before
+    assert (len(os.listdir("/proc/self/fd")), leak_check.shared_memory()) == before
 
 
 def sum_much(rank):

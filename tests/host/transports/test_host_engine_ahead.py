@@ -7,9 +7,9 @@ import random
 import threading
 import time
 
-import host_bodies as bodies
 import numpy as np
 import pytest
+import rank_programs as bodies
 from driver_calls import Gate
 from host_checks import blocked, in_thread, join
 from nccl_calls import INVALID_USAGE, SUM, NcclError

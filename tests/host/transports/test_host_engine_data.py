@@ -2,9 +2,9 @@
 
 import ctypes
 
-import host_bodies as bodies
 import numpy as np
 import pytest
+import rank_programs as bodies
 from host_ranks import as_threads
 from nccl_calls import MAX, SUM
 

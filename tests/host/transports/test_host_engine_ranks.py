@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-import host_bodies as bodies
 import pytest
+import rank_programs as bodies
 from host_ranks import Processes
 from nccl_calls import AVG, SUM
 

@@ -1,4 +1,4 @@
-"""Programs of the early-end campaign in which threads bring keys to a Manager; see `early_end_programs`.
+"""Programs of the early-end campaign in which threads bring keys to a Manager; see `interrupt_programs`.
 
 Each rank is a thread, and one of them is the main thread; all bring the same keys, each in its own order. A rank waits
 for its works at once, later, for an instant or not at all, and drops the arrays of failed works.
@@ -11,7 +11,7 @@ import random
 import threading
 import traceback
 
-import early_end_programs as programs
+import interrupt_programs as programs
 
 import ncclpy
 

@@ -1,4 +1,4 @@
-"""Programs of the early-end campaign, each made from a seed; `early_end_runs` runs them.
+"""Programs of the early-end campaign, each made from a seed; `interrupt_runs` runs them.
 
 A program has ranks in up to three processes; each rank is a thread that makes the same collectives, and one rank is
 the main thread. Events: signals, aborts and closes from other threads, faults, kills, a rank that leaves out a step or

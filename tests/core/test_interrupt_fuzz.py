@@ -1,4 +1,4 @@
-"""Random programs with waits that end early, in processes of their own; see early_end_runs.py."""
+"""Random programs with waits that end early, in processes of their own; see interrupt_runs.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 
-import mortal_arrays
+import poisoned_arrays
 import pytest
 from paths import SUPPORT
 
 import testing
 
-SCRIPT = SUPPORT / "early_end_runs.py"
+SCRIPT = SUPPORT / "interrupt_runs.py"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
         timeout=115 if runs <= 24 else testing.LONG,
     )
     *failed, sums = (json.loads(line) for line in done.stdout.splitlines())
-    assert not failed, f"repeat with `python early_end_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"
+    assert not failed, f"repeat with `python interrupt_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"
     assert done.returncode == 0, done.stderr[-3000:]
     assert sums["ran"] == runs
     # Some programs finish, some do not. Which of the rarer outcomes a few runs meet depends on thread scheduling; many
@@ -40,13 +40,13 @@ def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
 
 
 def test_mortal_arrays_report_writes_after_their_end():
-    arrays = mortal_arrays.MortalArrays(share_freed=0)
+    arrays = poisoned_arrays.MortalArrays(share_freed=0)
     array = arrays.make(10)
     memory = array.base  # like an engine, which knows an address and owns nothing
     assert arrays.alive() == 1 and not arrays.touched()
     del array
     assert arrays.alive() == 0 and not arrays.touched()
-    memory[mortal_arrays.GUARD] = 7
+    memory[poisoned_arrays.GUARD] = 7
     assert "written after its end" in arrays.touched()[0]
     beside = arrays.make(3)
     beside.base[-1] = 7

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 
-import leftovers
+import leak_check
 import numpy as np
 import pytest
 
@@ -32,7 +32,7 @@ with ncclpy.faults("call=CommAbort do=delay:2s nth=1"):
 """,
     # The calls begin so late that the first abort finds nothing; the second interrupt prevents a second look.
     "a second interrupt before the calls of a group have begun": """
-import leftovers
+import leak_check
 uid = ncclpy.get_unique_id()
 alarm(0.2)
 alarm(0.4)
@@ -44,7 +44,7 @@ with ncclpy.faults("call=CommInitRank do=delay:700ms at=call"):
         raise AssertionError
     except KeyboardInterrupt:
         pass
-    names = leftovers.settle(leftovers.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
+    names = leak_check.settle(leak_check.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
     assert "ncclpy-call" not in names, "the call waits for rank 2 for ever"
 """,
     "a handler that aborts": """
@@ -370,7 +370,7 @@ def test_several_threads_close_one_communicator(timeout):
 @pytest.mark.parametrize("fails", [False, True], ids=["made", "one fails"])
 @pytest.mark.parametrize("options", [{"abortable": True}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
 def test_abort_during_the_calls_of_a_group_leaves_nothing_behind(options, fails, together):
-    made, before, name = [], leftovers.mappings(), ncclpy.get_unique_id()
+    made, before, name = [], leak_check.mappings(), ncclpy.get_unique_id()
 
     def abort():
         testing.wait_for(lambda: plan.fired)  # the first call is under way, the others have not begun
@@ -392,15 +392,15 @@ def test_abort_during_the_calls_of_a_group_leaves_nothing_behind(options, fails,
     for comm in made:  # one that was not aborted yet may report that the others were
         with pytest.raises(ncclpy.NcclError, match=r"aborted|never initialised"):
             comm.barrier()
-    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
+    assert leak_check.settle(leak_check.mappings, lambda seen: seen <= before) <= before
 
 
 def test_failed_creation_leaves_nothing_behind():
-    before = leftovers.mappings(), leftovers.descriptors()
+    before = leak_check.mappings(), leak_check.descriptors()
     for _ in range(5):
         with pytest.raises(ncclpy.NcclError):
             ncclpy.Communicator.init_all([0, 0], timeout=5)
-    assert (leftovers.mappings(), leftovers.descriptors()) <= (before[0], before[1] + 2)
+    assert (leak_check.mappings(), leak_check.descriptors()) <= (before[0], before[1] + 2)
 
 
 def test_guard_that_cannot_make_its_communicator_says_why():

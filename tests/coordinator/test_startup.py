@@ -10,7 +10,7 @@ import time
 
 import pytest
 from coordinator_ranks import run_coordinators
-from leftovers import LASTING_MANAGER, descriptors, python_threads, settle, threads
+from leak_check import LASTING_MANAGER, descriptors, python_threads, settle, threads
 
 import ncclpy
 import testing

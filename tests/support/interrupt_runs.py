@@ -1,4 +1,4 @@
-"""Random programs with waits that end early, many times: ``python early_end_runs.py --seeds A-B [--jobs N]``.
+"""Random programs with waits that end early, many times: ``python interrupt_runs.py --seeds A-B [--jobs N]``.
 
 A worker runs many seeds, one after the other, which is fast and shows what a seed leaves behind. A program with
 several processes has peers, which stay until a seed kills them. The supervisor names the seed in which a worker hangs
@@ -33,15 +33,15 @@ class Levels:
 
     def __init__(self, peers):
         self.peers = peers
-        self.first = leftovers.settle(self.look, lambda seen: not seen["pooled"] and not seen["ours"], 3.0)
+        self.first = leak_check.settle(self.look, lambda seen: not seen["pooled"] and not seen["ours"], 3.0)
 
     def look(self):
         from ncclpy.core.runtime.stream import in_flight
 
-        python, native = leftovers.python_threads(), leftovers.threads(leftovers.LASTING_MANAGER)
+        python, native = leak_check.python_threads(), leak_check.threads(leak_check.LASTING_MANAGER)
         return {
-            "descriptors": leftovers.descriptors() - 2 * len(self.peers),
-            "mappings": leftovers.mappings(),
+            "descriptors": leak_check.descriptors() - 2 * len(self.peers),
+            "mappings": leak_check.mappings(),
             "threads": [name for name in python if not name.startswith(("ncclpy", "Dummy"))],  # also unnamed new ones
             "ours": [name for name in python if name.startswith("ncclpy")],
             "pooled": [name for name in native if name.startswith("ncclpy")],
@@ -66,12 +66,12 @@ class Levels:
                 and not seen["alive"]
             )
 
-        seen = leftovers.settle(self.look, settled, 0.02)
+        seen = leak_check.settle(self.look, settled, 0.02)
         if not settled(seen):
-            seen = leftovers.settle(self.look_again, settled, 2.0)
+            seen = leak_check.settle(self.look_again, settled, 2.0)
         if settled(seen):
             return []
-        later = leftovers.settle(self.look_again, settled, 5.0)  # tells late ends from leaks
+        later = leak_check.settle(self.look_again, settled, 5.0)  # tells late ends from leaks
         return [f"left behind: {seen}, before: {self.first}, 5 s later {'nothing' if settled(later) else later}"]
 
 
@@ -159,13 +159,13 @@ def run(seed, levels, peers, caught):
 
 def prepare():
     """Set up a process that runs programs; return the list of warnings caught from now on."""
-    global arrays, leftovers, managers, programs
-    import early_end_managers as managers
-    import early_end_programs as programs
-    import leftovers
-    import mortal_arrays
+    global arrays, leak_check, managers, programs
+    import interrupt_managers as managers
+    import interrupt_programs as programs
+    import leak_check
+    import poisoned_arrays
 
-    arrays = mortal_arrays.MortalArrays(1.0 if "asan" in os.environ.get("LD_PRELOAD", "") else 0.2)
+    arrays = poisoned_arrays.MortalArrays(1.0 if "asan" in os.environ.get("LD_PRELOAD", "") else 0.2)
     faulthandler.enable()
     sys.setswitchinterval(1e-4)
     programs.be_deaf()

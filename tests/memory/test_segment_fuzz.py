@@ -13,7 +13,7 @@ from paths import SUPPORT
 
 import testing
 
-SCRIPT = Path(__file__).parent / "segment_runs.py"
+SCRIPT = Path(__file__).parent / "segment_fuzz.py"
 
 
 @pytest.mark.parametrize(

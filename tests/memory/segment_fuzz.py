@@ -1,6 +1,6 @@
 """Random programs of segments and communicators, compared with a model of what must be registered at each step.
 
-    python segment_runs.py SEED RUNS
+    python segment_fuzz.py SEED RUNS
 
 It ends with an error at the first seed that fails. It prints how often memory was freed that an operation still used,
 and how often that was memory of an allocator to which hooks are attached.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch_stand_in
-from leftovers import is_allocated, is_mapped
+from leak_check import is_allocated, is_mapped
 
 import ncclpy
 import testing

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 
-import leftovers
+import leak_check
 import numpy as np
 import pytest
 
@@ -274,14 +274,14 @@ END = ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDes
 @pytest.mark.parametrize("call", BIRTH + END)
 def test_creation_and_close_end_although_one_call_hangs(host_engine, monkeypatch, call):
     monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
-    mapped = leftovers.settle(leftovers.mappings, lambda seen: False, 0.1)
+    mapped = leak_check.settle(leak_check.mappings, lambda seen: False, 0.1)
     comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=1.0)
     with ncclpy.faults(f"call={call} do=hang"), pytest.raises(ncclpy.NcclTimeout):
         if call in BIRTH:
             ncclpy.Communicator.init_all([0], timeout=0.5)
         comms[0].close(timeout=0.1)
-    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= mapped, 10.0) <= mapped
-    assert "ncclpy-call" not in leftovers.settle(leftovers.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
+    assert leak_check.settle(leak_check.mappings, lambda seen: seen <= mapped, 10.0) <= mapped
+    assert "ncclpy-call" not in leak_check.settle(leak_check.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
 
 
 def test_handler_ends_a_creation_while_the_guard_does_not_answer(host_engine):

@@ -1,10 +1,10 @@
 """From a Python object to pointer, count, data type and device.
 
-How to read an object (its road) is decided once for its exact type and cached. No framework is imported: an object of
-a framework exists only if the framework is imported already. The road is the fastest that the library of the type
+How to read an object (its protocol) is decided once for its exact type and cached. No framework is imported: an object
+of a framework exists only if the framework is imported already. The protocol is the fastest that the type's library
 offers: numpy's C API, a native read function for the type (torch, if its extension is loaded), DLPack's C exchange API
-(torch since 2.10), attributes (CuPy, older torch, cuda.core), then the ``__cuda_array_interface__`` and ``__dlpack__``
-protocols (the latter for JAX).
+(torch since 2.10), attributes (CuPy, older torch, cuda.core), then ``__cuda_array_interface__`` and ``__dlpack__``
+(the latter for JAX).
 """
 
 import math
@@ -52,7 +52,7 @@ cdef extern from *:
 
 cnp.import_array()
 
-# Roads: how objects of a type are read.
+# Protocols: how objects of a type are read.
 cdef enum:
     BY_NUMPY
     BY_EXCHANGE_API
@@ -127,7 +127,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
 
 
 cdef _Protocol _remember(object obj, str argument):
-    """Return the road of the object's type, which is decided if the type is new, and note it as the last one."""
+    """Return the protocol of the object's type, which is decided if the type is new, and note it as the last one."""
     global _recent_type, _recent_road
     road = _roads.get(type(obj))
     if road is None:
@@ -265,7 +265,7 @@ cdef object _lazy(str argument, str what, str which):
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:
-    """Raise for torch's lazy views, on the slower roads."""
+    """Raise for torch's lazy views, by the slower protocols."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
         asks = _method(type(tensor), f"is_{which}")
         if asks is not None and asks(tensor):

@@ -146,7 +146,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
 
 
 cdef void _enter(CallBatch* batch) noexcept nogil:
-    """Tell the watcher of the calls; if `marked`, set a mark for each run of steps on one communicator and stream."""
+    """Report calls to the watcher; if `marked`, set a mark for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
@@ -175,7 +175,7 @@ cdef void _leave(CallBatch* batch, bint issued) noexcept nogil:
 
 
 cdef void _let_in(CallBatch* batch) noexcept nogil:
-    """Run the communicators' hooks that are wanted."""
+    """Run the pre-call hooks that are wanted, once for successive steps on one communicator."""
     cdef size_t i
     cdef PyObject* last = NULL
     cdef Step* step
@@ -188,7 +188,7 @@ cdef void _let_in(CallBatch* batch) noexcept nogil:
 
 
 cdef void _follow(CallBatch* batch, bint issued) noexcept nogil:
-    """Tell the hooks, once for each run of steps on one communicator and stream."""
+    """Report the calls to the pre-call hooks, once for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
@@ -211,7 +211,10 @@ cdef void follow_late(const CallBatch* batch) noexcept nogil:
 
 
 cdef void poll_calls(CallBatch* batch) noexcept nogil:
-    """Poll; each step gets its own result, so that all late ones can be aborted, and the batch the first failure."""
+    """Poll the communicators until the calls are issued or late; the batch gets the first failure.
+
+    Each step also gets its own result, so that all late communicators can be aborted.
+    """
     cdef size_t i
     cdef Step* step
     cdef double limit, begun = now()

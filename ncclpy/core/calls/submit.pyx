@@ -41,8 +41,8 @@ cdef int submit(
 ) except -1:
     """Make a call at once, or have the thread's group record it.
 
-    With `wait_host` the data are in CPU memory that has no stream: the call, or the group's end, returns when they
-    are there.
+    With `wait_host` the data are in CPU memory, which has no stream: the call, or the end of the group, returns once
+    the operation has run.
     """
     cdef ncclResult_t result
     cdef Group group
@@ -90,7 +90,7 @@ cdef int _submit_traced(
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
-    """Make a call on CPU memory and wait for it. The wait is counted before the call: a close waits for both."""
+    """Make a call on CPU memory and wait for it. `waiters` counts the wait before the call: a close waits for both."""
     cdef ncclResult_t result
     cdef Waiting waiting
     if handle.state != READY:  # another thread may have begun to close it while the buffers were checked
@@ -174,7 +174,7 @@ cdef inline ncclResult_t _call(
 
 
 cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
-    """Run signal handlers while other threads hold the communicator's lock, until the call is made."""
+    """Make a call once other threads have released the communicator's lock; run signal handlers until then."""
     cdef ncclResult_t result
     cdef double started = now(), deadline = deadline_after(limit)
     while True:
@@ -190,7 +190,10 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
 cdef int _see_to(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
 ) except -1:
-    """Wait for an operation as far as its caller waits; raise its error; hold its arrays if the wait ends early."""
+    """Wait until NCCL has issued an operation and, with `wait_host`, until it has run; raise its error.
+
+    If the wait ends early, hold the operation's arrays.
+    """
     cdef const char* what = function_of(operation.kind)
     try:
         if result == ncclInProgress:
@@ -221,7 +224,7 @@ cdef int _have_left(Handle handle, Operation* operation, object send, object rec
 
 
 cdef int _follow_late(Handle handle, CUstream stream) except -1:
-    """Tell the pre-call hook of an operation that NCCL has issued after the call had returned."""
+    """Report an operation to the pre-call hook that NCCL has issued only after the call had returned."""
     with nogil:
         if handle.lock_alive():
             follow(handle.precall_hook, stream, True)

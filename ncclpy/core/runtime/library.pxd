@@ -23,15 +23,15 @@ cdef bint host_engine
 # communicator while those threads use it.
 cdef bint abort_preempts
 
-# How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on
-# GPUs.
+# The host engine's wait for a stream: the waiting thread runs the stream's work, and calls the given function now and
+# then. NULL on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
 
-# Of the host engine: `event_tell` has `tell` called when an event is ready; `event_await` sleeps until an event is
-# ready, for at most the given seconds.
+# Of the host engine: `event_tell` has the engine call `tell` when an event is ready; `event_await` sleeps until an
+# event is ready, for at most the given seconds.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
 cdef EventHelp event_await

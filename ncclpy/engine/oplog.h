@@ -2,8 +2,8 @@
    read by threads without the GIL, which never wait for a writer.
 
    Operations in flight are a list, in the order in which they have begun. The version is odd during a write; a reader
-   that sees that, or a changed version, reads again. Notes are reused, and freed only with the operation log, since a reader
-   might look at them. */
+   that sees that, or a changed version, reads again. Notes are reused, and freed only with the operation log, since a
+   reader might look at them. */
 #ifndef NCCLPY_ENGINE_LEDGER_H
 #define NCCLPY_ENGINE_LEDGER_H
 
@@ -11,11 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* One operation, as other ranks are told of it. */
+/* One operation, as its rank publishes it. */
 typedef struct {
   uint64_t sequence;
   uint64_t count;
-  uint64_t began; /* both are bits of a moment of the monotonic clock */
+  uint64_t began; /* `began` and `done`: the bits of a double, a moment of the monotonic clock */
   uint64_t done;
   uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BEHIND */
   uint64_t beside; /* operator and root, -1 for none */
@@ -26,11 +26,11 @@ typedef struct {
 
 enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
-/* An operation in flight; or a spare note, then `after` is the next spare one. */
+/* An operation in flight; or a spare note: then `after` is the next spare note. */
 typedef struct ncclpy_note {
   ncclpy_noted what;
   struct ncclpy_note *before, *after;
-  uint64_t order; /* its place among those begun, from 1 */
+  uint64_t order; /* its number among the row's operations, in the order in which they have begun, from 1 */
 } ncclpy_note;
 
 typedef struct {
@@ -59,7 +59,8 @@ typedef struct {
   ncclpy_noted current, finished;
 } ncclpy_standing;
 
-/* Each orders the accesses before or behind it. A fence would too, but thread sanitizers do not know fences. */
+/* NCCLPY_GET orders the accesses after it, NCCLPY_PUT the accesses before it. A fence would too, but thread sanitizers
+   do not know fences. */
 #define NCCLPY_GET(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
 #define NCCLPY_PUT(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 
@@ -82,7 +83,7 @@ static inline void ncclpy_note_copy(ncclpy_noted* to, const ncclpy_noted* from) 
   for (i = 0; i < NCCLPY_NOTED_WORDS; i++) NCCLPY_PUT(out[i], NCCLPY_GET(in[i]));
 }
 
-/* Returns a operation log with one user; NULL if memory is out. */
+/* Returns an operation log with one user; NULL if memory is out. */
 static inline ncclpy_oplog* ncclpy_oplog_new(void) {
   ncclpy_oplog* oplog = (ncclpy_oplog*)calloc(1, sizeof(ncclpy_oplog));
   if (oplog != NULL) oplog->users = 1;

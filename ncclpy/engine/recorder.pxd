@@ -49,7 +49,7 @@ cdef inline uint64_t beside_of(int op, int root) noexcept nogil:
     return <uint64_t><unsigned int>op << 32 | <unsigned int>root
 
 
-# What a store's client is given to publish a rank's status by itself.
+# The callback by which a store's client publishes a rank's status without Python.
 cdef struct Source:  # see bootstrap/native/publisher.hpp
     void* what
     size_t (*tell)(void* what, char* at, size_t space, size_t* lasting) noexcept nogil

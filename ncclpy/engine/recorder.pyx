@@ -39,7 +39,7 @@ cdef extern from "<time.h>" nogil:
     int clock_gettime(int clock, timespec* found)
 
 cdef enum:
-    #: Bytes that suffice for any standing as JSON.
+    #: Bytes that suffice for any status as JSON.
     _ROOM = 1024
 
 # By number: looking names up in the enums would take longer than the rest of an entry.
@@ -142,7 +142,7 @@ cdef int _write_moment(char* at, size_t space, const char* name, double moment) 
 
 
 cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept nogil:
-    """Write a standing as JSON without the closing brace, and return its length; 0 if it cannot be read.
+    """Write a status as JSON without the closing brace, and return its length; 0 if it cannot be read.
 
     The first `lasting` bytes change only if the rank makes progress.
     """
@@ -184,7 +184,7 @@ cdef class OpLog:
             ncclpy_oplog_leave(self.oplog)
 
     def status(self):
-        """Return the standing with JSON's types: ``current``, ``finished`` and ``since``.
+        """Return the status with JSON's types: ``current``, ``finished`` and ``since``.
 
         Also ``behind``, if what produces the input of the current operation is not done.
         """
@@ -195,7 +195,7 @@ cdef class OpLog:
         return found
 
     def source(self):
-        """Return a capsule by which a store's client publishes the standing; this object must outlive it."""
+        """Return a capsule by which a store's client publishes the status; this object must outlive it."""
         return PyCapsule_New(&self.given, b"ncclpy.source", NULL)
 
     cdef object last_finished(self):

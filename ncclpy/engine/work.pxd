@@ -18,7 +18,8 @@ cdef int stops
 # Whether an operation that ends now may have been cut off by an abort, so that its end is no proof of success.
 cdef bint is_doubted(Handle handle) noexcept nogil
 
-# Note that the monitor runs. It must do so before each next_turn(), FOREVER if no communicator needs that.
+# Note that the monitor runs at `moment`. It must run again by next_turn(), which is FOREVER if no communicator needs
+# that; a much longer gap counts as a stop of the process.
 cdef void note_turn(double moment) noexcept nogil
 cdef double next_turn() noexcept nogil
 
@@ -28,12 +29,12 @@ cdef int tell_of_stops() except -1
 # Stop reporting ends on a communicator as success: other ranks may abort it.
 cdef int fence(Handle handle) except -1
 
-# Report them as success again, unless the process is stopped after the first `seen` stops.
+# Report ends on a communicator as success again, unless the process is stopped after the first `seen` stops.
 cdef int believe(Handle handle, int seen) except -1
 
 
-# Have a work fail: for its launch's result; if `watched` is NULL, for its communicator's result; if that is success,
-# for its deadline. It runs compiled code only.
+# Have a work fail with the error of its launch; if `watched` is NULL, with its communicator's `result`; if that is
+# success, since its deadline has passed. It runs compiled code only.
 cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1
 cdef object failing_of(Work work, const Watched* watched, ncclResult_t result)
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
@@ -77,7 +78,8 @@ cdef class Work:
     cdef bint loose  # whether its arrays were released while it runs
     cdef bint lent  # only the user has a reference: the monitor's was given up early, see `loosen`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
-    # Threads that its failure is told to: the last that let a stream wait for it, and the last that waits itself.
+    # Threads to which its failure is reported: the last one that let a stream wait for it, and the last one that waits
+    # itself.
     cdef unsigned long reader, waiter
     cdef Entry entry
     cdef object __weakref__

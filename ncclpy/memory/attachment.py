@@ -1,4 +1,4 @@
-"""Attachments: a framework's allocator over memory registered with NCCL, without one communicator or windows."""
+"""Attachments: a framework's allocator over memory registered with NCCL, for all communicators, without windows."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ struct CommSegments : ncclpy_precall_hook {
   int fence = -1;                          // the event that must be passed before `fenced` can leave, or -1
 
   // For threads of an allocator, without the GIL: a weak reference to its handle; the number of references to this
-  // object, its keeper's among them; and the state of an abort made to free memory, with the memory's address.
+  // object, its `HookKeeper`'s among them; and the state of an abort made to free memory, with the memory's address.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_weak_handle* weak = nullptr;
   void* comm = nullptr;                        // used after the communicator was dropped, which voids `weak`

@@ -1,4 +1,4 @@
-"""The function of `interop` that makes an allocator of each framework; its module is imported at the first call."""
+"""Allocators of frameworks: functions of `interop` make them, in modules that are imported at the first call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Source(Protocol):
     resource: Any
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread's arrays on the device are allocated there."""
+        """Return a context in which this allocator serves this thread's arrays on the device."""
 
     def empty(self, shape: Any, dtype: Any, device: int) -> Any:
         """Return an array on the device; called in the context."""
@@ -35,7 +35,7 @@ class Source(Protocol):
         """Undo `install`."""
 
 
-#: For each framework, a function that makes an allocator of a device (None: the current one); may raise ImportError.
+#: For each framework, a function of a device (None: the current one) that makes an allocator or raises ImportError.
 _SOURCES: dict[str, Need[[int | None], Source]] = {
     name: Need(f"source_of_{name}") for name in ("torch", "cupy", "rmm", "cuda.core")
 }

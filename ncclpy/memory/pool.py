@@ -32,7 +32,8 @@ __all__ = ["Pool", "pool"]
 
 #: Seconds that a commit waits for other ranks, if neither its caller nor the communicator gives a timeout.
 _PATIENCE = 60.0
-#: Each rank's first message begins with this; then its numbers of windows and new segments, and a digest of these.
+#: Each rank's first message begins with this; then its number of windows, its number of new segments, and a digest of
+#: the new segments' sizes.
 _MAGIC = 0x6E63636C706F6F6C
 
 
@@ -95,7 +96,7 @@ class Pool:
         self._number = new_pool()
         self._entered = threading.local()
         self._alone = threading.RLock()  # reentrant: a signal handler may run during this thread's commit or close
-        self._busy = False  # whether such a commit or close is in progress
+        self._busy = False  # whether a commit or close is in progress
         self._windows: dict[int, Window] = {}  # by the numbers of their segments, in order of registration
         self._closed = False
 
@@ -208,11 +209,11 @@ class Pool:
         ------
         ValueError
             On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
-            the segments are in the next commit's list. Also if the pool is closed, even by a signal handler during the
+            the next commit lists the segments again. Also if the pool is closed, even by a signal handler during the
             commit: then no window stays.
         NcclTimeout
             If a rank is missing at the deadline. With a `ProcessGroup` it names the missing ranks, on all others, and
-            nothing has changed: the next commit meets again. A `Communicator` cannot name them, and is aborted.
+            nothing has changed: the next commit compares again. A `Communicator` cannot name them, and is aborted.
         RuntimeError
             In a signal handler that runs during a commit or a close of this pool in the same thread.
         """
@@ -326,7 +327,7 @@ class Pool:
 
         All ranks call it, when nothing uses the windows any more. Windows of a communicator that is closed or aborted
         are gone already. If one cannot be closed the others still are, and then this raises. A commit in another
-        thread is waited for; a commit that this signal handler interrupts closes the windows at its end.
+        thread is waited for. In a signal handler that interrupts a commit, the commit closes the windows at its end.
         """
         with self._alone:
             self._closed = True

@@ -319,7 +319,7 @@ class Segments {
     return found;
   }
 
-  // Live segments; with a resident, those that it has registered.
+  // Live segments; with `resident`, those that its communicator has registered.
   std::vector<Segment> live(const CommSegments* resident) {
     const Hold hold(mutex_);
     std::vector<Segment> found;

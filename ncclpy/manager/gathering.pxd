@@ -84,11 +84,11 @@ cdef class Stalled:
 
 cdef class DeviceSet(CommunicatorSet):
     cdef list waiting  # gatherings that are complete before the communicators are made
-    cdef object meets  # meets the other processes in the store, returns `CommunicatorStatus`; None without a store
-    cdef object peer_status  # the `CommunicatorStatus`, after the meeting and until these ranks leave; else None
+    cdef object meets  # runs the rendezvous in the store, returns the `CommunicatorStatus`; None without a store
+    cdef object peer_status  # the `CommunicatorStatus`, after the rendezvous and until these ranks leave; else None
     cdef object left  # what these ranks told when they left, None before
-    cdef dict oplogs  # by rank, a `OpLog` of what each rank here begins; None without a store
-    cdef bint meeting  # whether the meeting is not over yet
+    cdef dict oplogs  # by rank, an `OpLog` of what each rank here begins; None without a store
+    cdef bint meeting  # whether the rendezvous is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
     cdef bint over  # whether their end has begun, of which the other processes are told

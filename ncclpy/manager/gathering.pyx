@@ -423,7 +423,7 @@ def _rank_and_device(Participant participant not None):
     return participant.global_rank, participant.device
 
 
-# How many seconds later gatherings are overdue while their processes still meet in a store: the meeting's own error,
+# How many seconds later gatherings are overdue while their processes still meet in a store: the rendezvous' own error,
 # which names the missing ranks, should come first.
 cdef double _TELLS = 2.0
 
@@ -469,7 +469,7 @@ cdef class DeviceSet(CommunicatorSet):
                 return
             finally:
                 self.meeting, self.meets = False, None
-            if self.left is not None:  # left during the meeting
+            if self.left is not None:  # left during the rendezvous
                 peer_status.leave(*self.left)
         CommunicatorSet._make(self, unique_id, config)
         if peer_status is not None:
@@ -618,7 +618,7 @@ cdef class DeviceSet(CommunicatorSet):
         if failure is not None:
             kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
             told = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
-        self.left = told  # before `peer_status` is read: the meeting may end now
+        self.left = told  # before `peer_status` is read: the rendezvous may end now
         peer_status, self.peer_status = self.peer_status, None
         if peer_status is None:
             return None

@@ -1,7 +1,7 @@
-"""The processes of one communicator key in their store.
+"""The rendezvous, in a store, of the processes that share a communicator key.
 
-They meet there before NCCL, which could not name missing ranks. A process in trouble asks there what the
-others do.
+It comes before NCCL, which could not name missing ranks. Later a process with a failed operation asks there what the
+other processes do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ncclpy.peers.communicator_status import CommunicatorStatus
 
 __all__ = ["forget", "meet"]
 
-#: The only meeting of a communicator key, which serves one set of communicators.
+#: The name of a communicator key's only rendezvous: a key serves one set of communicators.
 _PLACE = "communicator"
 
 
@@ -56,7 +56,7 @@ def meet(
     say
         Returns a text about the waiting collective, with its key.
     wanted
-        Asked at intervals whether the communicators are still to be made.
+        Called at intervals; returns whether the communicators are still to be made.
     owner, look, oplogs, ended
         See `CommunicatorStatus`.
 
@@ -84,6 +84,6 @@ def meet(
 
 
 def forget(peer_status: CommunicatorStatus[Any]) -> None:
-    """Remove the meeting from the store: the communicators are made, so all ranks have returned from it."""
+    """Remove the rendezvous from the store: the communicators are made, so all ranks have returned from it."""
     if 0 in peer_status.own:
         peer_status.rendezvous.forget(_PLACE, range(peer_status.size))

@@ -29,11 +29,11 @@ _log = logging.getLogger("ncclpy.process_group")
 _WHICH = "clock/of"
 _ASKED = "clock/asked/"
 _TOLD = "clock/told/"
-#: Round trips of one comparison, and seconds for each.
+#: Round trips of one comparison, and seconds to wait for each answer.
 _TIMES = 8
 _PATIENCE = 2.0
-#: Seconds between comparisons, and at first between two looks for the clock of rank 0; clocks drift by some 20 us a
-#: second.
+#: Seconds between two comparisons; at first between two looks for the clock of rank 0; and the drift of clocks, some
+#: 20 us a second.
 _EVERY = 60.0
 _AGAIN = 0.5
 _DRIFT = 20e-6

@@ -1,4 +1,4 @@
-"""Handles: texts by which groups take part in a reconfiguration, and the place in a store of its rendezvous.
+"""Handles: texts by which groups take part in a reconfiguration, and the place of its rendezvous in a store.
 
 A handle stays with its group. It has the rank that the group had at first, for an order that all ranks agree on, a
 token that no other group has, and the address of the store that the group was made with.
@@ -69,7 +69,7 @@ def ordered(handles: Iterable[str], mine: str) -> list[str]:
 
 
 def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
-    """Return a callable that describes the groups that become some ranks, by the ranks that they were made with."""
+    """Return a callable that names some ranks of the new group, also by the ranks that they were made with."""
 
     def called(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]

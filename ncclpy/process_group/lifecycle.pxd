@@ -27,7 +27,7 @@ cdef class Lifecycle:
     cdef object group_status
     cdef PeerNews news  # the news of the other ranks, under `number`
     cdef frozenset leavers  # ranks that have closed the group while an operation waits for them
-    cdef list places  # the notices of earlier numbers that this rank has yet to leave
+    cdef list places  # the group status of each earlier number that this rank has yet to leave
     cdef object pool
     cdef object config
     cdef str on_error
@@ -123,15 +123,15 @@ cdef class Lifecycle:
     cdef int wait_until_told(self) except -1
     cdef int close(self, timeout) except -1
 
-    # The steps of a reconfiguration: suspend, end connections and notices, enter with new notices, resume.
+    # The steps of a reconfiguration: suspend, end connections and group status, enter with a new one, resume.
 
-    # The notices of one of so many ranks, at a place of a store; by default the place of all groups of this name.
+    # The group status of one of so many ranks, at a place of a store; by default the place of all groups of this name.
     cdef object new_group_status(self, store, int rank, int size, place=*)
     # Set an error until the group resumes, and a number that nothing belongs to; return whether it had no error.
     cdef bint suspend(self) except -1
     cdef int end_connections(self, error, bint drained) except -1
     cdef int end_group_status(self, bint says_so) except -1
-    # Become the rank that these notices are of, under a new number.
+    # Become the rank of this group status, under a new number.
     cdef int enter(self, group_status) except -1
     # Clear the error; an error that has ended the group since it was suspended stays, and is returned.
     cdef object resume(self)

@@ -109,12 +109,12 @@ cdef class Lifecycle:
         return 0
 
     cdef object new_group_status(self, store, int rank, int size, place=None):
-        """Return the notices of one of so many ranks, at a place of a store."""
+        """Return the group status of one of so many ranks, at a place of a store."""
         look = functools.partial(_status_of, weakref.ref(self))
         return GroupStatus(store, self.name, rank, size, self.device, look, place)
 
     cdef int enter(self, group_status) except -1:
-        """Become the rank that these notices are of, under a new number; it has no communicators yet."""
+        """Become the rank of this group status, under a new number; it has no communicators yet."""
         cdef int rank = group_status.rank, size = group_status.size
         cdef CollectiveCheck collective_check = None
         who = f"rank {rank} of process group {self.name!r}"

@@ -237,7 +237,7 @@ cdef class Membership:
         return 0
 
     cdef int _enter(self, group_status, past, is_lost) except -1:
-        """Have the group become the rank that these notices are of; `past` is the group before, for `recover`."""
+        """Have the group become the rank of this group status; `past` is the group before, for `recover`."""
         self.past, self.is_lost, self.admissions = past, is_lost, 0
         self.group.enter(group_status)
         return 0

@@ -1,8 +1,8 @@
-"""The sum of sparse arrays over all ranks: what each brings is gathered, and added where the result is asked for.
+"""The sum of sparse arrays over all ranks: each gathers the parts of all, and adds them when the result is asked for.
 
 NCCL has no such operation, and the ranks bring different numbers of entries. So the ranks first exchange these
-numbers, with what else has to agree; then each gathers the indices and the values of all, in one launch of uneven
-parts.
+numbers, with what else has to agree; then each rank gathers the indices and the values of all ranks, in one launch of
+uneven parts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ncclpy.core.arguments.validation import type_of_array
 from ncclpy.process_group.nan import by_package
 from ncclpy.types import DataType
 
-#: How many numbers a rank sends for the shape; the numbers that carry an entry's shape and type, as text; and how many
-#: in all.
+#: A rank's first message, in numbers of 64 bits: `_SIZES` of them for the shape, `_TEXT` for the shape and type of an
+#: entry as text, `_WORDS` in all.
 _SIZES = 8
 _TEXT = struct.Struct("=24q")
 _WORDS = 3 + _SIZES + _TEXT.size // 8
@@ -71,7 +71,7 @@ class SparseSum:
         ]  # fmt: skip
 
     def words(self):
-        """Return what this rank sends to the others, and space for what all send, in arrays of the same package."""
+        """Return what this rank sends to the others, and memory for what all send, in arrays of the same package."""
         like = self._sent[0]
         self._heard = self._arrays.space(_WORDS * self._size, like)
         return self._arrays.numbers(self._words, like), self._heard
@@ -96,7 +96,7 @@ class SparseSum:
         return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.spaces(), strict=True)]
 
     def spaces(self):
-        """Return pairs, for the indices and the values: how many numbers each rank sends, and the place for all."""
+        """Return pairs, for the indices and the values: how many numbers each rank sends, and memory for all."""
         made, widths = [], (1 if self._rows is None else self._rows, math.prod(self._entry))
         for each, like in zip(widths, self._sent, strict=True):
             counts = [each * count for count in self._counts]
@@ -131,7 +131,7 @@ def _pieces(whole, counts):
 
 
 def _sizes(shape, rows, entry):
-    """Return a shape as `_SIZES` numbers, -1 where it has no dimension; the last one is a hash if it is longer."""
+    """Return a shape as `_SIZES` numbers, padded with -1; the last number of a longer shape is a hash of all sizes."""
     if shape is None:
         return [-1] * _SIZES
     sizes = [int(each) for each in shape]
@@ -160,7 +160,7 @@ class _NumpyLike:
         self.package = package
 
     def here(self, like):
-        """Return a context, to be entered once, in which spaces are made as they would be on this thread's stream."""
+        """Return a context, to be entered once, in which memory is allocated as on this thread's current stream."""
         return contextlib.nullcontext()
 
     def numbers(self, numbers, like):
@@ -229,13 +229,13 @@ _MADE = {
 
 
 def maker_of(array):
-    """Return how to make and add arrays of the package that an array comes from, None if that is not known."""
+    """Return what makes and adds arrays of an array's package (numpy, CuPy or torch), None for other packages."""
     make = by_package(type(array), _MADE)
     return None if make is None else make()
 
 
 def _arrays_of(indices, values):
-    """Return how to make and add arrays of the package that both come from."""
+    """Return what makes and adds arrays of the package that both arrays come from."""
     found = [by_package(type(each), _MADE) for each in (indices, values)]
     for name, each, make in zip(("indices", "values"), (indices, values), found, strict=True):
         if make is None:

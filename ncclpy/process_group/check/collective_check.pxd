@@ -12,7 +12,7 @@ cdef class CollectiveCheck:
     cdef readonly object exchange  # None until the ranks have had their rendezvous
     cdef object turn  # lock: one thread of this rank compares at a time
     cdef dict known  # the notes of calls that all ranks have compared, by those calls
-    cdef list long  # keys of notes that were too long for the board: of this comparison and the one before
+    cdef list long  # keys of notes that were too long for the exchange: of this comparison and the one before
     cdef object found  # the last disagreement, as an NcclError
     cdef bint ends  # some rank has called NCCL for the collective in `found`
     cdef list met  # the rendezvous of `_meet`, which all ranks have left by the end of the first comparison

@@ -1,10 +1,10 @@
 """Compare what all ranks bring to a collective before NCCL is called.
 
-Each rank writes a note of what it brings to the group's n-th collective on a board that all ranks can read. It waits
-until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so all
-reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and does
-not wait. If those calls are new to another rank at that number, the two ranks disagree, and the other rank finds the
-note.
+Each rank writes a note of what it brings to the group's n-th collective into an exchange, which all ranks can read. It
+waits until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so
+all reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and
+does not wait. If those calls are new to another rank at that number, the two ranks disagree, and the other rank finds
+the note.
 
 The thread that begins the collective waits, one thread of a rank at a time, and holds no other lock of the package. A
 rank that leaves early marks its note, so that ranks that arrive later do not proceed without it.
@@ -185,7 +185,7 @@ cdef class CollectiveCheck:
             store.delete(self.long.pop(0))
 
     cdef object _meet(self, object wanted):
-        """Return the board after a rendezvous of all ranks: in shared memory if all can map it, else in the store."""
+        """Return the exchange, after a rendezvous: in shared memory if all ranks can map it, else in the store."""
         rendezvous, everyone = self.group_status.rendezvous, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
         mine = {"machine": BOOT_ID, "pid": os.getpid()}
@@ -196,7 +196,7 @@ cdef class CollectiveCheck:
                     fd, token = shared_memory.create_exchange(self.size)
                     mine.update(fd=fd, token=token.hex())
                 except OSError:
-                    pass  # the board will be in the store
+                    pass  # the exchange will be in the store
             packed = rendezvous.meet(
                 "check/meeting", everyone, what, json.dumps(mine).encode(), rendezvous.combined("check/meeting", read_offer),
                 self.timeout, wanted,

@@ -289,14 +289,14 @@ cdef class PendingMessages:
         return 0
 
     cdef bint _expects(self):
-        """Have notes of the peers wake the thread from now on; return whether it has a mailbox to be woken by."""
+        """Have notes of the peers wake the thread from now on; return whether it has made the `rings` for that."""
         cdef RingSet rings = self.rings
         if rings is not None:
             rings.expect(True)
         return rings is not None
 
     def ring(self):
-        """Wake the thread, if it has its mailbox already."""
+        """Wake the thread, if it has made its `rings` already."""
         cdef RingSet rings = self.rings
         if rings is not None:
             rings.ring()

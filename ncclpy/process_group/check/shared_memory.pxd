@@ -67,14 +67,14 @@ cdef class Ring:
     cdef size_t length
 
 
-# The shared memory of one rank: its wakeup_word, and a ring of notes from each other rank.
+# The shared memory of one rank: its wake-up word, and a ring of notes from each other rank.
 cdef class RingSet:
     cdef int size
     cdef int fd  # -1 if there is no memory that peers could open
     cdef int owner  # the process that made it, the only one to close `fd`
     cdef bytes token
     cdef Ring head
-    cdef WakeupWord alone  # stands in for the wakeup_word in shared memory if there is none
+    cdef WakeupWord alone  # stands in for `wakeup_word` if the rank has no shared memory
     cdef WakeupWord* wakeup_word
 
     # What peers need to open it; empty if they cannot.
@@ -97,7 +97,7 @@ cdef class RingSet:
 cdef class RingWriter:
     cdef Ring inbox
     cdef Ring outbox
-    cdef Ring wakeup  # with the peer's wakeup_word
+    cdef Ring wakeup  # with the peer's wake-up word
     cdef uint64_t written
     cdef uint64_t read
 

@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share for `check=`: messages of two ranks, and a board for collectives.
+"""Memory that the processes of one machine share for `check=`: messages of two ranks, and an exchange for collectives.
 
 It has no name (`memfd_create`): it is opened through a descriptor of the process that made it, and is freed with the
 last process that maps it, however these processes end.
@@ -11,7 +11,7 @@ A note is there once its number is, which is written last: a process that is kil
 memory of a process that has ended stays with the processes that have mapped it. Only the thread that holds messages
 back sleeps in it, and that thread has a reference meanwhile.
 
-The board has for each rank a ring of short notes by number, with a digest each, which the rank writes for every
+The exchange has for each rank a ring of short notes by number, with a digest each, which the rank writes for every
 collective; a rank that is ahead of the others overwrites its oldest ones. It also has two places for a rank's whole
 notes, of the comparisons that the rank waits in. Two are enough: the rank reaches the comparison after the next one
 only when all other ranks are at the next one, and so have finished with this one.
@@ -128,8 +128,8 @@ cdef class Ring:
 
 
 cdef void _ring(WakeupWord* wakeup_word) noexcept:
-    # The GIL is kept, as in `RingWriter.ring`: this does not wait, and a thread that gave the GIL up could wait long for it
-    # while it holds a group's lock.
+    # The GIL is kept, as in `RingWriter.ring`: this does not wait, and a thread that gave the GIL up could wait long
+    # for it while it holds a group's lock.
     add(&wakeup_word.changes, 1)
     if word_of(&wakeup_word.sleepers):
         wake_shared(&wakeup_word.changes)
@@ -326,12 +326,12 @@ cdef uint64_t digest_of(bytes calls):
 
 
 def create_exchange(size):
-    """Make the memory of a board for so many ranks; return its descriptor and token."""
+    """Make the memory of an exchange for so many ranks; return its descriptor and token."""
     return create_memory("ncclpy-check", _HEAD + size * _stride(size))
 
 
 def attach_exchange(pid, fd, token, rank, size):
-    """Return a rank's view of the board that a process of this machine has open under a descriptor.
+    """Return a rank's view of the exchange that a process of this machine has open under a descriptor.
 
     Raises
     ------
@@ -346,7 +346,7 @@ def attach_exchange(pid, fd, token, rank, size):
 
 
 cdef class SharedExchange:
-    """The board in shared memory, as one rank writes and reads it; `attach_exchange` makes it."""
+    """The notes of all ranks in shared memory, as one rank writes and reads them; `attach_exchange` makes it."""
 
     cdef char* base
     cdef size_t length

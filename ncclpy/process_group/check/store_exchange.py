@@ -34,7 +34,7 @@ _WAITS, _ALIKE, _TO_COMPARE = 0, 1, 2
 
 
 class StoreExchange:
-    """The board in a store, as one rank writes and reads it.
+    """The notes of all ranks in a store, as one rank writes and reads them.
 
     Parameters
     ----------

@@ -319,7 +319,7 @@ def _is_last(store: Store, rank: int, size: int, is_gone: Callable[[int], bool])
 
 
 def _clear(store: Store) -> None:
-    """Clear a part of a store, except for groups that were made in it: they may go on."""
+    """Clear a part of a store, except for groups that were made in it: they may still be in use."""
     for key in store.keys():
         if not (key.startswith("ncclpy/") or "/ncclpy/" in key):
             store.delete(key)

@@ -140,7 +140,7 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
 
 
 def as_data(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Return states as JSON has them."""
+    """Return states with the types of JSON."""
     return [
         {**vars(each), **{key: None if one is None else vars(one) for key, one in _operations(each)}}
         for each in states

@@ -44,12 +44,12 @@ _log = logging.getLogger("ncclpy.peers")
 
 #: The key that a rank counts up to ask.
 ASKED = "told/asked"
-#: Seconds for the others to answer; more in a store that cannot be watched, where they look every now and then.
+#: Seconds for the others to answer; more in a store without watches, where they poll for questions.
 PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
-#: Seconds of a wait for answers before it looks for ranks that cannot answer.
+#: Seconds of a slice of the wait for answers; between slices the asking rank looks for ranks that cannot answer.
 _SLICE = 0.05
-#: A store is slow if one operation takes so many seconds. The time to answer is longer by so many times an operation.
+#: Seconds of one operation from which a store counts as slow; by how many operations the time to answer is longer.
 _SLOW, _AS_SLOW = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
 _MOST = 64
@@ -71,7 +71,7 @@ class Reports:
     has_made
         Called with a rank; returns whether it has made the group.
     answer
-        Returns the status for an answer, if that tells more than is worth publishing all the time.
+        Returns the status for an answer, which may tell more than is worth publishing all the time; `look` by default.
     thread
         The thread that an answer has the stack of; the main thread by default.
     """
@@ -100,7 +100,7 @@ class Reports:
 
     def begin(self, source: Any) -> None:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
-        rest = b"," + pack({"process": process()})[1:]  # the last of its fields
+        rest = b"," + pack({"process": process()})[1:]  # its last fields, and the closing brace
         with contextlib.suppress(StoreError):  # the next write from Python shows it
             self._telling = self.store._tell(self.key(self.rank), rest, ASKED, source)
 
@@ -229,7 +229,7 @@ class Reports:
         return dict(zip(there, self.store.multi_get(there, 1.0), strict=True)) if there else {}
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
-        """Return why a rank does not answer; without a state if it may still answer."""
+        """Return why a rank does not answer, with ``""`` as the state if it may still answer."""
         packed = self.store.compare_set(self.key(rank), None, None)[1]
         told = _told(packed)
         if told.get("closed"):
@@ -295,14 +295,14 @@ def begun_until_closed(store: Store, rank: int) -> dict[str, int] | None:
 
 
 def _state_here(process: dict[str, Any] | None) -> str | None:
-    """Return the state of the process in a status, None if it is not on this machine."""
+    """Return the state of the process in a status, None if that process is not on this machine."""
     if process is None or process["machine"] != MACHINE:
         return None
     return process_state(process["pid"], process["start"])
 
 
 def _told(packed: bytes | None) -> dict[str, Any]:
-    """Return a rank's status, {} for a value that is none."""
+    """Return a rank's status, {} for a value that is no status."""
     try:
         told = json.loads(packed or b"{}")
         process = told.get("process")
@@ -335,7 +335,7 @@ def _namespace() -> str:
         return ""
 
 
-#: In the flags of a process that has begun to end: the system releases its locks and connections from then on.
+#: Set in the flags of a process that has begun to end: the system releases its locks and connections from then on.
 _EXITING = 0x4
 #: Where a pid means the same process: in one boot of one machine, and in one container on it.
 MACHINE = f"{BOOT_ID} {_namespace()}"

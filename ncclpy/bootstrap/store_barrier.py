@@ -5,7 +5,7 @@ round's number. A rank puts its value under such a key and adds 1 to the count; 
 `size` begins the next round, packs the values into one and sets it, which wakes the others. A rank that leaves early
 subtracts 1, but only while the count is below `size`: so either the rendezvous has taken place, for all ranks, or that
 rank was not part of it. If it leaves at its deadline it also records that, so that ranks with a deadline a moment
-later do not report it as the one that all have waited for. The number of a rank's operations does not depend on
+later do not name it as the rank that is missing. The number of a rank's operations does not depend on
 `size`, except for the last rank to arrive, which reads all values.
 """
 

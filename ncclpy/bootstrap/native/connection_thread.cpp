@@ -151,4 +151,4 @@ void watch(Client* client, bool readable, bool writable) {
   epoll_ctl(it.epoll.get(), EPOLL_CTL_MOD, client->fd(), &event);
 }
 
-}  // namespace ncclpy::store::connection thread
+}  // namespace ncclpy::store::connection_thread

@@ -19,5 +19,5 @@ void look_again();
 // Sets whether incoming bytes (`readable`) and space to send (`writable`) on a connection wake the connection thread.
 void watch(Client* client, bool readable, bool writable);
 
-}  // namespace connection thread
+}  // namespace connection_thread
 }  // namespace ncclpy::store

@@ -1,4 +1,4 @@
-"""Carriers: what moves the data of a coordinator's ranks, such as a process group."""
+"""Data backends: what moves the data of a coordinator's ranks, such as a process group."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class DataBackend(Protocol):
         """Return the error that has ended it, also if only the store has the error so far; None if there is none."""
 
     def part(self, name: str, members: Sequence[int]) -> DataBackend:
-        """Return a carrier of some of these ranks, this one included; all other ranks call `pass_by`."""
+        """Return a backend of some of these ranks, this one included; all other ranks call `pass_by`."""
 
     def pass_by(self, members: Sequence[int]) -> None:
         """Note that some other ranks make a part now."""
@@ -154,7 +154,7 @@ class GroupBackend:
 
 
 class SplitBackend:
-    """Combine a carrier for arrays in device memory and one for arrays in CPU memory.
+    """Combine a backend for arrays in device memory and one for arrays in CPU memory.
 
     Parameters
     ----------

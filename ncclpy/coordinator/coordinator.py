@@ -169,7 +169,7 @@ class Coordinator(Operations):
                 raise
 
     def _meet(self, undo: contextlib.ExitStack) -> tuple[DataBackend, Any]:
-        """Return the carrier, and this rank's end of the control plane; have `undo` close them."""
+        """Return the data backend, and this rank's end of the control plane; have `undo` close them."""
         options, timing = self._options, self._path is not None
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
@@ -233,7 +233,7 @@ class Coordinator(Operations):
         return self._session
 
     def _entrance_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
-        """Return the entrance to a process set; it is valid while the group has the ranks that it has now."""
+        """Return the submitter of a process set; it is valid while the group has the ranks that it has now."""
         submitter = session.submitter(member)
         if self._group is not None and epoch is not None:
             submitter.follow(self._group, epoch)

@@ -18,7 +18,7 @@ cdef class SubmitGate:
     cdef public bint shut
 
 
-# A rank's entrance to one process set.
+# The path by which a rank brings operations to one process set.
 cdef class Submitter:
     cdef object session
     cdef readonly ProcessSetWorker member

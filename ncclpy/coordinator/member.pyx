@@ -60,7 +60,7 @@ cdef class SubmitGate:
 
 
 cdef class Submitter:
-    """This rank's entrance to one process set, by which operations are brought, for one session.
+    """Bring this rank's operations to one process set, during one session.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ cdef class Submitter:
         self.group, self.number = group, number
 
     def is_outdated(self):
-        """Return whether a new entrance is needed: the process was forked, or the group has other ranks."""
+        """Return whether a new submitter is needed: the process was forked, or the group has other ranks."""
         return self.forks != _forks or (self.group is not None and self.group.epoch() != self.number)
 
     def all_reduce(self, name, array, op, prescale=None, postscale=None):

@@ -25,11 +25,11 @@ class Operations:
     _entrance: Submitter
 
     def _enter_anew(self) -> Submitter:
-        """Return a new entrance, as this one is out of date; raise if there is none."""
+        """Return a new submitter, as this one is out of date; raise if there is none."""
         raise NotImplementedError
 
     def _way(self) -> Submitter:
-        """Return the entrance by which operations are brought."""
+        """Return the submitter by which operations are brought."""
         submitter = self._entrance
         return self._enter_anew() if submitter.is_outdated() else submitter
 

@@ -30,7 +30,7 @@ cdef class AllReduce(Call):
 cdef AllReduce new_all_reduce(name, array, op, int device, int size, Memory memory, prescale, postscale)
 
 
-# What all ranks have brought alike.
+# The part of an operation that is the same on all ranks.
 cdef class Packed:
     cdef readonly tuple signatures
     cdef readonly bint fusable
@@ -80,7 +80,8 @@ cdef struct Use:
 cdef class UsedMemory:
     cdef Use* rows  # in the order of their starts
     cdef Py_ssize_t count, capacity
-    cdef size_t longest  # most bytes of a row since there were none: no row further below an address reaches it
+    # Bytes of the longest row since the list was empty: a row that starts further below an address does not reach it.
+    cdef size_t longest
 
     cdef Py_ssize_t _first(self, uintptr_t start) noexcept
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept

@@ -24,7 +24,7 @@ class ProcessSet(Operations):
     session : Session
         The coordinator's session when this was made.
     submitter : Submitter
-        This rank's entrance to the set.
+        Brings this rank's operations to the set.
 
     Attributes
     ----------

@@ -117,7 +117,7 @@ class Session:
     control
         This rank's end of the control plane.
     carrier
-        The carrier of all ranks.
+        The data backend of all ranks.
     options
         See `Options`.
     counts
@@ -152,7 +152,7 @@ class Session:
         self._left: BaseException | None = None
         self._orderly = False  # ended by a shutdown, on all ranks
         self.unfinished: list[str] = []  # the operations that were pending when it ended
-        self._cause: BaseException | None = None  # what ended the carrier before the session had begun
+        self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
         self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
@@ -177,7 +177,7 @@ class Session:
         return self._members[0]
 
     def submitter(self, member: ProcessSetWorker) -> Submitter:
-        """Return the entrance by which operations are brought to a process set."""
+        """Return a submitter, by which operations are brought to a process set."""
         return Submitter(self, member, self._gate, self._control, self._counts, self._timeline)
 
     @property

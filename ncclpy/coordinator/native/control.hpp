@@ -3,8 +3,8 @@
 //
 // A thread that brings an operation sends the frame upwards itself. Received frames are processed by the thread that
 // waits for the next one in next(), as it would have to be woken for the frame in any case. The Control's own thread
-// does so while no thread has called next() for long, and at the end. Whichever of the two processes frames is called
-// the attending thread.
+// processes them while no thread has called next() for long, and at the end of the Control. The one of the two that
+// processes frames is called the attending thread.
 // While nothing is brought, both wake only for heartbeats.
 #pragma once
 
@@ -63,8 +63,8 @@ class Control : public std::enable_shared_from_this<Control> {
   // Takes the next frame's records; waits for them until the time `until`.
   Next next(std::vector<Record>& records, double until);
 
-  // Says goodbye and ends the thread; waits for that if asked. The others take this rank for lost, unless all have
-  // ended.
+  // Says goodbye and ends the thread; with `wait`, waits for the thread's end. The others take this rank for lost,
+  // unless all have ended.
   void close(bool wait);
 
  private:
@@ -119,7 +119,7 @@ class Control : public std::enable_shared_from_this<Control> {
   double last_brought_ = 0, before_last_ = 0;
   double told_since_ = 0;    // when the first frame arrived that no thread has taken
   double brought_ = 0;       // when an operation was last sent at once
-  double due_ = 0;           // when to send those brought since, 0 for none
+  double due_ = 0;           // when to send the operations brought since then, 0 for none
   bool running_ = false, stopping_ = false;
   pthread_t thread_{};
 };

@@ -106,7 +106,7 @@ class MpiPlane:
     Parameters
     ----------
     carrier
-        The carrier of the communicator.
+        The communicator's data backend.
     """
 
     def __init__(self, carrier: MpiBackend) -> None:

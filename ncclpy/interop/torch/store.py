@@ -27,7 +27,7 @@ _MAX_KEY = 8 << 10
 _MAX_VALUE = 8 << 20
 # Keys for locks, which users do not see.
 _LOCKS = "\0ncclpy/lock/"
-# A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
+# Prefix of keys that are kept in hexadecimal: torch cannot take a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
 # For each folder the keys that were made in it, a line each, if torch cannot list keys (before 2.10).
 _MADE = "\0ncclpy/made/"
@@ -141,7 +141,7 @@ class TorchStore(Store):
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
         self._idle, self._shutdown = connection_to(theirs), shutdown
         self._nothing = secrets.token_bytes(16)
-        self._is_own = True  # calls of the program do not hold up calls of this
+        self._is_own = True  # calls of the program do not hold up calls of this store
         try:
             self._theirs = theirs.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
@@ -262,7 +262,7 @@ class TorchStore(Store):
 
     def _add(self, key: str, number: int, deadline: float) -> int:
         name = self._name(key)
-        # Before torch's server sees a value that it cannot read as a number, or that overflows there silently.
+        # Raises for a value that torch's server cannot read as a number, and for a sum that would overflow there.
         summed(self, key, self._read(name), number)
         self._note(name, deadline)
         return int(self._ask(self._theirs.add, name, number))

@@ -271,7 +271,7 @@ class CoalescedWork:
         self.after: list[Callable[[], object]] = []
         self.work: TorchWork | None = None  # of all of them, once the block is over
         self.thread = threading.get_ident()  # the thread of the block
-        self.told: list[Callable[[TorchWork], object]] = []  # callbacks set before there is that one
+        self.told: list[Callable[[TorchWork], object]] = []  # callbacks that were set before there is `work`
         self._kinds: set[bool] = set()
 
     def open(self, group: ProcessGroup) -> Block:

@@ -19,7 +19,7 @@ _LATE_ELSEWHERE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A rank that began later than the first one, and how long after a call there had failed, if it had by then."""
+    """A rank that began later than the rank `first`; by then a call of the rank `failed`, if any, had failed."""
 
     rank: int
     first: int
@@ -92,7 +92,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class LateGroup:
-    """A rank that made its process group after the group had ended, how long after the first rank and the end."""
+    """A rank that made its process group after its end; how long after the first rank, and after that end."""
 
     group: Group
     first: Group
@@ -125,7 +125,7 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
 
 
 def apart(dumps: Iterable[Dump]) -> float | None:
-    """Return how many seconds the times of these may be wrong by; None if their clocks were not compared."""
+    """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared."""
     within = {(dump.clock or id(dump)): dump.within for dump in dumps}
     if None in within.values():
         return None if len(within) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Damaged values under the keys of a meeting: an error names the key."""
+"""Damaged values under the keys of a rendezvous: an error names the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a meeting that some ranks leave early name the ranks that never came, not those that gave up too."""
+"""Errors of a rendezvous that some ranks leave early name the ranks that never came, not those that gave up too."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ def check_all_name_absent_ranks(made, pool):
         with pytest.raises(ncclpy.NcclTimeout, match=r": rank 0 of 5 did not come to 'name' within 2 s") as caught:
             each.result(LONG)
         assert caught.value.missing == [0]
-    # The meeting is over once all have left: for the next rank to come all others are absent.
+    # The rendezvous is over once all have left: for the next rank to come all others are absent.
     with pytest.raises(
         ncclpy.NcclTimeout, match=r": ranks 0, 2-4 of 5 did not come to 'name' within 100 ms$"
     ) as caught:

@@ -277,7 +277,7 @@ def test_multi_get_waits_for_all(made, pool):
     assert waiting.result(LONG) == [b"2", b"1", b"3"]
 
 
-# Meetings.
+# Rendezvous.
 
 
 def meet(pool, stores, call):
@@ -328,7 +328,7 @@ def test_absent_rank_is_named(made, pool):
         second.result(LONG)
     third = pool.submit(made.store.barrier, "name", 2, 6, 0.1)
     with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-1, 3-5 of 6 did not come to '.*name' within 100 ms$"):
-        third.result(LONG)  # a new meeting, as no rank was left in the old one
+        third.result(LONG)  # a new rendezvous, as no rank was left at the old one
 
 
 def test_rank_that_leaves_early_is_not_counted_and_may_return(made, pool):

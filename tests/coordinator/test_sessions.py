@@ -128,7 +128,7 @@ def no_memory(*arguments):
 
 @pytest.mark.parametrize("what", ["carrier", "member"])
 def test_shutdown_raises_errors_of_release(what):
-    """The rest is released all the same: the other rank's shutdown returns."""
+    """The rest is released nevertheless: the other rank's shutdown returns."""
     meet = threading.Barrier(2)
 
     def body(coordinator):

@@ -218,7 +218,7 @@ def test_first_disagreement_is_reported(manager):
     assert "reduction operator" in str(one_error(works))
 
 
-# Defects of the TensorFlow class after which the Manager is designed, except cases of disagreement.
+# Defects of TensorFlow's class after which the Manager is designed, other than cases of disagreement.
 
 
 def test_signal_before_the_first_participant_counts(make_manager):

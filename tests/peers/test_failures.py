@@ -1,4 +1,4 @@
-"""No result from a failed collective: the behaviour of several processes when one of them fails, on each road.
+"""No result from a failed collective: the behaviour of several processes when one of them fails, with each API.
 
 `failure_matrix.py road_failures` runs all cases.
 """

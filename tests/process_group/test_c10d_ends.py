@@ -9,7 +9,7 @@ Each is rewritten for `ncclpy.ProcessGroup` with the same assertions. The other 
 - destruct_before_terminate_pg: test_fork_cannot_use_group_and_dropped_group_does_no_harm in
   test_group_processes.py
 - nccl_dist_backend_error: test_nccl_dist_backend_error
-- nccl_errors_blocking: test_nccl_errors_blocking; with a killed process, where the engine group_status it,
+- nccl_errors_blocking: test_nccl_errors_blocking; with a killed process, where the engine detects it,
   test_killed_rank_ends_group_on_all_ranks in test_group_processes.py
 - nccl_errors_nonblocking: test_nccl_errors_nonblocking
 - nccl_blocking_wait_with_barrier: test_nccl_blocking_wait_with_barrier

@@ -1,4 +1,4 @@
-"""Groups that are split: by NCCL if their communicator exists, else by new meetings of the parts."""
+"""Groups that are split: by NCCL if their communicator exists, else by a new rendezvous of each part."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_abort_ends_wait_for_missing_ranks(host_engine):
 
 @pytest.mark.parametrize("moment", ["at once", "later"])
 def test_abort_ends_communicator_init(host_engine, moment):
-    """Rank 1 joins the meeting, and makes no call of NCCL."""
+    """Rank 1 comes to the rendezvous, and makes no call of NCCL."""
 
     def making():
         return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]

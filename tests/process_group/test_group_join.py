@@ -163,7 +163,7 @@ def test_rank_interrupted_in_admit_does_not_continue_alone(host_engine, monkeypa
 
 
 def left_of_meetings(store):
-    """Return the number of keys of meetings in `admit`."""
+    """Return the number of keys of rendezvous in `admit`."""
     return sum("/admit/" in key for key in store.keys())
 
 
@@ -228,7 +228,7 @@ def test_admit_times_out_on_unfinished_operations(host_engine):
 
 
 def test_failed_admit_counts_on_all_ranks(host_engine):
-    """Rank 0 has missed the meeting in which rank 1 waited; the next call of both meets."""
+    """Rank 0 has missed the rendezvous at which rank 1 waited; the next call of both meets."""
 
     def body(group):
         group.barrier().wait(DEADLINE)
@@ -287,7 +287,7 @@ def test_joiner_that_died_before_admit_is_not_waited_for(host_engine):
 
 
 def test_recover_after_joiner_died_in_join(host_engine, monkeypatch):
-    """The joiner is admitted, and does not come to the meeting of the new group."""
+    """The joiner is admitted, and does not come to the rendezvous of the new group."""
     store, arrays, results = LocalStore(), testing.arrays(), []
     wait = Joiner.wait
 

@@ -54,7 +54,7 @@ for each in ("_set", "_get", "_compare_set", "_wait", "_check", "_delete", "_mul
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Keep two ranks from sharing memory: the higher rank cannot open the mailbox of the lower."""
+    """Keep two ranks from sharing memory: the higher rank cannot map the rings of the lower."""
     attach = shared_memory.attach_rings
 
     def refused(mine, rank, peer, *offered):

@@ -331,7 +331,7 @@ def test_group_closed_by_all_ranks_leaves_only_its_number(host_engine):
 @stores
 @pytest.mark.parametrize("late", [0.0, 0.5])
 def test_last_living_rank_leaves_nothing_of_group(host_engine, store, late):
-    """Ranks 0 and 2 give up making the communicator and close the group; with 0.5 s they leave the meeting later."""
+    """Ranks 0 and 2 give up making the communicator and close the group; with 0.5 s they leave it later."""
     run_processes(
         store,
         f"""

@@ -173,7 +173,7 @@ def test_too_few_survivors_do_not_continue(ranks):
 
 
 def test_rank_that_dies_after_decision_is_lost_too(ranks, monkeypatch):
-    """Rank 2 takes part in the decision, and dies before the meeting of the new group."""
+    """Rank 2 takes part in the decision, and dies before the rendezvous of the new group."""
     four = ranks(4)
     four.sums()
     four.kill(1)
@@ -337,7 +337,7 @@ def interrupted(group, call):
 
 
 def test_rank_interrupted_before_meeting_retries(ranks, monkeypatch):
-    """The interrupted rank calls again, joins the decided meeting, and does not continue alone."""
+    """The interrupted rank calls again, comes to the decided rendezvous, and does not continue alone."""
     three = ranks(3)
     three.sums()
     left, put = [], RankRendezvous._put

@@ -1,4 +1,4 @@
-"""Failures before a group's first operation, and at its meetings: errors tell the state of every other rank."""
+"""Failures before a group's first operation, and at its rendezvous: errors tell the state of every other rank."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
 
 @pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
 def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engine, what, monkeypatch):
-    """The communicators exist already, so that no rank waits at a meeting."""
+    """The communicators exist already, so that no rank waits at a rendezvous."""
     monkeypatch.setattr(status, "_BEAT", 0.05)
 
     def body(group):

@@ -75,16 +75,16 @@ cdef class _Protocol:
     cdef bint torch  # the type has torch's attributes
 
 
-cdef dict _roads = {}
+cdef dict _protocols = {}
 
 # The type that was read last: programs mostly use one type of array.
 cdef object _recent_type = None
-cdef _Protocol _recent_road = None
+cdef _Protocol _recent_protocol = None
 
 
 cdef int read_view(object obj, View* view, str argument) except -1:
     """Fill `view` from any object that describes memory; `argument` names the object in errors."""
-    cdef _Protocol road
+    cdef _Protocol protocol
     cdef int kind
     cdef ncclpy_read_tensor tensor
     view.framework = NO_FRAMEWORK
@@ -96,14 +96,14 @@ cdef int read_view(object obj, View* view, str argument) except -1:
     if cnp.PyArray_CheckExact(obj):
         return _read_numpy(<cnp.ndarray>obj, view, argument)
     if type(obj) is _recent_type:
-        road = _recent_road
+        protocol = _recent_protocol
     else:
-        road = _remember(obj, argument)
-    if road.reader.read != NULL and road.reader.read(<void*>obj, &tensor) == 0:
-        return _read_natively(&tensor, road, view, argument)
-    kind = road.kind
+        protocol = _remember(obj, argument)
+    if protocol.reader.read != NULL and protocol.reader.read(<void*>obj, &tensor) == 0:
+        return _read_natively(&tensor, protocol, view, argument)
+    kind = protocol.kind
     if kind == BY_EXCHANGE_API:
-        return _read_exchange_api(obj, road, view, argument)
+        return _read_exchange_api(obj, protocol, view, argument)
     if kind == BY_NUMPY:
         return _read_numpy(<cnp.ndarray>obj, view, argument)
     if kind == BY_TUPLE:
@@ -128,54 +128,54 @@ cdef int read_view(object obj, View* view, str argument) except -1:
 
 cdef _Protocol _remember(object obj, str argument):
     """Return the protocol of the object's type, which is decided if the type is new, and note it as the last one."""
-    global _recent_type, _recent_road
-    road = _roads.get(type(obj))
-    if road is None:
-        road = _road_of(obj, argument)
-        _roads[type(obj)] = road
-    _recent_road = road
+    global _recent_type, _recent_protocol
+    protocol = _protocols.get(type(obj))
+    if protocol is None:
+        protocol = _protocol_of(obj, argument)
+        _protocols[type(obj)] = protocol
+    _recent_protocol = protocol
     _recent_type = type(obj)
-    return road
+    return protocol
 
 
-cdef _Protocol _road_of(object obj, str argument):
+cdef _Protocol _protocol_of(object obj, str argument):
     """Decide once how objects of this type are read."""
-    cdef _Protocol road = _Protocol()
+    cdef _Protocol protocol = _Protocol()
     kind = type(obj)
-    road.api = exchange_api_of(kind)
-    road.torch = hasattr(kind, "data_ptr")
-    road.is_neg = _method(kind, "is_neg")
-    road.is_conj = _method(kind, "is_conj")
+    protocol.api = exchange_api_of(kind)
+    protocol.torch = hasattr(kind, "data_ptr")
+    protocol.is_neg = _method(kind, "is_neg")
+    protocol.is_conj = _method(kind, "is_conj")
     if isinstance(obj, np.ndarray):
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{argument}: a masked array; NCCL knows no masks: pass its data or array.filled(...)")
-        road.kind = BY_NUMPY
+        protocol.kind = BY_NUMPY
     elif isinstance(obj, Buffer):
-        road.kind = BY_BUFFER
+        protocol.kind = BY_BUFFER
     elif isinstance(obj, tuple):
-        road.kind = BY_TUPLE
-    elif road.api != NULL:
-        road.kind = BY_EXCHANGE_API
+        protocol.kind = BY_TUPLE
+    elif protocol.api != NULL:
+        protocol.kind = BY_EXCHANGE_API
     elif kind.__module__.partition(".")[0] == "torch" and hasattr(kind, "data_ptr"):
-        road.kind = BY_TORCH
+        protocol.kind = BY_TORCH
     elif kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "data"):
-        road.kind = BY_CUPY
+        protocol.kind = BY_CUPY
     elif kind.__module__.startswith("cuda.core") and hasattr(kind, "memory_resource"):
-        road.kind = BY_CUDA_CORE
+        protocol.kind = BY_CUDA_CORE
     elif kind.__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(kind, "block_until_ready"):
-        road.kind = BY_JAX
+        protocol.kind = BY_JAX
     elif hasattr(kind, "__cuda_array_interface__") or "__cuda_array_interface__" in getattr(obj, "__dict__", ()):
-        road.kind = BY_INTERFACE
+        protocol.kind = BY_INTERFACE
     elif hasattr(kind, "__dlpack__"):
-        road.kind = BY_DLPACK
+        protocol.kind = BY_DLPACK
     else:
         raise TypeError(
             f"{argument}: cannot take memory from {kind.__module__}.{kind.__qualname__}; pass a numpy, torch or CuPy "
             "array, an object with __cuda_array_interface__ or __dlpack__, a cuda.core Buffer, an ncclpy.Buffer, or "
             "(pointer, count, dtype)"
         )
-    road.reader = reader_of(kind)  # kept for good, so only for types that can be read
-    return road
+    protocol.reader = reader_of(kind)  # kept for good, so only for types that can be read
+    return protocol
 
 
 cdef object _method(object kind, str name):
@@ -183,11 +183,13 @@ cdef object _method(object kind, str name):
     return method if callable(method) else None
 
 
-cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Protocol road, View* view, str argument) except -1:
+cdef inline int _read_natively(
+    const ncclpy_read_tensor* tensor, _Protocol protocol, View* view, str argument
+) except -1:
     """Fill `view` from a tensor that the native function has read, which takes no lazy and no non-contiguous ones."""
     cdef ElementType found
-    view.framework = EXCHANGE_API if road.api != NULL else TORCH
-    view.api = road.api
+    view.framework = EXCHANGE_API if protocol.api != NULL else TORCH
+    view.api = protocol.api
     view.device = HOST_MEMORY if tensor.device == NCCLPY_ON_CPU else tensor.device
     view.pointer = tensor.data
     of_dlpack(tensor.code, tensor.bits, 1, &found, argument)
@@ -240,20 +242,20 @@ cdef object _not_contiguous(str argument, object shape, object strides):
     )
 
 
-cdef inline int _read_exchange_api(object obj, _Protocol road, View* view, str argument) except -1:
+cdef inline int _read_exchange_api(object obj, _Protocol protocol, View* view, str argument) except -1:
     cdef DLTensor tensor
-    if road.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
-        if not road.torch:
+    if protocol.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
+        if not protocol.torch:
             return _reraise(argument)
         PyErr_Clear()  # `_read_torch` raises a better error
         return _read_torch(obj, view, argument)
     view.framework = EXCHANGE_API
-    view.api = road.api
+    view.api = protocol.api
     _read_dltensor(&tensor, view, argument)
     # DLPack does not show a lazy view, and its memory holds other values than the tensor.
-    if road.is_neg is not None and road.is_neg(obj) is not False:
+    if protocol.is_neg is not None and protocol.is_neg(obj) is not False:
         raise _lazy(argument, "negative", "neg")
-    if view.flavour == COMPLEX and road.is_conj is not None and road.is_conj(obj) is not False:
+    if view.flavour == COMPLEX and protocol.is_conj is not None and protocol.is_conj(obj) is not False:
         raise _lazy(argument, "conjugate", "conj")
     return 0
 

@@ -197,11 +197,11 @@ def param_get(uintptr_t handle, int max_len=256):
     require(<void*>nccl.ncclParamGet, b"ncclParamGet")
     if max_len < 0:
         raise ValueError(f"max_len must not be negative: {max_len}")
-    space = bytearray(max_len)
-    cdef char* out = space
+    memory = bytearray(max_len)
+    cdef char* out = memory
     with nogil:
         check(nccl.ncclParamGet(<ncclParamHandle_t>handle, out, max_len, &length), b"ncclParamGet", NULL)
-    return bytes(space[:length])
+    return bytes(memory[:length])
 
 
 def param_get_parameter(key):

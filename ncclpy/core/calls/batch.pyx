@@ -32,7 +32,7 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
         if watched:
             _enter(batch)
         if precall_hooks:
-            _let_in(batch)
+            _run_hooks(batch)
         if batch.grouped:
             result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
         if result == ncclSuccess:
@@ -174,7 +174,7 @@ cdef void _leave(CallBatch* batch, bint issued) noexcept nogil:
             (<Handle>step.handle).leave_call(step.mark, issued)
 
 
-cdef void _let_in(CallBatch* batch) noexcept nogil:
+cdef void _run_hooks(CallBatch* batch) noexcept nogil:
     """Run the pre-call hooks that are wanted, once for successive steps on one communicator."""
     cdef size_t i
     cdef PyObject* last = NULL

@@ -107,7 +107,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
             try:
                 end_wait(&waiting)
             except BaseException as error:
-                _have_left(handle, operation, send, recv, error)
+                _hold_unfinished(handle, operation, send, recv, error)
                 raise
         else:
             if <int>result == LOCK_BUSY:
@@ -208,14 +208,14 @@ cdef int _see_to(
     except BaseException as error:
         # SENDRECV is a group: its end may fail after a part was launched.
         if result == ncclSuccess or result == ncclInProgress or operation.kind == SENDRECV:
-            _have_left(handle, operation, send, recv, error)
+            _hold_unfinished(handle, operation, send, recv, error)
         else:
             handle.explain(error)
         raise
     return 0
 
 
-cdef int _have_left(Handle handle, Operation* operation, object send, object recv, object error) except -1:
+cdef int _hold_unfinished(Handle handle, Operation* operation, object send, object recv, object error) except -1:
     """Hold the arrays of an operation that may still run although its wait has ended."""
     what = function_of(operation.kind).decode()
     handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")

@@ -4,8 +4,8 @@
    Operations in flight are a list, in the order in which they have begun. The version is odd during a write; a reader
    that sees that, or a changed version, reads again. Notes are reused, and freed only with the operation log, since a
    reader might look at them. */
-#ifndef NCCLPY_ENGINE_LEDGER_H
-#define NCCLPY_ENGINE_LEDGER_H
+#ifndef NCCLPY_ENGINE_OPLOG_H
+#define NCCLPY_ENGINE_OPLOG_H
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -40,7 +40,7 @@ cdef extern from "<time.h>" nogil:
 
 cdef enum:
     #: Bytes that suffice for any status as JSON.
-    _ROOM = 1024
+    _STATUS_BYTES = 1024
 
 # By number: looking names up in the enums would take longer than the rest of an entry.
 DTYPES = tuple([member.name.lower() for member in DataType])
@@ -150,7 +150,7 @@ cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept
     cdef timespec wall
     cdef double began, real
     cdef int length
-    if space < _ROOM or not ncclpy_oplog_read(<const ncclpy_oplog*>oplog, &found):
+    if space < _STATUS_BYTES or not ncclpy_oplog_read(<const ncclpy_oplog*>oplog, &found):
         return 0
     at[0] = b"{"
     length = 1 + _write_or_null(at + 1, space - 1, b"current", found.has_current, &found.current)
@@ -188,7 +188,7 @@ cdef class OpLog:
 
         Also ``behind``, if what produces the input of the current operation is not done.
         """
-        cdef char at[_ROOM]
+        cdef char at[_STATUS_BYTES]
         cdef size_t lasting, length = _tell(self.oplog, at, sizeof(at), &lasting)  # the GIL excludes writers
         found = json.loads(at[:length] + b"}")
         del found["at"]  # the time of this call
@@ -256,7 +256,7 @@ cdef class Entry:
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
         what.beside = beside_of(self.op, self.root)
-        self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)  # NULL if memory is out: then the operation log lacks it
+        self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)  # NULL if memory is out: the log lacks it
         ncclpy_oplog_use(oplog)
         self.oplog = oplog
         return 0

@@ -36,7 +36,7 @@ _PARENTS = {
 
 _lock = threading.Lock()
 _store: Store | None = None
-_arrivals: RankRendezvous | None = None
+_job_rendezvous: RankRendezvous | None = None
 #: Local rank and local size of this process, if its launcher does not set them.
 _here: tuple[int, int] | None = None
 _process = 0
@@ -68,7 +68,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     NcclTimeout
         If the store cannot be reached in time.
     """
-    global _store, _process, _arrivals, _here, _is_first
+    global _store, _process, _job_rendezvous, _here, _is_first
     seconds = as_seconds(timeout, TIMEOUT)
     deadline = time.monotonic() + seconds
     place = environment()
@@ -89,7 +89,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             except BaseException:
                 store.close()
                 raise
-            _store, _process, _arrivals, _here = store, os.getpid(), rendezvous, here
+            _store, _process, _job_rendezvous, _here = store, os.getpid(), rendezvous, here
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
@@ -117,8 +117,8 @@ def _locate(place: Place, rendezvous: RankRendezvous, deadline: float) -> tuple[
 
 def rendezvous_of_job() -> RankRendezvous:
     """Return the `RankRendezvous` of all ranks of this job; `rendezvous` has been called."""
-    assert _arrivals is not None
-    return _arrivals
+    assert _job_rendezvous is not None
+    return _job_rendezvous
 
 
 def process_before(rank: int) -> str:
@@ -127,7 +127,7 @@ def process_before(rank: int) -> str:
     ``"ended"``, ``"absent"`` if it has not reached the launcher's store, else "". An ended process is no reason to
     stop waiting for the rank: another program of that rank may follow.
     """
-    rendezvous = _arrivals
+    rendezvous = _job_rendezvous
     if rendezvous is None:
         return ""
     return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "absent"

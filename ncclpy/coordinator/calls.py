@@ -79,7 +79,7 @@ class AllGather(Call):
     """Concatenate arrays of all ranks along the first dimension."""
 
     def __init__(self, name: str, array: Any, device: int) -> None:
-        self._rooms = _Outputs(array)
+        self._outputs = _Outputs(array)
         part = TensorEntry(Kind.ALL_GATHER, device, as_name(name), array)
         rows, entry = _rows_of(part.shape)
         self.own = struct.pack("=q", rows)
@@ -88,8 +88,8 @@ class AllGather(Call):
     def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
         part, entry = self.parts[0], self.signatures[0].shape
         rows = [struct.unpack("=q", own)[0] for own in owns]
-        with self._rooms as space:
-            result = space((sum(rows), *entry))
+        with self._outputs as new_array:
+            result = new_array((sum(rows), *entry))
             part.result_in(result)
             return plane.gather(part, [each * prod(entry) for each in rows], result)
 
@@ -124,7 +124,7 @@ class AllToAll(Call):
     """Exchange rows: each rank has rows for each rank."""
 
     def __init__(self, name: str, array: Any, send_counts: Sequence[int] | None, device: int, rank: int, size: int):
-        self._rooms = _Outputs(array)
+        self._outputs = _Outputs(array)
         part = TensorEntry(Kind.ALL_TO_ALL, device, as_name(name), array)
         self._rank = rank
         try:
@@ -157,8 +157,8 @@ class AllToAll(Call):
         row = prod(signature.shape)
         even = len(set(owns)) == 1 and len(set(counts[0])) == 1 and counts[0][0] * row > 0
         sent = [each * row for each in counts[self._rank]]
-        with self._rooms as space:
-            result = space((sum(received), *signature.shape))
+        with self._outputs as new_array:
+            result = new_array((sum(received), *signature.shape))
             if signature.counted:
                 part.result_in(None, lambda: (result, received))
             else:
@@ -181,7 +181,7 @@ class AllReduceSparse(Call):
     """Gather indices and values of all ranks; the sum is made when the result is asked for."""
 
     def __init__(self, name: str, indices: Any, values: Any, device: int, size: int) -> None:
-        self._sum, self._rooms = SparseSum(indices, values, size), _Outputs(values)
+        self._sum, self._outputs = SparseSum(indices, values, size), _Outputs(values)
         first = TensorEntry(Kind.ALL_GATHER, device, as_name(name), indices)
         second = TensorEntry(Kind.ALL_GATHER, device, as_name(name), values)
         second.result_in(None, self._sum)
@@ -193,7 +193,7 @@ class AllReduceSparse(Call):
 
     def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
         self._sum.expect([struct.unpack("=q", own)[0] for own in owns])
-        with self._rooms:
+        with self._outputs:
             begun = [
                 plane.gather(part, counts, whole)
                 for part, (counts, whole) in zip(self.parts, self._sum.spaces(), strict=True)

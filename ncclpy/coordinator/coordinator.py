@@ -162,7 +162,7 @@ class Coordinator(Operations):
                 machines = session.begin()
                 here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
                 self.local_rank, self.local_size = here.index(self.rank), len(here)
-                self._entrance = self._entrance_of(session, session.everyone, epoch)
+                self._entrance = self._submitter_of(session, session.everyone, epoch)
                 self._session, self._epoch = session, epoch
             except BaseException as error:
                 session.abandon(f"rank {self.rank} could not begin: {error}")
@@ -232,7 +232,7 @@ class Coordinator(Operations):
                 self._begin()
         return self._session
 
-    def _entrance_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
+    def _submitter_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
         """Return the submitter of a process set; it is valid while the group has the ranks that it has now."""
         submitter = session.submitter(member)
         if self._group is not None and epoch is not None:
@@ -291,7 +291,7 @@ class Coordinator(Operations):
             session.check()
             return None
         member = session.define(members, self._options.timeout if timeout is None else timeout)
-        return ProcessSet(self._current, session, self._entrance_of(session, member, epoch))
+        return ProcessSet(self._current, session, self._submitter_of(session, member, epoch))
 
     def stats(self) -> dict[str, Any]:
         """Return counters of what was done so far.

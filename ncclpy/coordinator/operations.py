@@ -28,7 +28,7 @@ class Operations:
         """Return a new submitter, as this one is out of date; raise if there is none."""
         raise NotImplementedError
 
-    def _way(self) -> Submitter:
+    def _current_submitter(self) -> Submitter:
         """Return the submitter by which operations are brought."""
         submitter = self._entrance
         return self._enter_anew() if submitter.is_outdated() else submitter
@@ -106,7 +106,7 @@ class Operations:
         if not names or len(names) != len(arrays):
             both = f"{len(names)} and {len(arrays)}"
             raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
-        submitter = self._way()
+        submitter = self._current_submitter()
         member = submitter.member
         call = AllReduce(names, arrays, op, submitter.device, member.size, member.memory)
         submitter.bring(call)
@@ -128,7 +128,7 @@ class Operations:
         Work
             Its result is a new array, of the same package.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = AllGather(name, array, submitter.device)
         submitter.bring(call)
         return call.work
@@ -148,7 +148,7 @@ class Operations:
         Work
             Its result is the array.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = Broadcast(name, array, root, submitter.device, submitter.member.rank, submitter.member.size)
         submitter.bring(call)
         return call.work
@@ -170,7 +170,7 @@ class Operations:
         Work
             Its result is a new array, this rank's rows.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = ReduceScatter(name, array, op, submitter.device, submitter.member.rank, submitter.member.size)
         submitter.bring(call)
         return call.work
@@ -197,7 +197,7 @@ class Operations:
             Its result is a new array: the received rows in the order of the sending ranks. With `send_counts` it is
             ``(array, recv_counts)``, where ``recv_counts`` has the number of rows from each rank.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = AllToAll(name, array, send_counts, submitter.device, submitter.member.rank, submitter.member.size)
         submitter.bring(call)
         return call.work
@@ -215,7 +215,7 @@ class Operations:
         Work
             Its result is None.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = Barrier(name, submitter.device)
         submitter.bring(call)
         return call.work
@@ -235,7 +235,7 @@ class Operations:
         Work
             Its result is ``(indices, values)``: each index once, in order, and its sum.
         """
-        submitter = self._way()
+        submitter = self._current_submitter()
         call = AllReduceSparse(name, indices, values, submitter.device, submitter.member.size)
         submitter.bring(call)
         return call.work

@@ -135,7 +135,7 @@ cdef class CollectiveCheck:
                 self.known.clear()
             self.known[calls] = note
         if self.met:
-            self._forget_meetings()
+            self._forget_rendezvous()
         return 0
 
     cdef str _disagreement(self, object exchange, long long number, bint* ends):
@@ -222,7 +222,7 @@ cdef class CollectiveCheck:
             if fd >= 0:
                 os.close(fd)
 
-    def _forget_meetings(self):
+    def _forget_rendezvous(self):
         if self.rank == 0:
             for place in self.met:
                 self.group_status.rendezvous.forget(place, list(range(self.size)))

@@ -99,7 +99,7 @@ cdef double _AT_HAND = 4e-6
 
 cdef struct _Ring:
     uint64_t taken  # notes that the reader has taken
-    int wants_room  # the writer has to be woken when a note is taken
+    int writer_waits  # the writer has to be woken when a note is taken
     char rest[52]
     Note notes[_NOTES]
 
@@ -244,8 +244,8 @@ cdef class RingWriter:
         cdef _Ring* ring = <_Ring*>self.outbox.base
         cdef Note* slot
         if self.written - load_shared(&ring.taken) >= _NOTES:
-            swap(&ring.wants_room, 1)
-            if self.written - load_shared(&ring.taken) >= _NOTES:  # still full: the reader will see `wants_room`
+            swap(&ring.writer_waits, 1)
+            if self.written - load_shared(&ring.taken) >= _NOTES:  # still full: the reader will see `writer_waits`
                 return False
         slot = &ring.notes[self.written % _NOTES]
         slot.place, slot.count, slot.channel = note.place, note.count, note.channel
@@ -270,7 +270,7 @@ cdef class RingWriter:
         note.type[NAME] = 0
         self.read += 1
         store_shared(&ring.taken, self.read)
-        if word_of(&ring.wants_room) and swap(&ring.wants_room, 0):
+        if word_of(&ring.writer_waits) and swap(&ring.writer_waits, 0):
             self.ring()
         return True
 
@@ -307,13 +307,13 @@ cdef struct _Head:
     int sleepers
 
 
-cdef size_t _room(size_t size):
+cdef size_t _note_bytes(size_t size):
     """Return how many bytes a whole note may have: space for two messages and one part count per rank."""
     return 4096 - sizeof(_Whole) + 64 * size
 
 
 cdef size_t _stride(size_t size):
-    return _RING * sizeof(_Short) + 2 * (sizeof(_Whole) + _room(size))
+    return _RING * sizeof(_Short) + 2 * (sizeof(_Whole) + _note_bytes(size))
 
 
 cdef uint64_t digest_of(bytes calls):
@@ -386,7 +386,7 @@ cdef class SharedExchange:
             self.comparisons += 1
             store_shared(&whole.number, 0)
             whole.length = len(note)
-            if whole.length <= _room(self.size):
+            if whole.length <= _note_bytes(self.size):
                 memcpy(<char*>whole + sizeof(_Whole), <char*>note, whole.length)
             store_shared(&whole.number, number + 1)
         store_shared(&short.number, 0)
@@ -479,7 +479,10 @@ cdef class SharedExchange:
                 for which in range(2):
                     whole = self.whole_of(rank, which)
                     if load_shared(&whole.number) == number + 1:
-                        note = b"" if whole.length > _room(self.size) else (<char*>whole + sizeof(_Whole))[:whole.length]
+                        note = (
+                            b"" if whole.length > _note_bytes(self.size)
+                            else (<char*>whole + sizeof(_Whole))[:whole.length]
+                        )
                 found.append(note)
         return found
 
@@ -489,7 +492,7 @@ cdef class SharedExchange:
 
     def too_long(self, bytes note not None):
         """Return whether a note is longer than its place."""
-        return <size_t>len(note) > _room(self.size)
+        return <size_t>len(note) > _note_bytes(self.size)
 
     def close(self):
         """Do nothing: the memory is unmapped with its last reference."""

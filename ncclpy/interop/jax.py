@@ -237,9 +237,9 @@ def _received(
     """Make a call that receives into new memory, and return that memory as an array of JAX."""
     jax = _jax()
     if library().engine == "host":
-        space = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
-        start = -space.ctypes.data % _ALIGNMENT
-        made = space[start : start + space.size - _ALIGNMENT].view(dtype).reshape(shape)
+        memory = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        made = memory[start : start + memory.size - _ALIGNMENT].view(dtype).reshape(shape)
         _done(comm, functools.partial(call, made), timeout)
         # DLPack has none of the types that numpy gets from ml_dtypes.
         return jax.dlpack.from_dlpack(made) if dtype.isbuiltin == 1 else jax.numpy.asarray(made)

@@ -583,9 +583,9 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         offset = operator.index(offset)
         if not 0 <= offset <= self.nbytes:
             raise ValueError(f"offset: {offset} is outside of {self!r}")
-        space = (self.nbytes - offset) // itemsize
-        count = space if count is None else operator.index(count)
-        if not 0 <= count <= space:
+        available = (self.nbytes - offset) // itemsize
+        count = available if count is None else operator.index(count)
+        if not 0 <= count <= available:
             raise ValueError(
                 f"count: {count} elements of {itemsize} bytes at offset {offset} do not fit into {self!r}"
             )

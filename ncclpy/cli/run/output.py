@@ -159,9 +159,9 @@ class Output:
                 view = view[os.write(to, view) :]
             except BlockingIOError:
                 # Another process, such as ssh, has made it non-blocking.
-                with selectors.DefaultSelector() as space:
-                    space.register(to, selectors.EVENT_WRITE)
-                    space.select()
+                with selectors.DefaultSelector() as selector:
+                    selector.register(to, selectors.EVENT_WRITE)
+                    selector.select()
             except OSError:
                 # The pipes are still read until the ranks have ended, so that no rank hangs in a write.
                 self._dead.add(to)

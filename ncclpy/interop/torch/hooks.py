@@ -155,13 +155,13 @@ def _loaded(path: Any) -> Any:
 
 def _ours() -> list[tuple[int, int]]:
     """Return (pointer, device) of the segments that were taken in and exist."""
-    space = 64
+    capacity = 64
     while True:
-        bases, devices = (ctypes.c_size_t * space)(), (ctypes.c_int * space)()
-        count = _shim.ncclpy_torch_ours(bases, devices, space)
-        if count <= space:
+        bases, devices = (ctypes.c_size_t * capacity)(), (ctypes.c_int * capacity)()
+        count = _shim.ncclpy_torch_ours(bases, devices, capacity)
+        if count <= capacity:
             return [(bases[i], devices[i]) for i in range(count)]
-        space = 2 * count
+        capacity = 2 * count
 
 
 def _let_go(timeout: float) -> NcclTimeout | None:

@@ -4,7 +4,7 @@ Ranks are processes of this machine, on the host engine or with --gpu on GPUs, o
 rank brings the gradients of a model in an order of its own, and by one grouped call. For comparison: one flat
 all-reduce of the same bytes by a process group, and the same arrays one by one, through mpi4py, given as for `mpi`, or
 by torch.distributed on GPUs. Over each given MPI, if mpi4py is here too, also a coordinator with the host engine or
-MPI as its carrier. With --scale instead: how negotiation grows with ranks and names.
+MPI as its backend. With --scale instead: how negotiation grows with ranks and names.
 """
 
 from __future__ import annotations

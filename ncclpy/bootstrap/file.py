@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ncclpy.bootstrap.folder_watch import FolderWatch, is_local
-from ncclpy.bootstrap.local import changed, not_within, summed
+from ncclpy.bootstrap.local import changed, refuse_reentry, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.store_arguments import MAX_KEY
 from ncclpy.bootstrap.watch import SLICE
@@ -78,7 +78,7 @@ class FileStore(Store):
 
     def _look(self) -> None:
         super()._look()
-        not_within(self, self._turn)
+        refuse_reentry(self, self._turn)
 
     # Opening and closing.
 

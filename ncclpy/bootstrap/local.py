@@ -12,7 +12,7 @@ from typing import Any
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
 
-__all__ = ["LocalStore", "changed", "not_within", "summed"]
+__all__ = ["LocalStore", "changed", "refuse_reentry", "summed"]
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 
@@ -27,7 +27,7 @@ def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     return total
 
 
-def not_within(store: Store, lock: Any) -> None:
+def refuse_reentry(store: Store, lock: Any) -> None:
     """Raise if this thread holds a store's RLock: it would then wait for itself, or see a half-made change."""
     if lock._is_owned():
         raise StoreError(
@@ -61,7 +61,7 @@ class LocalStore(Store):
 
     def _look(self) -> None:
         super()._look()
-        not_within(self, self._lock)
+        refuse_reentry(self, self._lock)
 
     def _put(self, key: str, value: bytes | None) -> None:
         """Set a key, or delete it if the value is None; under the lock."""

@@ -91,7 +91,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         cbool take(uint64_t, Answer&) except +
         void forget(uint64_t, cbool) except +
         uint64_t tell(const string&, Publisher) except +
-        void hush(uint64_t) except +
+        void end_publisher(uint64_t) except +
         void close(const char*, double)
         string lost() except +
         cbool lease_ended()
@@ -363,7 +363,7 @@ cdef class StatusPublication:
         self.number = 0
         if number and self.client.made_in == generation():  # else the parent of this fork goes on publishing
             with nogil:
-                self.client.client.get().hush(number)
+                self.client.client.get().end_publisher(number)
         return 0
 
 

@@ -123,6 +123,6 @@ cdef class FusedLaunch(LaunchGroup):
     cdef int copy_in(self, CUstream stream) except -1
 
 
-cdef FusedLaunch new_carried(
+cdef FusedLaunch new_fused_launch(
     FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
 )

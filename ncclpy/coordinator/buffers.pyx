@@ -476,14 +476,14 @@ cdef class Ending:
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 
-cdef FusedLaunch new_carried(
+cdef FusedLaunch new_fused_launch(
     FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
 ):
-    cdef FusedLaunch carried = FusedLaunch.__new__(FusedLaunch)
-    carried.slot, carried.ending, carried.comm, carried.before, carried.behind = slot, ending, comm, before, behind
-    carried.copier, carried.together = copier, together
-    carried.works, carried.kept = [], []
-    return carried
+    cdef FusedLaunch fused = FusedLaunch.__new__(FusedLaunch)
+    fused.slot, fused.ending, fused.comm, fused.before, fused.behind = slot, ending, comm, before, behind
+    fused.copier, fused.together = copier, together
+    fused.works, fused.kept = [], []
+    return fused
 
 
 cdef class FusedLaunch(LaunchGroup):

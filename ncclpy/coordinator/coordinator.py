@@ -10,10 +10,12 @@ import time
 import warnings
 from collections.abc import Iterable
 from functools import partial
+from math import inf
 from types import TracebackType
 from typing import Any
 
 from ncclpy.bootstrap.adapters import as_store
+from ncclpy.bootstrap.store_arguments import as_seconds
 from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.backends import DataBackend, GroupBackend, SplitBackend
 from ncclpy.coordinator.data_plane import (
@@ -34,6 +36,7 @@ from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
+from ncclpy.engine.recorder import text_of
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds, undelivered
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.types import DeviceLike, Need, as_integer
@@ -154,15 +157,15 @@ class Coordinator(Operations):
             if "{rank}" in path or rank == 0:
                 self._timeline = Timeline(path.replace("{rank}", str(rank)), rank)
         with contextlib.ExitStack() as undo:  # closes what is made already, if something raises
-            carrier, control = self._meet(undo) if self._comm is None else self._meet_over_mpi(undo)
-            self.rank, self.size, self.name = control.rank, control.size, carrier.name
-            session = Session(carrier.name, control, carrier, self._options, self._counts, self._timeline)
+            backend, control = self._meet(undo) if self._comm is None else self._meet_over_mpi(undo)
+            self.rank, self.size, self.name = control.rank, control.size, backend.name
+            session = Session(backend.name, control, backend, self._options, self._counts, self._timeline)
             undo.pop_all()  # the session owns it from now on
             try:
                 machines = session.begin()
                 here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
                 self.local_rank, self.local_size = here.index(self.rank), len(here)
-                self._entrance = self._submitter_of(session, session.everyone, epoch)
+                self._submitter = self._submitter_of(session, session.everyone, epoch)
                 self._session, self._epoch = session, epoch
             except BaseException as error:
                 session.abandon(f"rank {self.rank} could not begin: {error}")
@@ -203,9 +206,9 @@ class Coordinator(Operations):
         control = meeting.control(cache=options.cache, timeout=options.timeout, stall_after=options.stall_after)
         undo.callback(control.close)
         if group is None:
-            return meeting.carrier("coordinator", limit), control
+            return meeting.backend("coordinator", limit), control
         if meeting.engine == "both":
-            return SplitBackend(GroupBackend(group), meeting.carrier(group.name, limit)), control
+            return SplitBackend(GroupBackend(group), meeting.backend(group.name, limit)), control
         return GroupBackend(group, meeting.end), control
 
     def _group_over(self, store: Any, rank: int, size: int, device: DeviceLike) -> ProcessGroup:
@@ -239,9 +242,9 @@ class Coordinator(Operations):
             submitter.follow(self._group, epoch)
         return submitter
 
-    def _enter_anew(self) -> Submitter:
+    def _renew_submitter(self) -> Submitter:
         self._current()
-        return self._entrance
+        return self._submitter
 
     @property
     def error(self) -> BaseException | None:
@@ -342,14 +345,12 @@ class Coordinator(Operations):
         NcclTimeout
             If it has not ended in time.
         """
-        self._close(timeout, False, "abort() was called" if reason is None else str(reason))
+        self._close(timeout, False, "abort() was called" if reason is None else text_of(reason))
 
     def _close(self, timeout: float | None, drain: bool, reason: str) -> None:
         if self._shut or os.getpid() != self._process:
             return
-        limit = _ENDS if self._options.timeout is None else self._options.timeout
-        if timeout is not None:
-            limit = timeout
+        limit = as_seconds(timeout, _ENDS if self._options.timeout is None else self._options.timeout)
         end = time.monotonic() + limit
         session = self._session
         ends_here = session.error is None
@@ -427,7 +428,7 @@ def _give_up(group: ProcessGroup, kind: Any, error: BaseException | None, traceb
 def _options_of(engine: str, fusion_bytes: int, cache: int, timeout: float | None, stall_after: float) -> Options:
     fusion_bytes = as_integer(fusion_bytes, "fusion_bytes", 0, 2**40)
     cache = as_integer(cache, "cache", 0)
-    timeout = None if timeout is None else float(timeout)
+    timeout = None if timeout is None else as_seconds(timeout, inf)
     for name, value in (("timeout", timeout), ("stall_after", float(stall_after))):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: expected more than 0 seconds, got {value}")

@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
 from ncclpy.coordinator.buffers cimport (
-    MOMENT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_carried,
+    MOMENT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_fused_launch,
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
@@ -436,32 +436,32 @@ cdef class DataPlane:
     def broadcast(self, TensorEntry brought not None, int root):
         """Launch a broadcast in place."""
         cdef Operation o
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         self._comm()
         self._fill(&o, BROADCAST, &brought.view)
         o.root = root
         if not brought.is_staged():
             self._plain(brought.work, &o)
             return None
-        carried = self._carry(brought.view.nbytes, host_engine)
-        self._inner(carried, BROADCAST, brought.name)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes)
-        carried.works.append(brought.work)
-        self._copy_in(carried)
-        o.send = o.recv = <void*>carried.slot.pointer
-        self._plain(carried.inner, &o)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes)
-        carried.waits = not carried.together
-        return carried
+        fused = self._carry(brought.view.nbytes, host_engine)
+        self._inner(fused, BROADCAST, brought.name)
+        fused.add(brought.view.pointer, 0, brought.view.nbytes)
+        fused.works.append(brought.work)
+        self._copy_in(fused)
+        o.send = o.recv = <void*>fused.slot.pointer
+        self._plain(fused.inner, &o)
+        fused.add(brought.view.pointer, 0, brought.view.nbytes)
+        fused.waits = not fused.together
+        return fused
 
     def gather(self, TensorEntry brought not None, counts, result):
         """Launch a gather into a new array; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         cdef Work work
-        carried, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
+        fused, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
         counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
             validate_all_gather(&o, &s, &r, sent, into, self.device, self.size, self.rank)
@@ -470,16 +470,16 @@ cdef class DataPlane:
             vector = self._parts()
             vector.all_gather_by_counts(sent, into, counts)
             self._vector(work, vector)
-        return self._back(carried, brought, result)
+        return self._back(fused, brought, result)
 
     def scatter(self, TensorEntry brought not None, int op, factor, counts, result):
         """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         cdef Work work
-        carried, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
+        fused, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
             validate_reduce_scatter(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             o.op = self._operator(o.datatype, op, factor, work)
@@ -489,16 +489,16 @@ cdef class DataPlane:
             vector.reduce_scatter_by_counts(sent, into, counts)
             vector.operation.op = self._operator(vector.operation.datatype, op, factor, work)
             self._vector(work, vector)
-        return self._back(carried, brought, result)
+        return self._back(fused, brought, result)
 
     def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
         """Launch an all-to-all of parts with so many elements; `even` if all ranks' parts have one size, not 0."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         cdef Work work
-        carried, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
+        fused, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
         send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
         if even:
             validate_all_to_all(&o, &s, &r, sent, into, self.device, self.size)
@@ -507,7 +507,7 @@ cdef class DataPlane:
             vector = self._parts()
             vector.all_to_all_by_counts(sent, into, send_counts, recv_counts)
             self._vector(work, vector)
-        return self._back(carried, brought, result)
+        return self._back(fused, brought, result)
 
     def fuse(self, list members, int datatype, int op, factor, bint on_device):
         """Launch one all-reduce of several arrays in a fusion buffer; `on_device` if they are in device memory.
@@ -524,7 +524,7 @@ cdef class DataPlane:
         """
         cdef Operation o
         cdef TensorEntry brought
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         cdef Work inner
         cdef size_t offset = 0, count
         self._comm()
@@ -532,42 +532,42 @@ cdef class DataPlane:
         for _, count in members:
             offsets.append(offset)
             offset += (count * ITEMSIZE[datatype] + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        carried = self._carry(offset, host_engine or on_device)
-        inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
+        fused = self._carry(offset, host_engine or on_device)
+        inner = self._inner(fused, ALL_REDUCE, f"{len(members)} fused")
         memset(&o, 0, sizeof(o))
         o.op = self._operator(datatype, op, factor, inner)  # before copies begin: if this raises, none has to end
         for (brought, count), place in zip(members, offsets, strict=True):
             if brought is not None:
-                carried.add(brought.view.pointer, place, brought.view.nbytes)
-                carried.follow(brought.work)
-                carried.works.append(brought.work)
+                fused.add(brought.view.pointer, place, brought.view.nbytes)
+                fused.follow(brought.work)
+                fused.works.append(brought.work)
             else:
-                self._add_identity(carried, place, count, datatype, op)
-        self._copy_in(carried)
+                self._add_identity(fused, place, count, datatype, op)
+        self._copy_in(fused)
         o.kind, o.datatype = ALL_REDUCE, datatype
-        o.send = o.recv = <void*>carried.slot.pointer
+        o.send = o.recv = <void*>fused.slot.pointer
         # A single array has no padding: other ranks may launch it uncopied.
         o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
         note_operation(inner.entry, &o, offset)
         self._plain(inner, &o)
         for (brought, _), place in zip(members, offsets, strict=True):
             if brought is not None:
-                carried.add(brought.view.pointer, place, brought.view.nbytes)
-                carried.waits = carried.waits or (brought.view.device == HOST_MEMORY and not carried.together)
-        return carried
+                fused.add(brought.view.pointer, place, brought.view.nbytes)
+                fused.waits = fused.waits or (brought.view.device == HOST_MEMORY and not fused.together)
+        return fused
 
     # Fusion buffers.
 
-    cdef int _add_identity(self, FusedLaunch carried, size_t place, size_t count, int datatype, int op) except -1:
+    cdef int _add_identity(self, FusedLaunch fused, size_t place, size_t count, int datatype, int op) except -1:
         cdef View view
         element = identity(datatype, op)
         if element is None:
-            return carried.add(NULL, place, count * ITEMSIZE[datatype])
+            return fused.add(NULL, place, count * ITEMSIZE[datatype])
         pattern = np.frombuffer(element * count, np.uint8)
         read_view(pattern, &view, "identity")
-        carried.kept.append(pattern)
-        carried.together = host_engine
-        return carried.add(view.pointer, place, view.nbytes)
+        fused.kept.append(pattern)
+        fused.together = host_engine
+        return fused.add(view.pointer, place, view.nbytes)
 
     cdef CUstream _before(self) except? NULL:
         """Return the stream of copies into a fusion buffer."""
@@ -602,54 +602,54 @@ cdef class DataPlane:
         slot = self.slots[self.turn]
         self.turn = (self.turn + 1) % len(self.slots)
         slot.take(max(<size_t>1, nbytes), self._before())
-        carried = new_carried(
+        fused = new_fused_launch(
             slot, self.ending, self._comm(), self.copier, together, self._before(), self._behind()
         )
         while self.carrying and self.carrying[0].is_over():
             self.carrying.popleft()
-        self.carrying.append(carried)
-        return carried
+        self.carrying.append(fused)
+        return fused
 
-    cdef Work _inner(self, FusedLaunch carried, int kind, str name):
+    cdef Work _inner(self, FusedLaunch fused, int kind, str name):
         """Return the work of a launch that other works follow."""
         cdef Work inner = new_work(kind, self.device)
         inner.entry.code = None  # this thread may launch it for a call of another thread
         inner.entry.key = name
         inner.timed = self.group.is_timed()
-        inner.held = carried.kept
-        carried.inner = inner
-        self.beginning = carried
+        inner.held = fused.kept
+        fused.inner = inner
+        self.beginning = fused
         return inner
 
-    cdef int _copy_in(self, FusedLaunch carried) except -1:
-        carried.copy_in(self._before())
+    cdef int _copy_in(self, FusedLaunch fused) except -1:
+        fused.copy_in(self._before())
         if self.streams is not None:
-            record_behind(carried.inner, self._before())
+            record_behind(fused.inner, self._before())
         return 0
 
     def abandon(self, error):
         """Fail the launch that could not be made; its arrays are held until copies of them end."""
-        carried, self.beginning = self.beginning, None
-        if carried is not None:
-            carried.abandon(error)
+        fused, self.beginning = self.beginning, None
+        if fused is not None:
+            fused.abandon(error)
 
     cdef tuple _staged(self, TensorEntry brought, int kind, object result, bint as_bytes):
         """Return a launch, its work, the send and receive parts of the slot, and the factor of counts."""
         cdef View view
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         read_view(result, &view, "result")
-        carried = self._carry(place + view.nbytes, host_engine)
-        work = self._inner(carried, kind, brought.name)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes)
-        carried.works.append(brought.work)
-        self._copy_in(carried)
-        start = carried.slot.pointer
+        fused = self._carry(place + view.nbytes, host_engine)
+        work = self._inner(fused, kind, brought.name)
+        fused.add(brought.view.pointer, 0, brought.view.nbytes)
+        fused.works.append(brought.work)
+        self._copy_in(fused)
+        start = fused.slot.pointer
         if as_bytes:
             scale = brought.view.unit * ITEMSIZE[brought.view.datatype]
-            return carried, work, (start, brought.view.nbytes, "uint8"), (start + place, view.nbytes, "uint8"), scale
+            return fused, work, (start, brought.view.nbytes, "uint8"), (start + place, view.nbytes, "uint8"), scale
         dtype = DataType(brought.view.datatype)
-        return carried, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
+        return fused, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
     cdef tuple _places(self, TensorEntry brought, int kind, object result, bint as_bytes):
         """Return the same, also for an array that need not be staged: its data are sent in place."""
@@ -660,18 +660,18 @@ cdef class DataPlane:
         brought.work.held = (brought.array, result)
         return None, brought.work, brought.array, result, 1
 
-    cdef FusedLaunch _back(self, FusedLaunch carried, TensorEntry brought, object result):
+    cdef FusedLaunch _back(self, FusedLaunch fused, TensorEntry brought, object result):
         """Have a staged result copied out into its array."""
         cdef View view
         cdef size_t place
-        if carried is None:
+        if fused is None:
             return None
         read_view(result, &view, "result")
         place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        carried.add(view.pointer, place, view.nbytes)
-        carried.waits = not carried.together
+        fused.add(view.pointer, place, view.nbytes)
+        fused.waits = not fused.together
         brought.work.held = (brought.array, result)
-        return carried
+        return fused
 
     # The end.
 
@@ -682,16 +682,16 @@ cdef class DataPlane:
     def fail(self, error):
         """End it with an error: fail what runs here, and abort the communicator. The other ranks end their own."""
         cdef Launch launch
-        cdef FusedLaunch carried
+        cdef FusedLaunch fused
         cdef Work work
         # Before the group does: its error would name the group, of which the user knows nothing.
         if self.ending.error is None:
             self.ending.error = error
         for launch in list(self.connection.launches):
             launch.end(error)
-        for carried in list(self.carrying):
-            for work in carried.members():
-                if work.launch is carried:  # else its launch has failed just now, and it ends with the copies in
+        for fused in list(self.carrying):
+            for work in fused.members():
+                if work.launch is fused:  # else its launch has failed just now, and it ends with the copies in
                     work.settle(error)
         self.group.end_with(error, text_of(error), True)
 

@@ -60,5 +60,5 @@ cdef class ProcessSetWorker:
     cdef int _count(self, Step step, list brought) except -1
     cdef object _plane_of(self, Step step)
     cdef object _begin(self, Step step, TensorEntry first)
-    cdef int _copied_out(self, FusedLaunch carried) except -1
+    cdef int _copied_out(self, FusedLaunch fused) except -1
     cdef bint _can_launch(self, Step step) except -1

@@ -248,7 +248,7 @@ cdef class ProcessSetWorker:
         cdef Call call
         try:
             self._count(step, brought)
-            carried = self._begin(step, brought[0])
+            fused = self._begin(step, brought[0])
         except BaseException as error:
             failure = self._plane_of(step).cause_of(error) if isinstance(error, NcclError) else _not_launched(error)
             try:
@@ -265,8 +265,8 @@ cdef class ProcessSetWorker:
             if not isinstance(error, _Meaningless):
                 self.trouble(failure)
             return 0
-        if carried is not None:
-            for each in reversed(carried if isinstance(carried, list) else [carried]):
+        if fused is not None:
+            for each in reversed(fused if isinstance(fused, list) else [fused]):
                 self.turns.put_first(_copy_out(self, each))
         return 0
 
@@ -310,13 +310,13 @@ cdef class ProcessSetWorker:
             return None
         return plane.fuse(step.members(), signature.datatype, op, factor, signature.on_device)
 
-    cdef int _copied_out(self, FusedLaunch carried) except -1:
+    cdef int _copied_out(self, FusedLaunch fused) except -1:
         """Copy out what was launched through a fusion buffer, and hand its works over to the monitor."""
         try:
-            carried.copy_out()
+            fused.copy_out()
         except BaseException as error:
             failure = error if isinstance(error, NcclError) else _not_launched(error)
-            carried.end(failure)
+            fused.end(failure)
             self.trouble(failure)
         return 0
 
@@ -397,9 +397,9 @@ cdef class _Told(LaunchStep):
         return 0
 
 
-cdef _CopyOut _copy_out(ProcessSetWorker member, carried):
+cdef _CopyOut _copy_out(ProcessSetWorker member, fused):
     cdef _CopyOut made = _CopyOut.__new__(_CopyOut)
-    made.member, made.carried = member, carried
+    made.member, made.fused = member, fused
     return made
 
 
@@ -407,10 +407,10 @@ cdef class _CopyOut(LaunchStep):
     """The copy-out after a launch, once the launch is made."""
 
     cdef ProcessSetWorker member
-    cdef object carried
+    cdef object fused
 
     cdef bint is_ready(self) except -1:
-        return self.carried.is_passed()
+        return self.fused.is_passed()
 
     cdef int take(self) except -1:
-        return self.member._copied_out(self.carried)
+        return self.member._copied_out(self.fused)

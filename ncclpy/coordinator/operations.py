@@ -22,16 +22,16 @@ _Values = TypeVar("_Values")
 class Operations:
     """Methods that bring operations; `Coordinator` and `ProcessSet` are the classes to use."""
 
-    _entrance: Submitter
+    _submitter: Submitter
 
-    def _enter_anew(self) -> Submitter:
+    def _renew_submitter(self) -> Submitter:
         """Return a new submitter, as this one is out of date; raise if there is none."""
         raise NotImplementedError
 
     def _current_submitter(self) -> Submitter:
         """Return the submitter by which operations are brought."""
-        submitter = self._entrance
-        return self._enter_anew() if submitter.is_outdated() else submitter
+        submitter = self._submitter
+        return self._renew_submitter() if submitter.is_outdated() else submitter
 
     def all_reduce(
         self,
@@ -80,9 +80,9 @@ class Operations:
         Ranks that have joined contribute the identity of the operator. An average divides by the number of the other
         ranks.
         """
-        submitter = self._entrance
+        submitter = self._submitter
         if submitter.is_outdated():
-            submitter = self._enter_anew()
+            submitter = self._renew_submitter()
         return submitter.all_reduce(name, array, op, prescale, postscale)
 
     def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[_T], op: OpLike = SUM) -> list[Work[_T]]:

@@ -35,17 +35,17 @@ class ProcessSet(Operations):
     """
 
     def __init__(self, current: Callable[[], Session], session: Session, submitter: Submitter) -> None:
-        self._current, self._session, self._entrance = current, session, submitter
+        self._current, self._session, self._submitter = current, session, submitter
         member = submitter.member
         self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
 
-    def _enter_anew(self) -> Submitter:
+    def _renew_submitter(self) -> Submitter:
         if self._current() is not self._session:
             raise NcclAborted(
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
                 "then; make it anew"
             )
-        return self._entrance  # its coordinator has ended, with this set's session
+        return self._submitter  # its coordinator has ended, with this set's session
 
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

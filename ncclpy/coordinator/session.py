@@ -116,7 +116,7 @@ class Session:
         The coordinator's name.
     control
         This rank's end of the control plane.
-    carrier
+    backend
         The data backend of all ranks.
     options
         See `Options`.
@@ -130,13 +130,13 @@ class Session:
         self,
         name: str,
         control: Any,
-        carrier: DataBackend,
+        backend: DataBackend,
         options: Options,
         counts: OperationStats,
         timeline: Timeline | None,
     ) -> None:
         self.name, self.rank, self.size = name, control.rank, control.size
-        self.carrier, self.device = carrier, carrier.device
+        self.backend, self.device = backend, backend.device
         self.error: NcclError | None = None
         self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
         self._lock = threading.RLock()  # a signal handler may call this object again
@@ -155,20 +155,20 @@ class Session:
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
-        self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
+        self._members = {0: self._member(0, tuple(range(self.size)), backend)}
         self._reader = threading.Thread(target=self._read, name="ncclpy-coordinator", daemon=True)
         self._reader.start()
 
-    def _member(self, number: int, members: tuple[int, ...], carrier: DataBackend) -> ProcessSetWorker:
+    def _member(self, number: int, members: tuple[int, ...], backend: DataBackend) -> ProcessSetWorker:
         label = f"coordinator {self.name!r}" + (f", process set {number}" if number else "")
         pending = Pending(label, members.index(self.rank), members, number)
         pending.have = self._control.have
         made = ProcessSetWorker(
-            pending, carrier.plane(), self._options.fusion_bytes, self._staged and carrier.for_devices, self._counts,
-            self.trouble, self._options.cache, carrier.host_plane(), carrier.for_devices,
+            pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.for_devices, self._counts,
+            self.trouble, self._options.cache, backend.host_plane(), backend.for_devices,
             None if self._timeline is None else self._timeline.launched,
         )  # fmt: skip
-        carrier.on_abort(self.trouble)
+        backend.on_abort(self.trouble)
         return made
 
     @property
@@ -353,7 +353,7 @@ class Session:
         """Wait until the session has ended and all is released; return False if that takes longer."""
         if threading.current_thread() is self._reader:  # called by a finaliser, in the thread that releases it
             return True
-        return self._over.wait(timeout)
+        return self._over.wait(None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout)
 
     @property
     def left(self) -> BaseException | None:
@@ -509,13 +509,13 @@ class Session:
     def _group(self, number: int, members: Sequence[int]) -> None:
         members = tuple(members)
         if self.rank not in members:
-            self.carrier.pass_by(members)
+            self.backend.pass_by(members)
             return
         with self._lock:
             mine = self._defining.pop(members)
             self._defined[members] = mine
         try:
-            part = self.carrier.part(f"{self.carrier.name}/set {number}", members)
+            part = self.backend.part(f"{self.backend.name}/set {number}", members)
             made = self._members[number] = self._member(number, members, part)
         except BaseException as error:
             mine.fail(error)
@@ -530,7 +530,7 @@ class Session:
         """
         if self._cause is None and not self._began.there.is_set():
             with contextlib.suppress(NcclError):
-                self._cause = self.carrier.failure()
+                self._cause = self.backend.failure()
 
     def _closes(self, rank: int, reason: str) -> None:
         self._look_for_cause()
@@ -572,7 +572,7 @@ class Session:
                 self._left = error
         self._control.close()
         try:
-            self.carrier.end(self._orderly)
+            self.backend.end(self._orderly)
         except Exception as error:
             self._left = error
         self._over.set()

@@ -325,6 +325,14 @@ cdef object grow_id_of(Handle parent):
     return UniqueId(raw.internal[:128])
 
 
+cdef str _text_of(object reason):
+    """Return a user's reason as text, or its class's name if that raises."""
+    try:
+        return str(reason)
+    except Exception:
+        return type(reason).__name__
+
+
 cdef class Lifecycle(Handle):
     """Make, watch and end a communicator; `Communicator` adds the operations."""
 
@@ -771,7 +779,7 @@ cdef class Lifecycle(Handle):
             Seconds to wait for NCCL, 10 by default; past them a `RuntimeWarning` says that the call was left behind in
             its thread.
         """
-        abort_now(self, ABORT_DEADLINE if timeout is None else timeout, "abort" if reason is None else str(reason))
+        abort_now(self, ABORT_DEADLINE if timeout is None else timeout, "abort" if reason is None else _text_of(reason))
 
     def close(self, timeout=None):
         """Destroy the communicator, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).

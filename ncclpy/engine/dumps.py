@@ -193,12 +193,13 @@ def _write(path: str, reason: str | None) -> None:
     foreign = why_of_another(folder)
     if foreign:
         raise ForeignFile(f"{folder} {foreign}")
+    text = dump(reason=reason)  # first: a key's ``__repr__`` may take until the process ends
     with contextlib.suppress(FileNotFoundError):
         os.unlink(unfinished)  # of an earlier process with this id
     try:
         made = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # follows no link
         with open(made, "w", encoding="utf-8") as file:
-            file.write(dump(reason=reason))
+            file.write(text)
         os.replace(unfinished, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from ncclpy.core.handles.handle import failure_listener
-from ncclpy.engine.recorder import add_group_teller, text_of
+from ncclpy.engine.recorder import add_group_source, text_of
 
 __all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
 
@@ -190,5 +190,5 @@ def _forked() -> None:
     _failed.clear()
 
 
-add_group_teller(groups, _failed.clear)
+add_group_source(groups, _failed.clear)
 os.register_at_fork(after_in_child=_forked)

@@ -36,7 +36,7 @@ from ncclpy.engine.callbacks cimport (
     is_expecting, wait_for_wakeup, look_after_executors, wake_monitor, user_executor,
 )
 from ncclpy.engine.work cimport (
-    NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_turn, note_turn, tell_of_stops,
+    NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_tick, note_tick, tell_of_stops,
 )
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
@@ -411,7 +411,7 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long completed works that no thread awaits are left alone
     while True:
         seen = load(&wakeups)
-        note_turn(now())
+        note_tick(now())
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else _TOGETHER
         if seen != _watching.heard:  # else nothing was handed over since: leave the inbox's mutex to the lanes
             _watching.heard, _watching.heard_at = seen, now()
@@ -436,7 +436,7 @@ cdef void _watch(double next_round) noexcept nogil:
             if moment - began < _spin:
                 sched_yield()
             else:
-                wait_for_wakeup(seen, min(_signs.next_timer, attention, next_turn()) - moment)
+                wait_for_wakeup(seen, min(_signs.next_timer, attention, next_tick()) - moment)
             if load(&wakeups) != seen:
                 began = now()
             continue

@@ -19,16 +19,16 @@ typedef struct {
   uint64_t done;
   uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BEHIND */
   uint64_t beside; /* operator and root, -1 for none */
-} ncclpy_noted;
+} ncclpy_op;
 
 /* In `call`: the device cannot begin the operation yet, since what produces its input is not done. */
 #define NCCLPY_BEHIND ((uint64_t)1 << 33)
 
-enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
+enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
 /* An operation in flight; or a spare note: then `after` is the next spare note. */
 typedef struct ncclpy_note {
-  ncclpy_noted what;
+  ncclpy_op what;
   struct ncclpy_note *before, *after;
   uint64_t order; /* its number among the row's operations, in the order in which they have begun, from 1 */
 } ncclpy_note;
@@ -37,8 +37,8 @@ typedef struct {
   ncclpy_note *first, *final;
   uint64_t begun;
   uint64_t last; /* the order of `finished`, 0 if there is none */
-  ncclpy_noted finished;
-} ncclpy_row;
+  ncclpy_op finished;
+} ncclpy_op_list;
 
 typedef struct ncclpy_notes {
   struct ncclpy_notes* before;
@@ -48,7 +48,7 @@ typedef struct ncclpy_notes {
 typedef struct {
   int users;
   uint64_t version;
-  ncclpy_row rows[2]; /* collectives; operations between two ranks */
+  ncclpy_op_list rows[2]; /* collectives; operations between two ranks */
   ncclpy_note* spare;
   ncclpy_notes* notes;
 } ncclpy_oplog;
@@ -56,8 +56,8 @@ typedef struct {
 /* What a reader finds. */
 typedef struct {
   int has_current, has_finished;
-  ncclpy_noted current, finished;
-} ncclpy_standing;
+  ncclpy_op current, finished;
+} ncclpy_status;
 
 /* NCCLPY_GET orders the accesses after it, NCCLPY_PUT the accesses before it. A fence would too, but thread sanitizers
    do not know fences. */
@@ -76,7 +76,7 @@ static inline double ncclpy_moment_of(uint64_t bits) {
   return moment;
 }
 
-static inline void ncclpy_note_copy(ncclpy_noted* to, const ncclpy_noted* from) {
+static inline void ncclpy_note_copy(ncclpy_op* to, const ncclpy_op* from) {
   uint64_t* out = (uint64_t*)to;
   const uint64_t* in = (const uint64_t*)from;
   int i;
@@ -105,8 +105,8 @@ static inline void ncclpy_oplog_leave(ncclpy_oplog* oplog) {
 static inline void ncclpy_oplog_turn(ncclpy_oplog* oplog) { NCCLPY_PUT(oplog->version, oplog->version + 1); }
 
 /* Notes an operation that begins; with the GIL. Returns the note; NULL if memory is out. */
-static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_noted* what) {
-  ncclpy_row* row = &oplog->rows[pair];
+static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what) {
+  ncclpy_op_list* row = &oplog->rows[pair];
   ncclpy_note* note = oplog->spare;
   if (note == NULL) {
     int i;
@@ -144,7 +144,7 @@ static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, in
 
 /* Notes the end of an operation, once; with the GIL. `done` is false if it has failed, for example. */
 static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment) {
-  ncclpy_row* row = &oplog->rows[pair];
+  ncclpy_op_list* row = &oplog->rows[pair];
   ncclpy_oplog_turn(oplog);
   if (note->before != NULL) {
     note->before->after = note->after;
@@ -167,7 +167,7 @@ static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* 
 }
 
 /* Reads one row, possibly during a write: then it returns garbage, but from the operation log's own memory. */
-static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found) {
+static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status* found) {
   const ncclpy_note* first = NCCLPY_GET(row->first);
   found->has_current = first != NULL;
   if (first != NULL) ncclpy_note_copy(&found->current, &first->what);
@@ -177,14 +177,14 @@ static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found
 
 /* Reads the first operation that is begun and not done, and the last that is done; collectives take precedence over
    operations between two ranks. Returns 0 if every attempt met a write. */
-static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_standing* status) {
+static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status) {
   int tries;
   for (tries = 0; tries < 1000; tries++) {
     const uint64_t version = NCCLPY_GET(oplog->version);
-    ncclpy_standing pairs;
+    ncclpy_status pairs;
     if (version & 1) continue;
-    ncclpy_row_read(&oplog->rows[0], status);
-    ncclpy_row_read(&oplog->rows[1], &pairs);
+    ncclpy_op_list_read(&oplog->rows[0], status);
+    ncclpy_op_list_read(&oplog->rows[1], &pairs);
     if (NCCLPY_GET(oplog->version) != version) continue;
     if (!status->has_current && pairs.has_current) {
       status->current = pairs.current;

@@ -4,7 +4,7 @@ from ncclpy.core.arguments.operation cimport Operation
 
 
 cdef extern from "ncclpy/engine/oplog.h" nogil:
-    ctypedef struct ncclpy_noted:
+    ctypedef struct ncclpy_op:
         uint64_t sequence
         uint64_t count
         uint64_t began
@@ -12,31 +12,31 @@ cdef extern from "ncclpy/engine/oplog.h" nogil:
         uint64_t call
         uint64_t beside
 
-    ctypedef struct ncclpy_standing:
+    ctypedef struct ncclpy_status:
         bint has_current
         bint has_finished
-        ncclpy_noted current
-        ncclpy_noted finished
+        ncclpy_op current
+        ncclpy_op finished
 
     ctypedef struct ncclpy_note:
         pass
 
-    ctypedef struct ncclpy_row:
+    ctypedef struct ncclpy_op_list:
         uint64_t last
-        ncclpy_noted finished
+        ncclpy_op finished
 
     ctypedef struct ncclpy_oplog:
-        ncclpy_row rows[2]
+        ncclpy_op_list rows[2]
 
     const uint64_t NCCLPY_BEHIND
 
     ncclpy_oplog* ncclpy_oplog_new()
     void ncclpy_oplog_use(ncclpy_oplog* oplog)
     void ncclpy_oplog_leave(ncclpy_oplog* oplog)
-    ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_noted* what)
+    ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what)
     void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int behind)
     void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment)
-    bint ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_standing* status)
+    bint ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status)
     uint64_t ncclpy_bits_of(double moment)
     double ncclpy_moment_of(uint64_t bits)
 

@@ -98,7 +98,7 @@ _fill(_types, _texts[1])
 _fill(_reductions, _texts[2])
 
 
-cdef int _write(char* at, size_t space, const ncclpy_noted* what) noexcept nogil:
+cdef int _write(char* at, size_t space, const ncclpy_op* what) noexcept nogil:
     """Write an operation as JSON with the names of `Began` (peers/rank_state.py); return its length."""
     cdef int kind = what.call & 0xffff, datatype = what.call >> 16 & 0xffff
     cdef int op = <int><unsigned int>(what.beside >> 32), root = <int><unsigned int>what.beside
@@ -128,7 +128,7 @@ cdef int _write(char* at, size_t space, const ncclpy_noted* what) noexcept nogil
     )
 
 
-cdef int _write_or_null(char* at, size_t space, const char* name, bint there, const ncclpy_noted* what) noexcept nogil:
+cdef int _write_or_null(char* at, size_t space, const char* name, bint there, const ncclpy_op* what) noexcept nogil:
     cdef int length = snprintf(at, space, b"\"%s\":", name)
     if there:
         return length + _write(at + length, space - length, what)
@@ -146,7 +146,7 @@ cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept
 
     The first `lasting` bytes change only if the rank makes progress.
     """
-    cdef ncclpy_standing found
+    cdef ncclpy_status found
     cdef timespec wall
     cdef double began, real
     cdef int length
@@ -234,7 +234,7 @@ cdef long long _recorded = 0
 _gatherers = []
 
 # (teller, forget): `teller()` returns a list of this process's groups, `forget()` forgets those that have failed.
-_group_tellers = []
+_group_sources = []
 
 
 @cython.freelist(256)
@@ -249,7 +249,7 @@ cdef class Entry:
 
     cdef int note(self, ncclpy_oplog* oplog) except -1:
         """Note the operation in a process group's operation log, with its present values."""
-        cdef ncclpy_noted what
+        cdef ncclpy_op what
         if self.oplog != NULL:
             return 0
         what.sequence, what.count = self.sequence, self.count
@@ -519,7 +519,7 @@ def resize(capacity):
     capacity = _as_integer(capacity, "capacity", 0)
     _ring = [None] * capacity
     _recorded = 0
-    for _, forget in _group_tellers:
+    for _, forget in _group_sources:
         forget()
 
 
@@ -559,7 +559,7 @@ def snapshot(reason=None):
         "recorded": recorded,
         "entries": [(<Entry>entry)._as_dict() for entry in entries],
         "gathering": [item for gatherer in list(_gatherers) for item in gatherer()],
-        "groups": [group for teller, _ in list(_group_tellers) for group in teller()],
+        "groups": [group for teller, _ in list(_group_sources) for group in teller()],
     }
 
 
@@ -608,12 +608,12 @@ def remove_gatherer(gatherer):
         _gatherers.remove(gatherer)
 
 
-def add_group_teller(teller, forget):
+def add_group_source(teller, forget):
     """Have dumps include what `teller()` returns: a list of this process's groups.
 
     `forget()` is called when the recorded entries are forgotten.
     """
-    _group_tellers.append((teller, forget))
+    _group_sources.append((teller, forget))
 
 
 # A forked child gathers none of the parent's operations.

@@ -18,10 +18,10 @@ cdef int stops
 # Whether an operation that ends now may have been cut off by an abort, so that its end is no proof of success.
 cdef bint is_doubted(Handle handle) noexcept nogil
 
-# Note that the monitor runs at `moment`. It must run again by next_turn(), which is FOREVER if no communicator needs
+# Note that the monitor runs at `moment`. It must run again by next_tick(), which is FOREVER if no communicator needs
 # that; a much longer gap counts as a stop of the process.
-cdef void note_turn(double moment) noexcept nogil
-cdef double next_turn() noexcept nogil
+cdef void note_tick(double moment) noexcept nogil
+cdef double next_tick() noexcept nogil
 
 # Notify listeners if the process was stopped since they were last notified. With the GIL.
 cdef int tell_of_stops() except -1

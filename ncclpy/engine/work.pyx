@@ -104,11 +104,11 @@ cdef bint is_doubted(Handle handle) noexcept nogil:
         return False
     if handle.contact == FENCED:
         return True
-    note_turn(now())
+    note_tick(now())
     return handle.contact != load(&stops)
 
 
-cdef void note_turn(double moment) noexcept nogil:
+cdef void note_tick(double moment) noexcept nogil:
     global _turn
     if _turn == 0:  # no communicator needs it
         return
@@ -118,7 +118,7 @@ cdef void note_turn(double moment) noexcept nogil:
     _turn = moment
 
 
-cdef double next_turn() noexcept nogil:
+cdef double next_tick() noexcept nogil:
     return _turn + _TURNS if _turn != 0 else FOREVER
 
 

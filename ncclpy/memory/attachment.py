@@ -78,7 +78,7 @@ def _with_hooks(framework: str) -> Any:
     if framework != "torch":
         raise ValueError(f"hooks: torch's allocator has hooks, {framework!r:.80}'s has none")
     if library().engine == "host":
-        raise NcclUnsupported("attach: torch's allocator is one of GPUs, and the host engine has none")
+        raise NcclUnsupported("attach: torch's allocator serves GPU memory, which the host engine does not have")
     return _attach_torch_hooks()
 
 
@@ -127,7 +127,7 @@ class Attachment:
         """
         source = self._source
         if source is None:
-            raise ValueError(f"this attachment of {self._framework} is closed; arrays made in it are as good as ever")
+            raise ValueError(f"this attachment of {self._framework} is closed; arrays made in it stay valid")
         with source.inside():
             yield self
 

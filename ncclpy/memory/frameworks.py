@@ -77,7 +77,8 @@ def source_of(name: object, what: str, device: int | None) -> Source:
         return _Numpy()
     if library().engine == "host":
         instead = "memory.pool('numpy', ...) and memory.empty are in its memory"
-        raise NcclUnsupported(f"{what}: {name}'s allocator is one of GPUs, and the host engine has none; {instead}")
+        needs = f"{name}'s allocator serves GPU memory, which the host engine does not have"
+        raise NcclUnsupported(f"{what}: {needs}; {instead}")
     try:
         return _SOURCES[str(name)](device)
     except ImportError as error:

@@ -378,11 +378,11 @@ def difference(ranks: list[tuple[int, list[int]]]) -> str:
             f"the ranks have allocated different segments: number {place} has {here} on rank 0 and {there} on rank "
             f"{rank} (of {len(sizes)} and {len(other_sizes)} that have no window)"
         )
-    return "the ranks have sent what does not fit together"
+    return "the ranks' messages contradict each other"
 
 
 def _closed() -> ValueError:
-    return ValueError("this pool is closed; arrays made in it before are as good as ever")
+    return ValueError("this pool is closed; arrays made in it before stay valid")
 
 
 def _left(deadline: float) -> float:

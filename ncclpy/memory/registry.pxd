@@ -18,5 +18,5 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil
 
 
 # Memory of NCCL's allocator, entered into the registry, in the pool that this thread has entered. With the GIL;
-# `dismiss` in `residency` frees it.
+# `dismiss` in `comm_segments` frees it.
 cdef uintptr_t new_segment(size_t nbytes, int device) except 0

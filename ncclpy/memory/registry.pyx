@@ -597,7 +597,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
 
     cdef _Block _share(self):
         if self.closing:
-            raise ValueError("this allocation is closed; arrays made from it before are as good as ever")
+            raise ValueError("this allocation is closed; arrays made from it before stay valid")
         return <_Block>self.owner
 
     def close(self):

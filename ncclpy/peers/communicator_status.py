@@ -78,7 +78,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             note_communicator(name, rank, device, functools.partial(self._look, rank)) for rank, device in own.items()
         ]
         super().__init__(store, self._known, size, rendezvous)
-        self._ledgers = oplogs
+        self._oplogs = oplogs
         self._inquiries = Inquiries(self.inquire, False, self.who)
         self._leaving: threading.Thread | None = None
 
@@ -90,7 +90,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
 
     def listen(self) -> None:
         """Publish what these ranks do from now on, now and then and whenever a rank asks."""
-        self.start(self._ledgers, self._take, self._lose, self._end_without, self._is_kept)
+        self.start(self._oplogs, self._take, self._lose, self._end_without, self._is_kept)
 
     def _is_kept(self) -> bool:
         """Return whether the owner is there; leave if it was dropped."""

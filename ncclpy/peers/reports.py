@@ -32,10 +32,10 @@ __all__ = [
     "ASKED",
     "MACHINE",
     "Reports",
-    "begun_until_closed",
     "has_begun_to_end",
     "has_closed",
     "log_silence",
+    "operations_before_close",
     "process",
     "process_state",
 ]
@@ -271,9 +271,7 @@ def log_silence(who: str, error: Exception) -> None:
         What their store has raised.
     """
     expected = type(error) is StoreError or isinstance(error, StoreEnded)
-    _log.log(
-        logging.DEBUG if expected else logging.WARNING, "%s tells the others no more what it does: %s", who, error
-    )
+    _log.log(logging.DEBUG if expected else logging.WARNING, "%s no longer publishes what it does: %s", who, error)
 
 
 def has_closed(store: Store, rank: int) -> bool:
@@ -287,7 +285,7 @@ def has_ended(store: Store, rank: int) -> bool:
     return _state_here(told.get("process")) == "ended"
 
 
-def begun_until_closed(store: Store, rank: int) -> dict[str, int] | None:
+def operations_before_close(store: Store, rank: int) -> dict[str, int] | None:
     """Return how many operations a rank that has closed the group has begun, see `publish`; None if it has not."""
     told = _told(store.compare_set(Reports.key(rank), None, None)[1])
     begun = told.get("begun")

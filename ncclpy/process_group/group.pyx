@@ -3,6 +3,7 @@
 import functools
 
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
+from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.engine.callbacks cimport user_executor
@@ -192,7 +193,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             It gives the `Work`, which the operations in the block also return. Its result is the list of their
             results.
         """
-        return self._block(timeout)
+        return self._block(ALL_REDUCE, timeout)
 
     def all_reduce_coalesced(self, arrays, op=_SUM, *, stream=None, timeout=None):
         """All-reduce several arrays in place, in one launch.
@@ -512,7 +513,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
                 members, comm = divide(self.lifecycle, color, values, deadline)
                 return None if color is None else self._child(name, members, comm)
         except BaseException as error:  # other ranks may have made their group, and would wait for this one
-            if color is not None:
+            if color is not None and not self.lifecycle.is_ended():  # else the end of this group ends the others' wait
                 self.lifecycle.group_status.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
             raise
         raise ValueError(refused)

@@ -23,7 +23,7 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.rank_state import Began, RankState
-from ncclpy.peers.reports import begun_until_closed
+from ncclpy.peers.reports import operations_before_close
 from ncclpy.peers.status import ENDED, End, StatusService, tell_end
 from ncclpy.process_group.clocks import Clocks
 from ncclpy.types import UniqueId
@@ -127,7 +127,8 @@ class GroupStatus(StatusService):
             self.before = self._before
         self._meetings: list[tuple[str, float]] = []  # those that this rank is at, and since when
         self._joins: list[str] = []  # the communicators that this rank is at the rendezvous of
-        self._at_no_meeting = threading.Condition()  # guards both lists
+        self._threads: list[int] = []  # that are at one of them
+        self._at_no_meeting = threading.Condition()  # guards these lists
         self._leaving = False
         self._begun = look
         self._look_for_closed: Callable[[], object] | None = None
@@ -174,15 +175,18 @@ class GroupStatus(StatusService):
 
         Raises `NcclAborted` once this rank leaves the group: another rank may have cleared its keys away.
         """
+        thread = threading.get_ident()
         with self._at_no_meeting:
             if self._leaving:
                 raise NcclAborted(f"process group {self.name!r} was closed")
             meetings.append(meeting)
+            self._threads.append(thread)
         try:
             yield
         finally:
             with self._at_no_meeting:
                 meetings.remove(meeting)
+                self._threads.remove(thread)
                 self._at_no_meeting.notify_all()
 
     def made(self, label: str, members: list[int]) -> None:
@@ -410,14 +414,15 @@ class GroupStatus(StatusService):
 
         with self._at_no_meeting:
             self._leaving = True
-            self._at_no_meeting.wait_for(lambda: not self._joins and not self._meetings, _TELLS)
+            own = threading.get_ident()  # a signal handler may have interrupted its rendezvous
+            self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _TELLS)
         _within(_TELLS, go)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:
         """Return, for each rank that has closed the group, how many operations it has begun, by communicator."""
         if self.store.compare_set(_CLOSED, None, None)[1] is None:
             return {}
-        found = {rank: begun_until_closed(self.store, rank) for rank in range(self.size) if rank != self.rank}
+        found = {rank: operations_before_close(self.store, rank) for rank in range(self.size) if rank != self.rank}
         return {rank: begun for rank, begun in found.items() if begun is not None}
 
     def close(self, *, says_so: bool = False, begun: Mapping[str, int] | None = None) -> None:

@@ -53,8 +53,12 @@ cdef class Operations:
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
     cdef Work _vector(self, VectorCollective vector, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
-    cdef Block _block(self, timeout)
-    cdef Work _nothing(self, output, timeout)
+    cdef Block _block(self, int kind, timeout)
+    cdef Work _nothing(self, int kind, output, timeout)
+    cdef int _exchange(
+        self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
+        stream, timeout,
+    ) except -1
 
 
 # The operations that a thread begins in a coalescing block.

@@ -5,9 +5,9 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
-from ncclpy.core.arguments.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, is_pair
+from ncclpy.core.arguments.operation cimport BROADCAST, RECV, SCATTER, SEND, SENDRECV, is_pair
 from ncclpy.core.arguments.validation cimport (
-    Extents, digest, digest_begun, known_apart, lacks, lower, method_of, new_vector_collective, note_apart, validate_all_gather,
+    Extents, check_overlap, digest, digest_begun, known_apart, lacks, lower, method_of, new_vector_collective, note_apart, validate_all_gather,
     validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather, validate_recv, validate_reduce, validate_reduce_scatter,
     validate_scatter, validate_send, shared_memory_error, take_fingerprint,
 )
@@ -32,6 +32,7 @@ from ncclpy.types import ReduceOp, as_integer
 
 
 cdef object _SUM = ReduceOp.SUM
+cdef str BLOCKS_TIMEOUT = "timeout: in a coalescing block it is the block's: pass it to coalescing()"
 
 #: Reductions that other libraries have and NCCL has not.
 cdef tuple _BITWISE = ("band", "bor", "bxor")
@@ -384,7 +385,7 @@ cdef class Operations:
         cdef Operation o
         cdef int number
         if peer is None:
-            return self._nothing(None, timeout)
+            return self._nothing(SEND, None, timeout)
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
         validate_send(&o, &s, buf, "buf", self.lifecycle.device)
@@ -414,7 +415,7 @@ cdef class Operations:
         cdef Operation o
         cdef int number
         if peer is None:
-            return self._nothing(buf, timeout)
+            return self._nothing(RECV, buf, timeout)
         if isinstance(peer, int) and peer == -1:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.lifecycle.size, peer, "peer")
@@ -443,32 +444,63 @@ cdef class Operations:
         Work
             Its result is `recv`; in a block the work is the block's.
         """
-        cdef Block block
-        if self.submission.in_block():
-            self.send(send, dest, stream=stream)
-            return self.recv(recv, source, stream=stream)
-        block = self._block(timeout)
+        cdef View s, r
+        cdef Operation there, here
+        cdef Block block = self.submission.block_here()
+        if dest is not None:
+            there.root = root_rank(self.lifecycle.size, dest, "dest")
+            validate_send(&there, &s, send, "send", self.lifecycle.device)
+        if source is not None:
+            here.root = root_rank(self.lifecycle.size, source, "source")
+            validate_recv(&here, &r, recv, "recv", self.lifecycle.device)
+        if dest is not None and source is not None:
+            check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
+            if there.root == here.root == self.lifecycle.rank and s.nbytes != r.nbytes:
+                raise ValueError(
+                    f"send, recv: what rank {self.lifecycle.rank} sends to itself has {s.nbytes} bytes, what it receives "
+                    f"{r.nbytes}"
+                )
+        if block is not None:
+            self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, timeout)
+            return block.work
+        block = self._block(RECV if dest is None else SEND, timeout)
         with block:
-            self.send(send, dest, stream=stream)
-            self.recv(recv, source, stream=stream)
+            self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, None)
             block.outputs = recv
         return block.work
 
-    cdef Block _block(self, timeout):
-        """Return a coalescing block, to be entered."""
+    cdef int _exchange(
+        self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
+        stream, timeout,
+    ) except -1:
+        """Add both halves of a `sendrecv` to the block of this thread."""
+        if dest is None:
+            self._nothing(SEND, None, timeout)
+        else:
+            self.submission.begin(there, None, s, send, None, stream, timeout, 0)
+        if source is None:
+            self._nothing(RECV, recv, timeout)
+        else:
+            self.submission.begin(here, None, r, recv, recv, stream, timeout, 0)
+        return 0
+
+    cdef Block _block(self, int kind, timeout):
+        """Return a coalescing block, to be entered; the recorder calls it by a kind until it has an operation."""
         self.lifecycle.check_usable()
         ensure_running()
-        return new_block(self.submission, self.submission.request(ALL_REDUCE, timeout))
+        return new_block(self.submission, self.submission.request(kind, timeout))
 
-    cdef Work _nothing(self, output, timeout):
+    cdef Work _nothing(self, int kind, output, timeout):
         """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
         cdef Block block = self.submission.block_here()
         if block is None:
-            block = self._block(timeout)
+            block = self._block(kind, timeout)
             with block:
                 block.outputs = output
-        else:
-            block.outputs.append(output)
+            return block.work
+        if timeout is not None:
+            raise ValueError(BLOCKS_TIMEOUT)
+        block.outputs.append(output)
         return block.work
 
     def barrier(self, *, stream=None, timeout=None):
@@ -521,7 +553,7 @@ cdef class Submission:
             block = self.blocks.get(PyThread_get_thread_ident())
             if block is not None:
                 if timeout is not None:
-                    raise ValueError("timeout: in a coalescing block it is the block's: pass it to coalescing()")
+                    raise ValueError(BLOCKS_TIMEOUT)
                 block.add(operation, lowered, view, held, output, producer, tag)
                 return block.work
         ensure_running()

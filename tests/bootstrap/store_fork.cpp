@@ -34,7 +34,7 @@ int main() {
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; i++) {
     threads.emplace_back([&] {
-      while (!ended) keeper::watch(client.get(), true, false);  // as in each waiting call
+      while (!ended) connection_thread::watch(client.get(), true, false);  // as in each waiting call
     });
   }
   int hung = 0;

@@ -142,7 +142,7 @@ void ask(Client& client, const std::string& asked) {
   CHECK(call(client, Op::add, add, answer));
 }
 
-// One client answers questions of another from a source, and never after hush(), as the source is freed then.
+// One client answers questions of another from a source, and never after end_publisher(), as the source is freed then.
 void tell(Client& teller, Client& asker, int seed) {
   const std::string key = "told " + std::to_string(seed), asked = "asked " + std::to_string(seed);
   for (int round = 0; round < 40; round++) {
@@ -158,8 +158,8 @@ void tell(Client& teller, Client& asker, int seed) {
     *count = 2 * round + 1;
     ask(asker, asked);
     while (value_of(asker, key) != std::to_string(2 * round + 1) + ".") usleep(100);
-    if (round % 2) ask(asker, asked);  // which may arrive in the middle of hush()
-    teller.hush(id);
+    if (round % 2) ask(asker, asked);  // which may arrive in the middle of end_publisher()
+    teller.end_publisher(id);
     delete count;
     ask(asker, asked);
     CHECK(value_of(teller, key) == std::to_string(2 * round + 1) + ".");

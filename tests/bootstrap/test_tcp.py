@@ -93,7 +93,7 @@ def test_closed_store_leaves_nothing_behind(serve):
         store.close()
 
     once()
-    testing.wait_for(lambda: not [name for name in threads() if name == "ncclpy-keeper"])
+    testing.wait_for(lambda: not [name for name in threads() if name == "ncclpy-connect"])
     before = count()
     for _ in range(5):
         once()

@@ -9,7 +9,7 @@ import pytest
 from sanitizers import ROOT, SANITIZERS, build, flags_of
 
 NATIVE = ROOT / "ncclpy/bootstrap/native"
-CLIENT = ("client", "descriptors", "keeper")
+CLIENT = ("client", "descriptors", "connection_thread")
 SOURCES = [ROOT / "tests/bootstrap/store_stress.cpp", *sorted(NATIVE.glob("*.cpp"))]
 
 

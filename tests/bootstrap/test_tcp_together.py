@@ -155,7 +155,7 @@ def small(serve):
     return store
 
 
-FULL = r"no space for \d+ bytes more: keys and values take 99900 of the 100000 bytes that they may \(`capacity`"
+FULL = r"no space for \d+ more bytes: keys and values take 99900 of the 100000 bytes that they may \(`capacity`"
 REFUSED = {
     "set": lambda store: store.set("new", b""),
     "set longer": lambda store: store.set("kept", bytes(105)),
@@ -181,7 +181,7 @@ def test_value_beyond_capacity_is_refused_and_nothing_is_lost(small, call):
         assert client.add("number", 1) == 10
         assert client.compare_set("kept", None, b"other") == (False, b"kept" + bytes(99))
         assert client.compare_set("absent", None, None) == (True, None)
-        with pytest.raises(StoreError, match="no space for 1 bytes more"):
+        with pytest.raises(StoreError, match="no space for 1 more bytes"):
             client.add("number", 90)
         client.set("kept", b"short")
         client.delete("rest")
@@ -189,7 +189,7 @@ def test_value_beyond_capacity_is_refused_and_nothing_is_lost(small, call):
 
 
 def test_multi_set_beyond_capacity_tells_how_many_were_set(small):
-    with pytest.raises(StoreError, match="set: 2 of 4 keys are set, and there is no space for 203 bytes more"):
+    with pytest.raises(StoreError, match="set: 2 of 4 keys are set, and there is no space for 203 more bytes"):
         small.multi_set([("kept", b"a"), ("number", b"1"), ("new", b""), ("other", b"")])
     assert small.multi_get(["kept", "number"]) == [b"a", b"1"] and not small.check(["other"])
 

@@ -111,7 +111,7 @@ def test_defect_in_the_thread_that_reads_ends_the_coordinator_on_all_ranks(defec
 def test_part_that_cannot_be_made_ends_the_coordinator_on_all_ranks():
     def body(coordinator):
         if coordinator.rank == 0:
-            coordinator._session.carrier.part = no_memory
+            coordinator._session.backend.part = no_memory
         with pytest.raises((MemoryError, ncclpy.NcclError), match="no space"):
             coordinator.process_set([0, 1], DEADLINE).all_reduce("x", np.ones(2)).wait(DEADLINE)
         testing.wait_for(lambda: coordinator.error is not None, "the end", DEADLINE)
@@ -126,7 +126,7 @@ def no_memory(*arguments):
     raise MemoryError("no space")
 
 
-@pytest.mark.parametrize("what", ["carrier", "member"])
+@pytest.mark.parametrize("what", ["backend", "member"])
 def test_shutdown_raises_errors_of_release(what):
     """The rest is released nevertheless: the other rank's shutdown returns."""
     meet = threading.Barrier(2)
@@ -136,9 +136,9 @@ def test_shutdown_raises_errors_of_release(what):
         if coordinator.rank == 1:
             meet.wait(DEADLINE)
             return coordinator.close(DEADLINE)
-        if what == "carrier":
-            end = mine.carrier.end
-            mine.carrier.end = lambda orderly: (end(orderly), no_memory())
+        if what == "backend":
+            end = mine.backend.end
+            mine.backend.end = lambda orderly: (end(orderly), no_memory())
         else:
             member = mine._members[0] = Changed(mine.everyone)
             member.close = lambda limit: (member.inner.close(limit), no_memory())

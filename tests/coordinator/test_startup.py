@@ -105,7 +105,7 @@ def test_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch, 
 
 
 def test_data_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
-    def plane(carrier):
+    def plane(backend):
         raise MemoryError("no plane")
 
     monkeypatch.setattr(backends.GroupBackend, "plane", plane)

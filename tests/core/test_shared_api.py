@@ -10,6 +10,7 @@ from warm_ranks import run_ranks
 
 import ncclpy
 import testing
+from ncclpy.bootstrap import LocalStore
 
 
 @pytest.fixture
@@ -104,3 +105,36 @@ def test_class_made_from_env_without_a_launcher_is_an_error(monkeypatch):
     for kind in (ncclpy.Communicator, ncclpy.ProcessGroup, ncclpy.Manager):
         with pytest.raises(RuntimeError):
             kind.from_env()
+
+
+class Unspeakable:
+    """A reason whose text raises."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_abort_for_a_reason_without_text_aborts(host_engine, comm):
+    comm.abort(Unspeakable())
+    with pytest.raises(ncclpy.NcclAborted, match="Unspeakable"):
+        comm.all_reduce(np.ones(1))
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0) as group:
+        coordinator = ncclpy.Coordinator(group)
+        coordinator.abort(Unspeakable())
+        assert "Unspeakable" in str(coordinator.error)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**400])
+def test_coordinator_waits_for_any_time(host_engine, timeout):
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0) as group:
+        ncclpy.Coordinator(group, timeout=timeout).close()
+        ncclpy.Coordinator(group).close(timeout)
+
+
+@pytest.mark.parametrize(("timeout", "kind"), [(-1, ValueError), (float("nan"), ValueError), ("x", TypeError)])
+def test_coordinator_refuses_what_is_no_time(host_engine, timeout, kind):
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0) as group, ncclpy.Coordinator(group) as coordinator:
+        for end in (coordinator.close, lambda timeout: coordinator.abort(timeout=timeout)):
+            with pytest.raises(kind, match="timeout: expected seconds >= 0 or None"):
+                end(timeout)
+        assert coordinator.error is None

@@ -25,11 +25,11 @@ constexpr int operation_count = 2000;
   std::_Exit(1);
 }
 
-ncclpy_noted operation(uint64_t number, int pair) {
+ncclpy_op operation(uint64_t number, int pair) {
   return {number, 3 * number, ncclpy_bits_of(static_cast<double>(number)), 0, number ^ 0x5555, 2 * number + pair};
 }
 
-void check(const ncclpy_noted& found, bool done) {
+void check(const ncclpy_op& found, bool done) {
   const uint64_t number = found.sequence;
   if (found.count != 3 * number || (found.call & ~NCCLPY_BEHIND) != (number ^ 0x5555) || found.beside / 2 != number ||
       ncclpy_moment_of(found.began) != static_cast<double>(number)) {
@@ -51,7 +51,7 @@ int main(int, char** argv) {
       others.emplace_back([&] {
         uint64_t current = 0, finished = 0;
         while (!over) {
-          ncclpy_standing found;
+          ncclpy_status found;
           if (!ncclpy_oplog_read(oplog, &found)) {
             waits++;
             continue;
@@ -86,11 +86,11 @@ int main(int, char** argv) {
     };
     while (begun < operation_count || !running.empty()) {
       if (begun < operation_count && random() % 5 < 3) {
-        const ncclpy_noted what = operation(begun, 0);
+        const ncclpy_op what = operation(begun, 0);
         running.emplace_back(begun++, ncclpy_oplog_begin(oplog, 0, &what));
         most = std::max(most, running.size());
         if (random() % 16 == 0) {
-          const ncclpy_noted pair = operation(begun, 1);
+          const ncclpy_op pair = operation(begun, 1);
           pairs.push_back(ncclpy_oplog_begin(oplog, 1, &pair));
         }
       } else if (!running.empty()) {
@@ -106,7 +106,7 @@ int main(int, char** argv) {
     }
     over = true;
     for (auto& each : others) each.join();
-    ncclpy_standing found;
+    ncclpy_status found;
     if (!ncclpy_oplog_read(oplog, &found) || (found.has_current && found.current.beside % 2 == 0)) {
       fail("something runs when all is over", begun);
     }

@@ -66,7 +66,7 @@ def test_failed_beat_is_logged_unless_store_was_closed(monkeypatch, caplog, erro
 
         monkeypatch.setattr(store, "set", fails)
         peer_status.listen()
-        words = "rank 0 of communicator 'all' tells the others no more what it does: the server is gone"
+        words = "rank 0 of communicator 'all' no longer publishes what it does: the server is gone"
         found = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
         assert found == [words] * told
         peer_status.close()

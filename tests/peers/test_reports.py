@@ -100,7 +100,7 @@ def test_rank_that_stops_reporting_is_logged(host_engine, store, caplog):
         store.barrier("both are there", group.rank, 2, DEADLINE)
         failing.lost = True
         group.barrier().wait(DEADLINE)  # a change to publish
-        words = f"rank {group.rank} of process group 'g' tells the others no more what it does: the server is gone"
+        words = f"rank {group.rank} of process group 'g' no longer publishes what it does: the server is gone"
         testing.wait_for(lambda: words in caplog.text, "the log")
         store.barrier("both have logged", group.rank, 2, DEADLINE)
         failing.lost = False

@@ -71,7 +71,7 @@ def test_sendrecv_in_a_block_is_a_part_of_it(host_engine):
 def test_sendrecv_of_overlapping_memory_is_refused(host_engine):
     def body(group):
         array = np.zeros(4)
-        with pytest.raises(ValueError, match="memory"):
+        with pytest.raises(ValueError, match="recv overlaps send"):
             group.sendrecv(array[:3], 1 - group.rank, array[1:], 1 - group.rank)
         assert group.all_reduce(np.ones(1)).result(DEADLINE).tolist() == [2.0]
 
@@ -101,5 +101,81 @@ def test_counts_for_one_side_alone_are_refused(host_engine, given):
     def body(group):
         with pytest.raises(ValueError, match="send_counts, recv_counts: pass both, on all ranks, or none"):
             group.all_to_all(np.zeros(2), np.zeros(2), **given)
+
+    run_groups(2, body)
+
+
+def test_sendrecv_in_a_block_adds_both_halves_or_none(host_engine):
+    """The receive is refused after the send would have been added; the block then has the other operation alone."""
+    read_only = np.zeros(2)
+    read_only.flags.writeable = False
+
+    def body(group):
+        total = np.ones(2)
+        with group.coalescing() as work:
+            group.all_reduce(total)
+            with pytest.raises(ValueError, match="recv: the array is read-only"):
+                group.sendrecv(np.ones(2), 1 - group.rank, read_only, 1 - group.rank)
+        return work.result(DEADLINE)[0].tolist()
+
+    assert run_groups(2, body) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("call", ["send", "recv", "sendrecv"])
+def test_timeout_in_a_block_is_refused_without_a_peer_too(host_engine, call):
+    def body(group):
+        array = np.ones(2)
+        given = (array, None, array, None) if call == "sendrecv" else (array, None)
+        with group.coalescing(), pytest.raises(ValueError, match="in a coalescing block it is the block's"):
+            getattr(group, call)(*given, timeout=1.0)
+
+    run_groups(2, body)
+
+
+def test_sendrecv_names_its_own_arguments(host_engine):
+    def body(group):
+        array = np.ones(2)
+        for words, given in (
+            ("dest: rank 7 does not exist", (array, 7, np.ones(2), 0)),
+            ("source: rank 7 does not exist", (array, 0, np.ones(2), 7)),
+            ("send: ", ("text", 0, np.ones(2), 0)),
+            ("recv: ", (array, 0, "text", 0)),
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                group.sendrecv(*given)
+
+    run_groups(2, body)
+
+
+def test_sendrecv_with_oneself_of_other_sizes_is_refused(host_engine):
+    def body(group):
+        with pytest.raises(ValueError, match="sends to itself has 32 bytes, what it receives 16"):
+            group.sendrecv(np.ones(4), group.rank, np.zeros(2), group.rank)
+        both = np.arange(2.0), np.zeros(2)
+        assert group.sendrecv(both[0], group.rank, both[1], group.rank).result(DEADLINE).tolist() == [0.0, 1.0]
+
+    run_groups(2, body, check="always")
+
+
+def test_work_without_a_peer_is_called_what_it_is(host_engine):
+    def body(group):
+        done = []
+        group.on_completion(done.append)
+        works = [group.send(np.ones(2), None), group.recv(np.ones(2), None)]
+        assert [f"{work!r}".split()[1] for work in works] == ["send", "recv"]
+
+    run_groups(1, body)
+
+
+def test_list_of_buffers_with_counts_is_refused(host_engine):
+    def body(group):
+        parts = [np.zeros(1), np.zeros(1)]
+        for call in (
+            lambda: group.all_gather(np.ones(1), parts, [1, 1]),
+            lambda: group.reduce_scatter(parts, np.ones(1), counts=[1, 1]),
+            lambda: group.all_to_all(parts, parts, [1, 1], [1, 1]),
+        ):
+            with pytest.raises(ValueError, match="counts: it goes with one buffer"):
+                call()
 
     run_groups(2, body)

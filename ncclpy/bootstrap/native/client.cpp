@@ -295,7 +295,7 @@ uint64_t Client::tell(const std::string& asked, Publisher publisher) {
   return id;
 }
 
-void Client::hush(uint64_t id) {
+void Client::end_publisher(uint64_t id) {
   Lock lock(mutex_);
   publishers_.erase(id);
   tells_ = !publishers_.empty();

@@ -57,7 +57,7 @@ class Client : public std::enable_shared_from_this<Client> {
   uint64_t tell(const std::string& asked, Publisher publisher);
 
   // Ends a publisher: it publishes nothing any more when this returns.
-  void hush(uint64_t id);
+  void end_publisher(uint64_t id);
 
   // Says goodbye, waits at most `patience` seconds for the server's answer, and closes the connection. Waiting threads
   // find it lost.

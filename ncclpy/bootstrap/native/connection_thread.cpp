@@ -108,7 +108,7 @@ bool add(const std::shared_ptr<Client>& client) {
   it.clients.emplace(client.get(), client);
   if (!it.running) {
     pthread_t thread;
-    if (!start_thread(thread, "ncclpy-keeper", run, &it)) {
+    if (!start_thread(thread, "ncclpy-connect", run, &it)) {
       it.clients.erase(client.get());
       epoll_ctl(it.epoll.get(), EPOLL_CTL_DEL, client->fd(), nullptr);
       return false;

@@ -411,7 +411,7 @@ bool Table::do_cancel(uint64_t connection, Reader in) {
 
 std::string Table::no_room(size_t more) const {
   if (more <= capacity_ - kept_) return "";
-  return "no space for " + std::to_string(more) + " bytes more: keys and values take " + std::to_string(kept_) +
+  return "no space for " + std::to_string(more) + " more bytes: keys and values take " + std::to_string(kept_) +
          " of the " + std::to_string(capacity_) + " bytes that they may (`capacity`, where the store is served)";
 }
 

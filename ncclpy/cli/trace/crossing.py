@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ncclpy.cli.trace.divergence import begun
 from ncclpy.cli.trace.dump import Entry
-from ncclpy.cli.trace.parting import begun
 from ncclpy.cli.trace.stuck import Last, Standstill
 
 #: An operation in one of these states has not ended well; after its deadline it has failed.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from ncclpy.cli.trace.crossing import Crossing, crossings
+from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, apart
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, apart
 from ncclpy.cli.trace.reasons import Reasons
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
@@ -43,8 +43,8 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     circles = crossings(findings.standstills)
     for crossing in circles[:limit]:
         lines += ["", *_crossing(crossing)]
-    for parting in findings.partings:
-        lines += ["", *_parting(parting)]
+    for divergence in findings.divergences:
+        lines += ["", *_divergence(divergence)]
     for late in findings.late[:limit]:
         lines += ["", _late_group(late)]
     lines += ["", *_limited(_table([_header(dump, reasons) for dump in dumps]), limit)]
@@ -189,23 +189,23 @@ def _processes(group: Sequence[Entry]) -> str:
     return first if len(processes) == 1 else f"{first} and {len(processes) - 1} more"
 
 
-def _parting(parting: Parting) -> list[str]:
-    """Say what each rank did at a parting, with one line for ranks that did the same."""
-    size = "" if parting.nranks is None else f" ({_number(parting.nranks, 'rank')})"
-    where = f"communicator {parting.communicator}{size}"
-    if parting.communicator.endswith(NEVER_MADE):
-        where = f"process group {parting.communicator.removesuffix(NEVER_MADE)!r}{size}, which was never made"
-    begins = "the ranks part at" if parting.is_apart else "the first that did not end on all ranks:"
-    lines = [f"{begins} sequence {parting.sequence} of {where}"]
+def _divergence(divergence: Divergence) -> list[str]:
+    """Say what each rank did at a divergence, with one line for ranks that did the same."""
+    size = "" if divergence.nranks is None else f" ({_number(divergence.nranks, 'rank')})"
+    where = f"communicator {divergence.communicator}{size}"
+    if divergence.communicator.endswith(NEVER_MADE):
+        where = f"process group {divergence.communicator.removesuffix(NEVER_MADE)!r}{size}, which was never made"
+    begins = "the ranks part at" if divergence.is_apart else "the first that did not end on all ranks:"
+    lines = [f"{begins} sequence {divergence.sequence} of {where}"]
     same: dict[str, list[int]] = {}
-    for rank, entry in parting.entries.items():
+    for rank, entry in divergence.entries.items():
         same.setdefault(f"{describe(entry)}{_called_at(entry)}, {_outcome(entry)}", []).append(rank)
     lines += [f"  {_ranks(numbers)}: {what}" for what, numbers in same.items()]
-    if parting.absent:
-        lines.append(f"  {_ranks(parting.absent)}: never launched it")
-    if parting.unseen:
-        lines.append(f"  {ranks(parting.unseen, SHOWN)}: no dump")
-    late = parting.late()
+    if divergence.absent:
+        lines.append(f"  {_ranks(divergence.absent)}: never launched it")
+    if divergence.unseen:
+        lines.append(f"  {ranks(divergence.unseen, SHOWN)}: no dump")
+    late = divergence.late()
     for each in late[:SHOWN]:
         said = f"  late: rank {each.rank} came {_seconds(each.seconds)} after rank {each.first}"
         if each.failed is not None:
@@ -213,10 +213,12 @@ def _parting(parting: Parting) -> list[str]:
         lines.append(said)
     if len(late) > SHOWN:
         lines.append(f"  ... and {len(late) - SHOWN} more ranks were late")
-    if late and parting.apart is None:
+    if late and divergence.apart is None:
         lines.append("  (by the wall clocks of their machines, which may differ)")
-    elif late and not parting.one_clock:
-        lines.append(f"  (by their machines' clocks, compared through the store to within {_within(parting.apart)})")
+    elif late and not divergence.one_clock:
+        lines.append(
+            f"  (by their machines' clocks, compared through the store to within {_within(divergence.apart)})"
+        )
     return lines
 
 
@@ -402,7 +404,7 @@ def _summary(findings: Findings, circles: Sequence[Crossing]) -> str:
     unseen = sum(bool(each.unseen and not each.missing) for each in findings.standstills)
     said += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
     said += [_number(len(circles), "circle of waiting ranks", "circles of waiting ranks")] * bool(circles)
-    late = {rank.rank for parting in findings.partings for rank in parting.late()}
+    late = {rank.rank for divergence in findings.divergences for rank in divergence.late()}
     late |= {each.group.rank for each in findings.late}
     said += [f"{_ranks(late)} late"] * bool(late)
     only_failed = len(said) == bool(findings.failed) + bool(findings.ended)

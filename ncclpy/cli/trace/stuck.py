@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, ended_groups, first_divergence, late_groups
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, ended_groups, first_parting, late_groups
 from ncclpy.cli.trace.table import COUNTERPART, Seat, Signature, differing
 
 
@@ -64,7 +64,7 @@ class Findings:
     standstills: list[Standstill]
     mismatches: list[Mismatch]
     failed: list[Entry]
-    partings: list[Parting]
+    divergences: list[Divergence]
     late: list[LateGroup]
     ended: list[Group]
     unseen: tuple[str, int, tuple[range, ...]] | None
@@ -91,7 +91,7 @@ def find(dumps: Iterable[Dump]) -> Findings:
             communicators.setdefault(seat.communicator, {}).setdefault(seat.rank, []).append((dump, seat))
     standstills: list[Standstill] = []
     mismatches: list[Mismatch] = []
-    partings: list[Parting] = []
+    divergences: list[Divergence] = []
     members = _members(dumps)
     everyone: dict[str, tuple[int, set[int]]] = {
         f"process group {name!r}": (size, set(there)) for (name, size), there in members.items()
@@ -112,10 +112,10 @@ def find(dumps: Iterable[Dump]) -> Findings:
             number = min(numbers)
             missing = next((each.missing for each in still if each.sequence == number), {})
             absent = {rank: last.dump for rank, last in missing.items()}
-            partings.append(Parting(name, seats.nranks, number, seats.at(number), absent, seats.unseen()))
+            divergences.append(Divergence(name, seats.nranks, number, seats.at(number), absent, seats.unseen()))
     return Findings(
         gatherings, findings_of["pending"], findings_of["launched"], standstills, mismatches, findings_of["failed"],
-        first_parting(partings), late_groups(dumps), ended_groups(dumps), _unseen_of(everyone),
+        first_divergence(divergences), late_groups(dumps), ended_groups(dumps), _unseen_of(everyone),
     )  # fmt: skip
 
 

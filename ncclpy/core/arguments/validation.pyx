@@ -740,6 +740,12 @@ cdef int _counted(VectorCollective vector, View* s, View* r, object send, object
     return same_type(r, s, "recv", "send")
 
 
+cdef int _one_buffer(object buf, str name, str counts) except -1:
+    if isinstance(buf, list):
+        raise ValueError(f"{counts}: it goes with one buffer, and {name} is a list of buffers, which has sizes of its own")
+    return 0
+
+
 cdef class VectorCollective:
     """A collective of one rank over parts; the method of the collective fills it in."""
 
@@ -802,6 +808,7 @@ cdef class VectorCollective:
     cdef int all_gather_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
+        _one_buffer(recv, "recv", "counts")
         numbers = _as_counts(counts, self.nranks, "counts")
         _counted(self, &s, &r, send, recv)
         _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
@@ -814,6 +821,7 @@ cdef class VectorCollective:
     cdef int reduce_scatter_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
+        _one_buffer(send, "send", "counts")
         numbers = _as_counts(counts, self.nranks, "counts")
         _counted(self, &s, &r, send, recv)
         _holds(&s, sum(numbers), "send", "sum(counts)")
@@ -827,6 +835,8 @@ cdef class VectorCollective:
         cdef View s, r
         if send_counts is None or recv_counts is None:
             raise ValueError("send_counts, recv_counts: pass both, on all ranks, or none")
+        _one_buffer(send, "send", "send_counts")
+        _one_buffer(recv, "recv", "recv_counts")
         outgoing = _as_counts(send_counts, self.nranks, "send_counts")
         incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
         _counted(self, &s, &r, send, recv)

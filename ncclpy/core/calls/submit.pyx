@@ -61,7 +61,7 @@ cdef int submit(
         return _submit_and_wait(handle, operation, send, recv, limit)
     result = <ncclResult_t>_call_in_turn(handle, operation, limit)
     if result != ncclSuccess:
-        return _see_to(handle, operation, send, recv, False, limit, result)
+        return _complete_call(handle, operation, send, recv, False, limit, result)
     return 0
 
 
@@ -78,7 +78,7 @@ cdef int _submit_traced(
         else:
             result = <ncclResult_t>_call_in_turn(handle, operation, limit)
             if result != ncclSuccess:
-                _see_to(handle, operation, send, recv, False, limit, result)
+                _complete_call(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
         resume_reports()
         tracer.end(noted, operation, False, error)
@@ -112,7 +112,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
         else:
             if <int>result == LOCK_BUSY:
                 result = <ncclResult_t>_call_later(handle, operation, True, limit)
-            _see_to(handle, operation, send, recv, True, limit, result)
+            _complete_call(handle, operation, send, recv, True, limit, result)
         if handle.told:
             handle.note_arrival(_last_of(operation))
     finally:
@@ -187,7 +187,7 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
             give_up(handle, function_of(operation.kind).decode(), now() - started)
 
 
-cdef int _see_to(
+cdef int _complete_call(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
 ) except -1:
     """Wait until NCCL has issued an operation and, with `wait_host`, until it has run; raise its error.

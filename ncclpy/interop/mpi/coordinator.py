@@ -165,7 +165,7 @@ class MpiRendezvous:
             silence=_NEVER,
         )
 
-    def carrier(self, name: str, limit: float) -> MpiBackend:
+    def backend(self, name: str, limit: float) -> MpiBackend:
         """Return MPI as the data backend; called once there is a thread."""
         assert self._thread is not None
         return MpiBackend(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)

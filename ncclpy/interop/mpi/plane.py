@@ -105,12 +105,12 @@ class MpiPlane:
 
     Parameters
     ----------
-    carrier
+    backend
         The communicator's data backend.
     """
 
-    def __init__(self, carrier: MpiBackend) -> None:
-        self._carrier = carrier
+    def __init__(self, backend: MpiBackend) -> None:
+        self._backend = backend
         self._changed = threading.Condition(threading.Lock())
         self._running: set[MpiCall] = set()
         self._lane: deque[MpiCall] = deque()
@@ -118,29 +118,29 @@ class MpiPlane:
 
     def stands(self) -> bool:
         """Return whether the communicator is made, or cannot be made."""
-        return self._carrier.settled.is_set()
+        return self._backend.settled.is_set()
 
     # Launches: each gives the thread the calls to start, and what is left to do once MPI has completed them.
 
     def _launch(
         self, what: str, brought: Sequence[TensorEntry], start: Callable[[], list[Any]], finish: Callable[[], None]
     ) -> None:
-        carrier = self._carrier
-        launch = MpiCall(self._lane, what, brought, start, finish, self._failed, self._done, carrier.limit)
+        backend = self._backend
+        launch = MpiCall(self._lane, what, brought, start, finish, self._failed, self._done, backend.limit)
         with self._changed:
-            error = self._error or carrier.error
+            error = self._error or backend.error
             if error is None:
                 self._running.add(launch)
         if error is not None:
             for part in brought:
                 part.fail(error)
             return
-        carrier.thread.launch(launch)
+        backend.thread.launch(launch)
 
     def _failed(self, launch: MpiCall, error: BaseException) -> None:
         self._end(launch, error)
         self._done(launch)
-        self._carrier.trouble(error)
+        self._backend.trouble(error)
 
     def _end(self, launch: MpiCall, error: BaseException) -> None:
         launch.is_dead = True
@@ -195,7 +195,7 @@ class MpiPlane:
         counts: list[int] | None = None,
     ) -> None:
         """Launch the reduction of values in place; the results then go to some places."""
-        comm, size = self._carrier.comm, self._carrier.size
+        comm, size = self._backend.comm, self._backend.size
 
         def finish() -> None:
             _average(values, op, size)
@@ -209,12 +209,12 @@ class MpiPlane:
 
     def barrier(self, brought: TensorEntry) -> None:
         """Launch a barrier."""
-        comm = self._carrier.comm
+        comm = self._backend.comm
         self._launch(f"barrier {brought.name!r}", [brought], lambda: [comm.Ibarrier()], _nothing)
 
     def broadcast(self, brought: TensorEntry, root: int) -> None:
         """Launch a broadcast in place."""
-        comm, data = self._carrier.comm, brought.memory()
+        comm, data = self._backend.comm, brought.memory()
         self._launch(
             f"broadcast {brought.name!r}", [brought],
             lambda: [comm.Ibcast([data[a:b], MPI.BYTE], root) for a, b in _pieces(len(data))], _nothing,
@@ -222,11 +222,11 @@ class MpiPlane:
 
     def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> None:
         """Launch a gather of parts of so many elements, by rank, into a new array."""
-        comm, sent, into, width = self._carrier.comm, brought.memory(), memory_of(result), _width(brought)
+        comm, sent, into, width = self._backend.comm, brought.memory(), memory_of(result), _width(brought)
 
         def start() -> list[Any]:
             unit, each = _in_units([width * count for count in counts])
-            mine = each[self._carrier.rank]
+            mine = each[self._backend.rank]
             return [comm.Iallgatherv([sent, mine, unit], [into, each, _places(each), unit])]
 
         def done() -> None:
@@ -236,7 +236,7 @@ class MpiPlane:
 
     def scatter(self, brought: TensorEntry, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
         """Launch a reduction of which each rank gets its part, of so many elements."""
-        comm, rank, size, datatype = self._carrier.comm, self._carrier.rank, self._carrier.size, brought.datatype
+        comm, rank, size, datatype = self._backend.comm, self._backend.rank, self._backend.size, brought.datatype
         values, _ = _loaded(brought.memory(), datatype, factor)
         counts = [brought.unit * count for count in counts]
         begin, into = sum(counts[:rank]), memory_of(result)
@@ -262,7 +262,7 @@ class MpiPlane:
         self, brought: TensorEntry, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
     ) -> None:
         """Launch an exchange of parts of so many elements."""
-        comm, width = self._carrier.comm, _width(brought)
+        comm, width = self._backend.comm, _width(brought)
         sent, into = brought.memory(), memory_of(result)
 
         def start() -> list[Any]:
@@ -311,14 +311,14 @@ class MpiPlane:
             late = list(self._running)
         if late:
             error = NcclTimeout(
-                f"coordinator {self._carrier.name!r}: {len(late)} operations, {late[0].what} among them, have not "
+                f"coordinator {self._backend.name!r}: {len(late)} operations, {late[0].what} among them, have not "
                 f"ended within {seconds(timeout or 0.0)}"
             )
             self.fail(error)
             raise error
         with self._changed:
             if self._error is None:
-                self._error = NcclAborted(f"coordinator {self._carrier.name!r} has ended")
+                self._error = NcclAborted(f"coordinator {self._backend.name!r} has ended")
 
 
 def _nothing() -> None:

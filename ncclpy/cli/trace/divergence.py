@@ -29,7 +29,7 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """One sequence number of a communicator at which ranks did not all do the same.
 
     `entries` has what the ranks have begun, by rank, `absent` the dumps of ranks that have not begun it, and `unseen`
@@ -132,9 +132,9 @@ def apart(dumps: Iterable[Dump]) -> float | None:
     return sum(sorted(each for each in within.values() if each is not None)[-2:])
 
 
-def first_parting(partings: Iterable[Parting]) -> list[Parting]:
-    """Return the parting that came first, as it may cause the others; none if all ranks did the same."""
-    different = (each for each in partings if each.is_apart or each.unseen)
+def first_divergence(divergences: Iterable[Divergence]) -> list[Divergence]:
+    """Return the divergence that came first, as it may cause the others; none if all ranks did the same."""
+    different = (each for each in divergences if each.is_apart or each.unseen)
     ordered = sorted(different, key=lambda each: (each.when, each.communicator))
     return ordered[:1]
 

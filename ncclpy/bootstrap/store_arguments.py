@@ -140,7 +140,7 @@ def as_seconds(timeout: float | None, default: float) -> float:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
-    if math.isnan(timeout) or timeout < 0:
+    if timeout != timeout or timeout < 0:  # NaN, also where an int is too large for a float
         raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
     return float(timeout) if timeout < 1e9 else math.inf
 

@@ -296,6 +296,11 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint _is_ended(self) noexcept:
         return self.closed or self.reason is not None
 
+    cdef int _check_initialised(self) except -1:
+        if self.gatherings is None:
+            raise RuntimeError("this Manager was not initialised")
+        return 0
+
     cdef int _check_usable(self) except -1:
         check_process()
         if self.closed:
@@ -543,6 +548,7 @@ Gather the participants of collectives by key and launch each collective when al
             Seconds to wait for the communicators to be aborted; by default the call does not wait for that.
         """
         cdef double limit = 0.0 if timeout is None else as_timeout(timeout)
+        self._check_initialised()
         self._abort("abort() was called" if reason is None else reason)
         thread = self.abort_thread
         if limit > 0 and thread is not None:
@@ -621,6 +627,7 @@ Gather the participants of collectives by key and launch each collective when al
         cdef double limit = _CLOSES if timeout is None else as_timeout(timeout)
         cdef double deadline = now() + limit
         cdef Work work, failed = None
+        self._check_initialised()
         check_process()
         with self.lock:
             if self.closed:

@@ -74,6 +74,7 @@ cdef class Connection(CommunicatorSet):
     cdef object memory  # device memory for the first exchange of a pair
     cdef list waiting
     cdef str unmade  # what the recorder calls it until it is made
+    cdef dict messages  # of blocks of sends and receives: how many there were, by peer
     cdef list held  # requests held back until their messages are compared, and all requests behind them
     cdef Awaited awaited
     cdef readonly object settled  # an event, set once it is made or cannot be made
@@ -94,6 +95,7 @@ cdef class Connection(CommunicatorSet):
 
     cdef int _check_wanted(self) except -1
     cdef int call(self, Communicator comm) except -1
+    cdef int count_messages(self, Request request) except -1
     cdef Launch take(self, Request request)
     cdef Launch launch(self, Request request, bint here)
     cdef int _fill(self, Request request, object launch, double moment) except -1

@@ -265,7 +265,7 @@ cdef class Connection(CommunicatorSet):
         self.limit = limit
         self.peer = peer
         self.rank = rank
-        self.waiting, self.held = [], []
+        self.waiting, self.held, self.messages = [], [], {}
         self.overdue = set()
         self.settled = threading.Event()
         self.unmade = f"{title} (never made)"
@@ -339,6 +339,13 @@ cdef class Connection(CommunicatorSet):
         if memory is not None:  # not after an abort: something may still write there
             _device.free(memory)
         self.settled.set()
+
+    cdef int count_messages(self, Request request) except -1:
+        """Count the sends and receives of a block, by peer: a peer that has closed the group may have had fewer."""
+        cdef size_t i
+        for i in range(request.count):
+            self.messages[request.steps[i].root] = self.messages.get(request.steps[i].root, 0) + 1
+        return 0
 
     cdef list ready(self, list comms, list streams):
         """Take over the communicator and launch the requests that wait; return these, for the caller to release."""

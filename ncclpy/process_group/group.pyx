@@ -821,6 +821,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             that.
         """
         cdef double limit = 0.0 if timeout is None else as_timeout(timeout)
+        self.lifecycle.check_initialised()
         self.lifecycle.abort("abort() was called" if reason is None else reason)
         thread = self.lifecycle.abort_thread
         if limit > 0 and thread is not None:
@@ -842,6 +843,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             If operations have failed, and so have no result, and the program has not been given their error. It is
             raised after everything is released.
         """
+        self.lifecycle.check_initialised()
         self.lifecycle.close(timeout)
 
     # For other packages of ncclpy, see group.pxd.

@@ -738,11 +738,13 @@ cdef class Lifecycle:
         return 0
 
     cdef dict begun(self):
-        """Return how many operations this rank has begun, by communicator."""
+        """Return how many operations this rank has begun, by communicator, and how many messages of blocks, by peer."""
         cdef Connection one
-        return {
-            one.label: one.sequence if one.peer >= 0 else self.collectives for one in list(self.connections.values())
-        }
+        counts = {}
+        for one in list(self.connections.values()):
+            counts[one.label] = one.sequence if one.peer >= 0 else self.collectives
+            counts.update({f"{one.label}/{peer}": count for peer, count in one.messages.items()})
+        return counts
 
     cdef int end_connections(self, error, bint drained) except -1:
         """Close the communicators, or abort them if something runs on them; wait for that."""
@@ -873,7 +875,10 @@ cdef class PeerNews:
         for rank, theirs in group.group_status.closed_ranks().items():
             mine = group.begun()
             for one in list(group.connections.values()):
-                if one.pending() and rank in one.members and mine.get(one.label, 0) > theirs.get(one.label, 0):
+                if one.pending() and rank in one.members and (
+                    mine.get(one.label, 0) > theirs.get(one.label, 0)
+                    or one.messages.get(rank, 0) > theirs.get(f"{one.label}/{group.rank}", 0)
+                ):
                     if rank not in group.leavers:
                         group.leavers = group.leavers | {rank}
                         self.gone(rank, "it has closed the group")

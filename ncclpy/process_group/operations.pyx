@@ -639,6 +639,8 @@ cdef class Submission:
                 if connection.peer < 0 and request.is_alone_with(group.rank):
                     request = matched(group, request)  # which may refuse it
                 self._number(connection, work, pair)
+                if pair and connection.peer < 0 and request is not None:
+                    connection.count_messages(request)
                 if request is not None:
                     held = collective_check is not None and hold(group, connection, request)
                     if not held:

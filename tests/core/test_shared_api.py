@@ -138,3 +138,10 @@ def test_coordinator_refuses_what_is_no_time(host_engine, timeout, kind):
             with pytest.raises(kind, match="timeout: expected seconds >= 0 or None"):
                 end(timeout)
         assert coordinator.error is None
+
+
+@pytest.mark.parametrize("kind", [ncclpy.ProcessGroup, ncclpy.Manager])
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_end_of_an_object_that_was_not_initialised_is_refused(kind, end):
+    with pytest.raises(RuntimeError, match=f"this {kind.__name__} was not initialised"):
+        getattr(kind.__new__(kind), end)()

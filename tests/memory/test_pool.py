@@ -355,8 +355,8 @@ def test_bad_arguments(comms2, host_engine):
     for arguments, error, words in (
         (("nonsense", comm), ValueError, "'nonsense' is none of 'torch', 'cupy', 'numpy'"),
         (("rmm", comm), ValueError, "'rmm' is none of"),
-        (("torch", comm), ncclpy.NcclUnsupported, "host engine has none; memory.pool"),
-        (("cupy", comm), ncclpy.NcclUnsupported, "host engine has none"),
+        (("torch", comm), ncclpy.NcclUnsupported, "host engine does not have; memory.pool"),
+        (("cupy", comm), ncclpy.NcclUnsupported, "host engine does not have"),
         (("numpy", 5), TypeError, "expected a Communicator or a ProcessGroup, got 5"),
     ):
         with pytest.raises(error, match=words):

@@ -91,19 +91,23 @@ def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
     assert run_groups(4, body, timeout=LONG) == [True, None, True, None]
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
+@pytest.mark.parametrize("what", ["all_reduce", "send", "recv", "sendrecv"])
 def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engine, what, monkeypatch):
     """The communicators exist already, so that no rank waits at a rendezvous."""
     monkeypatch.setattr(status, "_BEAT", 0.05)
 
     def body(group):
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
+        if what == "sendrecv" and group.rank:  # rank 1 has exchanged more than rank 0, but not with it
+            for _ in range(2):
+                group.sendrecv(np.ones(1), 3 - group.rank, np.zeros(1), 3 - group.rank).wait(DEADLINE)
         if group.rank == 1:
             group.close()
             return None
         if group.rank == 0:
             array = np.ones(1 << 20)  # larger than a send that completes without its receive
-            error = getattr(group, what)(array, *([] if what == "all_reduce" else [1])).exception(DEADLINE)
+            more = {"all_reduce": [], "sendrecv": [1, np.zeros(1 << 20), 1]}.get(what, [1])
+            error = getattr(group, what)(array, *more).exception(DEADLINE)
             together.wait(DEADLINE)
             return error
         together.wait(DEADLINE)

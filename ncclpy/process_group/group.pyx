@@ -1,12 +1,9 @@
 """A process group: one rank's view of the ranks that it works with, over a store and NCCL."""
 
-import functools
-
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
-from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.core.runtime.library cimport check_process
 from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
@@ -21,6 +18,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.process_group.operations import Deadline
 from ncclpy.process_group.nan import wait_for_stream
 from ncclpy.process_group.group_status import GroupStatus
+from ncclpy.process_group.options import check_name
 from ncclpy.process_group.connection import CompletionHook
 from ncclpy.process_group.sparse import SparseSum
 
@@ -748,8 +746,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         cdef ProcessGroup group
         seconds = as_timeout(timeout)
-        if type(name) is not str or not name:
-            raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
+        check_name(name)
         group = cls(
             store, 0, 1, device=device, name=f"{name}/joining", timeout=timeout, config=config, on_error=on_error,
             check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,

@@ -14,7 +14,7 @@ from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport (
-    CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream,
+    CUDA_SUCCESS, CU_EVENT_WAIT_DEFAULT, CUcontext, CUdeviceptr, CUmodule, CUresult, CUstream,
 )
 from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view

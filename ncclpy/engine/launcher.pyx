@@ -34,7 +34,7 @@ from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles
 from ncclpy.core.handles.handle cimport WAS_ABORTED
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
-from ncclpy.core.runtime.stream cimport Stream, as_stream
+from ncclpy.core.runtime.stream cimport as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
 from ncclpy.engine.callbacks cimport around, user_executor, words_of
 from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event

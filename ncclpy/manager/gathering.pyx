@@ -14,7 +14,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.arguments.buffers cimport View
-from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
+from ncclpy.core.arguments.operation cimport Operation, has_root
 from ncclpy.core.arguments.validation cimport (
     COUNT, OPERATOR, TYPE, Extents, Lowered, check_layout, difference, digest, digest_begun, known_apart, lacks,
     lower, note_apart, shared_memory_error, take_fingerprint, type_of,

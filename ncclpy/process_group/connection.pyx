@@ -39,7 +39,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.work cimport Work, believe, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
 from ncclpy.engine.native cimport load, store
-from ncclpy.engine.callbacks cimport LaunchOwner, LaunchGroup
+from ncclpy.engine.callbacks cimport LaunchGroup
 from ncclpy.engine.recorder cimport LAUNCHED, Entry, called
 
 from ncclpy.core.runtime import device as _device

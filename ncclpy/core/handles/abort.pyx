@@ -35,7 +35,7 @@ from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_
 from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, this_thread
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
-from ncclpy.errors import NcclError, attach, same_class_as
+from ncclpy.errors import attach, same_class_as
 
 
 # Seconds in which an operation that another rank has just completed ends on this rank as well; and between two looks.

@@ -25,7 +25,7 @@ from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
 from libc.stdlib cimport free
 from libc.string cimport strcmp, strdup
 
-from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
+from ncclpy.abi.driver cimport CUDA_SUCCESS
 from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles

@@ -156,7 +156,7 @@ CASES = [
         {"ncclpy/b.cpp": "/* Who? Nobody. */ int x;\n", "README.md": "Somebody `who`\n",
          "ncclpy/c.pyx": "cdef int tenant = 1\n", "tests/test_a.py": "def test_who_waits():\n    pass\n"},
         [
-            "tools/checks/layers.toml:1: ncclpy: 214.29 of 1,000 words are who, nobody and the like; 100 may be",
+            "tools/checks/layers.toml:1: ncclpy: 214.29 of 1,000 words hide what acts, see AGENTS; 100 may",
             "tools/checks/layers.toml:1: README.md: 1000.00 of 1,000 words",
             "ncclpy/c.pyx:1: tenant: docs/glossary.md has another word for it",
             "tests/test_a.py:1: test_who_waits: a test's name is subject_condition_expectation",

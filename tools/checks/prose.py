@@ -78,7 +78,7 @@ def check(root: Path) -> Iterator[Problem]:
             agents += len(AGENTS.findall(passage.text))
         rate = 1000 * agents / max(1, words)
         if rate > limits["agents"]:
-            text = f"{area}: {rate:.2f} of 1,000 words are who, nobody and the like; {limits['agents']} may be"
+            text = f"{area}: {rate:.2f} of 1,000 words hide what acts, see AGENTS; {limits['agents']} may"
             yield Problem(root / LAYERS, 1, text)
     replaced = re.compile(rf"\b(?:{'|'.join(limits['replaced'])})\b")
     for path in (each for area in limits["areas"] for each in files(root, area)):

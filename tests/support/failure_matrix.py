@@ -36,6 +36,11 @@ CASES = {
         ("wait", "stream", "close"),
     ),
 }
+#: What the ranks of a program would import after the fork: an optimizer's first step imports torch._dynamo.
+IMPORTS = {
+    "torch_failures": ("torch", "torch._dynamo", "torch.nn.parallel", "ncclpy.interop.torch"),
+    "road_failures": ("testing",),
+}
 #: Ports below the system's ephemeral range; each run has its own, as several may run at once.
 PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
 #: The status with which `on_error="exit"` ends a process.
@@ -63,10 +68,14 @@ def fail(what: str, folder: str) -> None:
 
 @dataclass
 class Survivor:
-    """One of the other ranks: the end of its process, its seconds after the failure, and its output."""
+    """One of the other ranks: the end of its process, its seconds after the failure, and its output.
+
+    `reached` is False if an earlier error, such as a slow start, kept the failing rank from its failure.
+    """
 
     rank: int
     size: int
+    reached: bool
     code: int | None
     seconds: float
     printed: str
@@ -86,6 +95,8 @@ class Survivor:
             found.append("exited with 0")
         elif self.code < 0:
             found.append(f"was ended by signal {-self.code}")
+        if not self.reached:
+            return [f"rank {self.rank}: {each}" for each in [*found, "the failing rank did not reach its failure"]]
         if re.search("coordinator-.*-close", case):  # ended by the first shutdown, not by the failure
             return [f"rank {self.rank}: {each}" for each in found]
         wanted = "NcclRemoteError" if case.startswith(("kill", "raise")) else "NcclTimeout"
@@ -99,9 +110,9 @@ class Survivor:
 class Starter:
     """A process that has made a program's imports and forks the ranks of a case, which begin at once."""
 
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, imports: tuple[str, ...]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, program, "--start"],
+            [sys.executable, __file__, "--start", program, *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -139,7 +150,8 @@ def run_case(
     try:
         starter = _idle[program].get_nowait()
     except queue.Empty:
-        starter = Starter(program)
+        on_gpu = ncclpy.library().engine == "cuda"
+        starter = Starter(program, IMPORTS[program] + (("torch",) if on_gpu else ()))  # torch's arrays, on GPUs
     token, name = secrets.token_hex(8), secrets.token_hex(4)
     with (
         tempfile.TemporaryDirectory(prefix="failure-") as folder,
@@ -172,6 +184,7 @@ def run_case(
             Survivor(
                 rank,
                 size,
+                stamp.exists(),
                 code,
                 end - at,
                 Path(folder, f"{rank}.out").read_text().strip(),
@@ -239,7 +252,7 @@ def main() -> int:
     cases = given.cases or ["-".join(each) for each in itertools.product(*CASES[given.program])]
     recovers = given.program == "torch_failures" and given.on_error == "abort"
     end = time.monotonic() + given.seconds
-    done, failed, times = 0, 0, []
+    done, failed, unreached, times = 0, 0, 0, []
 
     def run(case):
         if time.monotonic() < end:
@@ -252,8 +265,10 @@ def main() -> int:
                 continue
             done += 1
             problems = problems_of(case, recovers, survivors)
-            failed += bool(problems)
-            if case.startswith(("kill", "raise")):
+            reached = survivors[0].reached
+            failed += bool(problems) and reached
+            unreached += not reached
+            if reached and case.startswith(("kill", "raise")):
                 times += [each.seconds for each in survivors]
             if problems:
                 print(case, problems, flush=True)
@@ -262,15 +277,14 @@ def main() -> int:
     times.sort()
     deaths = f"; after deaths: median {times[len(times) // 2]:.2f} s, at most {times[-1]:.2f} s" if times else ""
     what = f"{given.program} {given.on_error or 'default'}: {done} runs of {len(cases)} cases"
-    print(f"{what}, {failed} broke the rule{deaths}")
-    return 1 if failed or not done else 0
+    print(f"{what}, {failed} broke the rule, {unreached} did not reach the failure{deaths}")
+    return 1 if failed or unreached or not done else 0
 
 
-if __name__ == "__main__" and sys.argv[-1:] == ["--start"]:
-    name = sys.argv[1]
+if __name__ == "__main__" and sys.argv[1:2] == ["--start"]:
+    name, *modules = sys.argv[2:]
     path = Path(__file__).with_name(f"{name}.py")
-    imports = {"torch_failures": ["torch", "torch.nn.parallel", "ncclpy.interop.torch"], "road_failures": ["testing"]}
-    if (found := start(imports[name])) is not None:
+    if (found := start(modules)) is not None:
         sys.argv = [str(path), *found]
         exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
 elif __name__ == "__main__":

@@ -21,6 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ncclpy.interop.torch import recover
 
 AT, STEPS = 3, 8
+#: Seconds in which a group connects, which processes that share a GPU take long for.
+CONNECT = 60
+
+
+def set_timeout(seconds):
+    dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=seconds))
 
 
 def run(case, folder):
@@ -33,12 +39,12 @@ def run(case, folder):
     option = os.environ.get("ON_ERROR")
     dist.init_process_group(
         "ncclpy",
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=CONNECT),
         device_id=device if on_gpu else None,
         pg_options={"on_error": option} if option else None,
     )
     dist.barrier()  # connects, within the timeout of the group
-    dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=float(os.environ["LIMIT"])))
+    set_timeout(float(os.environ["LIMIT"]))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
     model = DistributedDataParallel(module, device_ids=[device] if on_gpu else None)
@@ -77,7 +83,8 @@ def run_and_recover(case, folder):
         if "boom" in str(error):
             raise
         print("TOLD", str(error).replace("\n", " "), file=sys.stderr, flush=True)
-        found = recover(timeout=5)
+        set_timeout(CONNECT)  # of the group to be made
+        found = recover(timeout=15 if torch.cuda.is_available() else 5)
         tensor = torch.full((1,), dist.get_rank() + 1.0, device="cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(tensor)
         print("RECOVERED", tensor.item(), found.lost, flush=True)

@@ -10,7 +10,8 @@ from ncclpy.core.communicator import Communicator
 from ncclpy.engine.work import Work
 from ncclpy.errors import NcclError
 from ncclpy.peers.rank_state import RankState
-from ncclpy.process_group.operations import Block, Deadline, Operations
+from ncclpy.process_group.blocks import Block, Deadline
+from ncclpy.process_group.operations import Operations
 from ncclpy.process_group.options import Completion
 from ncclpy.process_group.recovery import Recovery
 from ncclpy.types import BufferLike, DeviceLike, OpLike, StreamLike

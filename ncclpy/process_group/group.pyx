@@ -9,13 +9,13 @@ from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.membership cimport new_membership
-from ncclpy.process_group.p2p cimport bring, can_divide, disconnect, divide, stand, wrong_colors
+from ncclpy.process_group.membership cimport bring, can_divide, disconnect, divide, stand, wrong_colors
 
 from ncclpy.core.lifecycle import device_of
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
 from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_in_background
-from ncclpy.process_group.operations import Deadline
+from ncclpy.process_group.blocks import Deadline
 from ncclpy.process_group.nan import wait_for_stream
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.options import check_name

@@ -123,21 +123,14 @@ cdef class Lifecycle:
     cdef int wait_until_told(self) except -1
     cdef int close(self, timeout) except -1
 
-    # The steps of a reconfiguration: suspend, end connections and group status, enter with a new one, resume.
+    # Steps of `close` and of a reconfiguration, which `Membership` makes.
 
     # The group status of one of so many ranks, at a place of a store; by default the place of all groups of this name.
     cdef object new_group_status(self, store, int rank, int size, place=*)
-    # Set an error until the group resumes, and a number that nothing belongs to; return whether it had no error.
-    cdef bint suspend(self) except -1
     cdef int end_connections(self, error, bint drained) except -1
     cdef int end_group_status(self, bint says_so) except -1
     # Become the rank of this group status, under a new number.
     cdef int enter(self, group_status) except -1
-    # Clear the error; an error that has ended the group since it was suspended stays, and is returned.
-    cdef object resume(self)
-    # End with an error instead of resuming; False if another error has ended it since it was suspended.
-    cdef bint end_suspended(self, error) except -1
-    cdef int replace_failure(self, error) except -1
     cdef int leave_places(self, bint closed) except -1
 
     cdef Connection _new_connection(self, str label, int peer)
@@ -152,3 +145,7 @@ cdef class PeerNews:
     cdef long long number
 
     cdef Lifecycle _concerned(self)
+
+
+# A number that no group has had.
+cdef long long next_number()

@@ -131,7 +131,7 @@ cdef class Lifecycle:
             self.generations, self.alone, self.pending_messages, self.oplog, self.news,
         )
         oplog = OpLog()
-        cdef long long number = _next_number()  # operations that were begun since `suspend` have the number between
+        cdef long long number = next_number()  # operations that were begun since `suspend` have the number between
         cdef PeerNews news = PeerNews(self, number)
         with self.lock:
             self.number, self.news = number, news
@@ -229,53 +229,6 @@ cdef class Lifecycle:
             f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
             "now; nothing of it has begun"
         )
-
-    # Reconfiguration: `Membership` takes these steps.
-
-    cdef bint suspend(self) except -1:
-        """Set an error until the group resumes, and a number that nothing has; return whether it had no error."""
-        cdef bint worked
-        moving = NcclAborted(f"process group {self.name!r} is being reconfigured")  # not under the lock
-        with self.lock:
-            worked = self.failure is None
-            if worked:
-                self.failure = moving
-            self.between = self.failure
-            self.number = _next_number()
-        return worked
-
-    cdef object resume(self):
-        """Clear the error, unless the group is closed.
-
-        An error that has ended it since it was suspended stays, and is returned.
-        """
-        between = self.between
-        with self.lock:
-            ended = None if self.failure is self.between else self.failure
-            if not self.closed:
-                self.failure, self.between, self.failures = ended, None, []
-        del between  # not under the lock: a user's exception may depend on it
-        return ended
-
-    cdef bint end_suspended(self, error) except -1:
-        """End with an error instead of resuming; return False if another one has ended it since it was suspended."""
-        cdef bint ours
-        between = self.between
-        with self.lock:
-            ours = self.failure is self.between
-            if ours:
-                self.failure = error
-            self.between = None
-        del between  # as in resume
-        return ours
-
-    cdef int replace_failure(self, error) except -1:
-        """Replace the error that it has ended with."""
-        before = self.failure
-        with self.lock:
-            self.failure = error
-        del before  # as in resume
-        return 0
 
     # Communicators.
 
@@ -933,7 +886,7 @@ def _ask_again(reference):
         group.ask_after_stop()
 
 
-cdef long long _next_number():
+cdef long long next_number():
     global _groups
     _groups += 1
     return _groups

@@ -31,6 +31,29 @@ cdef class Membership:
     )
     cdef int _torn(self, failure, group_status, past, is_lost) except -1
     cdef int _go_on(self) except -1
+    cdef bint _suspend(self) except -1
+    cdef object _resume(self)
+    cdef bint _end_suspended(self, error) except -1
+    cdef int _replace_failure(self, error) except -1
 
 
 cdef Membership new_membership(Lifecycle group, Submission submission)
+
+
+# Wait until the communicators with all ranks and with some peers are made; their making is begun where there is none.
+cdef int stand(Lifecycle group, list peers, double seconds) except -1
+
+# Disconnect from some peers, before a deadline.
+cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
+
+# Whether this rank can take part in a division of the group's communicator.
+cdef bint can_divide(Lifecycle group) except -1
+
+# Have a rendezvous: return what all ranks bring.
+cdef object bring(Lifecycle group, object number, list mine)
+
+# The text of the error if ranks have brought invalid colors; else None.
+cdef object wrong_colors(Lifecycle group, object values)
+
+# Divide the group's communicator before a deadline, if that can be done on all ranks.
+cdef tuple divide(Lifecycle group, object color, object values, double deadline)

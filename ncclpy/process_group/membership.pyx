@@ -1,9 +1,19 @@
-"""How a process group continues with fewer ranks, with more, or with other ones.
+"""Which ranks a communicator and a group consist of: pairs, groups made by a split, and changes of a group's ranks.
 
-For that a group first leaves its present state: its communicators are aborted, or closed if nothing runs on them, and
+To continue with other ranks, a group first leaves its present state: its communicators are aborted, or closed if nothing runs on them, and
 operations in flight end with an error. Then it enters another place of a store with its new ranks, under another
 number: so late effects of the old number (a thread in a call, news of a rank, a work that fails late) do not reach the
 new one.
+
+A pair is disconnected only when the program asks for it, on both ranks. It could be detected that a pair was idle for
+long, and both ranks could agree on it. But destroying a communicator frees device memory, which waits for everything
+that runs on the device, and a collective there may wait for a rank that waits for what this one is about to send: only
+the program knows when nothing is under way.
+
+Dividing a communicator is a collective of it, which NCCL needs at the same place among its calls on all ranks. All
+ranks are in `ProcessGroup.split` when it begins, after a rendezvous in the store; each waits until its earlier
+operations are done, and begins nothing new meanwhile. The call itself has a deadline and ends with an abort, as any
+that makes a communicator.
 """
 
 import contextlib
@@ -11,15 +21,25 @@ import functools
 import secrets
 import threading
 
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
+from ncclpy.core.calls.group cimport open_group
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.lifecycle cimport split_comm
+from ncclpy.core.runtime.library cimport version_code
+from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now
+from ncclpy.engine.launcher cimport GONE, MADE
+from ncclpy.engine.work cimport yield_to_others
 from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.lifecycle cimport next_number
 
 from ncclpy.bootstrap.store import LeaseEnded, StoreDamaged, StoreError
-from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, spans
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.errors import seconds as as_text
+from ncclpy.types import MAX_INT as _MAX_INT
 from ncclpy.types import as_integer
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_move
@@ -172,7 +192,7 @@ cdef class Membership:
                 f"process group {group.name!r} goes on without rank {group.rank}: {ranks(spans(members))} of {group.size} did, as "
                 "this one had not come in time. It may join them as a new one (ProcessGroup.join)"
             )
-            group.replace_failure(error)
+            self._replace_failure(error)
             raise error
         return members, uuid
 
@@ -257,7 +277,7 @@ cdef class Membership:
         ``handles`` are told to the ranks of the old group, unless it had ended before.
         """
         cdef Lifecycle group = self.group
-        if group.suspend() and handles is not None:
+        if self._suspend() and handles is not None:
             self._tell_plan(handles, "goes on as other ranks")
         self._confirm(drained)
         group.end_group_status(False)
@@ -317,7 +337,7 @@ cdef class Membership:
         error = failure if isinstance(failure, Exception) else NcclAborted(
             f"process group {group.name!r} was being reconfigured, which {type(failure).__name__} has ended"
         )
-        cdef bint ours = group.end_suspended(error)
+        cdef bint ours = self._end_suspended(error)
         if group_status is not None:
             with contextlib.suppress(NcclError, ValueError):
                 if group.group_status is not group_status:
@@ -337,7 +357,7 @@ cdef class Membership:
     cdef int _go_on(self) except -1:
         """Make the group usable again unless it is closed; an error since the rendezvous ends it afterwards."""
         cdef Lifecycle group = self.group
-        ended = group.resume()
+        ended = self._resume()
         if not group.closed:
             self.past = self.is_lost = None
         if group.closed:
@@ -346,6 +366,57 @@ cdef class Membership:
         if ended is not None:  # the others may not have been told here
             group.group_status.tell(f"rank {group.rank} of {group.size}: {text_of(ended)}")
         group.leave_places(False)
+        return 0
+
+    # The steps between two states of the group.
+
+    cdef bint _suspend(self) except -1:
+        """Give the group an error until it resumes, and a number that nothing has; return whether it had no error."""
+        cdef Lifecycle group = self.group
+        cdef bint worked
+        moving = NcclAborted(f"process group {group.name!r} is being reconfigured")  # not under the lock
+        with group.lock:
+            worked = group.failure is None
+            if worked:
+                group.failure = moving
+            group.between = group.failure
+            group.number = next_number()
+        return worked
+
+    cdef object _resume(self):
+        """Clear the group's error, unless the group is closed.
+
+        An error that has ended the group since it was suspended stays, and is returned.
+        """
+        cdef Lifecycle group = self.group
+        between = group.between
+        with group.lock:
+            ended = None if group.failure is group.between else group.failure
+            if not group.closed:
+                group.failure, group.between, group.failures = ended, None, []
+        del between  # not under the lock: a user's exception may depend on it
+        return ended
+
+    cdef bint _end_suspended(self, error) except -1:
+        """End with an error instead of resuming; return False if another error has ended the group meanwhile."""
+        cdef Lifecycle group = self.group
+        cdef bint ours
+        between = group.between
+        with group.lock:
+            ours = group.failure is group.between
+            if ours:
+                group.failure = error
+            group.between = None
+        del between  # as in _resume
+        return ours
+
+    cdef int _replace_failure(self, error) except -1:
+        """Replace the error that the group has ended with."""
+        cdef Lifecycle group = self.group
+        before = group.failure
+        with group.lock:
+            group.failure = error
+        del before  # as in _resume
         return 0
 
     def _is_moving(self, rendezvous, is_lost):
@@ -415,3 +486,184 @@ def _past_of(brought):
     if brought is None:
         return None
     return {"finished": None if brought["finished"] is None else int(brought["finished"])}
+
+
+# Communicators of two ranks, and the division of the communicator of all.
+
+# Seconds that the end of a group may take to fail its connections.
+cdef double _FAILS = 5.0
+
+
+cdef int stand(Lifecycle group, list peers, double seconds) except -1:
+    """Wait until the communicators with all ranks and with some peers are made."""
+    cdef Connection one
+    cdef double deadline = deadline_after(seconds)
+    connections = [group.connection_with(-1)]
+    connections += [group.connection_with(peer) for peer in peers if peer != group.rank]
+    for one in connections:
+        while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
+            if now() >= deadline and not one.settled.is_set():
+                late = NcclTimeout(
+                    f"rank {group.rank} of process group {group.name!r}: communicator {one.label!r} of {one.nranks} "
+                    f"ranks is not made after {seconds:.3g} s"
+                )
+                group.explain_by(late, functools.partial(group.group_status.inquire_about, one.label, one.members))
+                if group.is_ended():  # another thread has done so, knows what the ranks do, and fails `one` next
+                    one.settled.wait(_FAILS)
+                if not one.settled.is_set():
+                    raise late
+                break
+        if one.failure is not None:
+            raise one.failure.with_traceback(None)
+    return 0
+
+
+cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:
+    """Disconnect pairs, one after the other in an order common to all ranks: so no two wait for each other."""
+    for pair in sorted((min(group.rank, peer), max(group.rank, peer), peer) for peer in peers):
+        _disconnect(group, pair[2], pair[:2], deadline)
+    return 0
+
+
+cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1:
+    cdef Connection one
+    label = group.label_of(peer)
+    one = group.connections.get(label)
+    if one is None:
+        return 0
+    wait_until_idle(group, one, deadline)
+    place = f"disconnect/{label}/{one.attempts}"  # a failure is one for both ranks: each attempt has its outcome
+    one.attempts += 1
+    what = f"to disconnect pair {label!r} of process group {group.name!r}"
+    group_status = group.group_status
+    try:
+        group_status.rendezvous.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
+    except NcclAborted:
+        group.check_usable()  # raises what has ended it
+        raise
+    except (NcclTimeout, NcclRemoteError) as error:
+        group.explain_by(error, functools.partial(group_status.inquire_at, place))
+        raise
+    if group.rank == pair[1]:  # the first has put the outcome there, and this one has read it last
+        group.group_status.rendezvous.forget(place, pair)
+    with group.lock:
+        if group.connections.get(label) is not one:
+            return 0  # the group has ended
+        del group.connections[label]
+        group.generations[peer] = group.generations.get(peer, 0) + 1
+    if not one.pending() and one.is_well():
+        one.close()
+    elif one.alive:  # it has failed, or another thread has begun something on it meanwhile
+        abort_in_background(one.abort(NcclAborted(f"pair {label!r} of process group {group.name!r} was disconnected")), "")
+    return 0
+
+
+def _nothing(come):
+    return b""
+
+
+cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) except -1:
+    cdef Py_ssize_t n = one.pending()
+    while n:
+        group.check_usable()
+        if now() >= deadline:
+            raise NcclTimeout(
+                f"rank {group.rank} of process group {group.name!r}: {n} operations on communicator {one.label!r} are not "
+                "done; nothing was changed"
+            )
+        yield_to_others()
+        n = one.pending()
+    return 0
+
+
+# The number of ranks with wrong colors that an error names.
+cdef int _MOST_WRONG = 8
+
+
+cdef bint can_divide(Lifecycle group) except -1:
+    """Return whether this rank's communicator is made, or is being made, and NCCL can divide it."""
+    cdef Connection main = group.connections.get("all")
+    if main is None or main.state == GONE or version_code() < 21801 or open_group() != NULL:
+        return False
+    return main.state != MADE or main.is_well()
+
+
+cdef object bring(Lifecycle group, object number, list mine):
+    """Return what all ranks bring to the rendezvous of this number: a color, a key, and what `can_divide` says."""
+    try:
+        return group.meet(f"split/{number}", mine, group.timeout, _part_of)
+    except NcclAborted:
+        group.check_usable()  # raises what has ended it
+        raise
+
+
+cdef object wrong_colors(Lifecycle group, object values):
+    """Return the text of the error if ranks have brought invalid colors, else None."""
+    wrong = [
+        f"{color} on rank {rank}" for rank, (color, _, _) in enumerate(values)
+        if color is not None and not 0 <= color <= _MAX_INT
+    ]
+    if not wrong:
+        return None
+    more = f" and on {len(wrong) - _MOST_WRONG} more ranks" if len(wrong) > _MOST_WRONG else ""
+    return (
+        f"split() of process group {group.name!r}: color: expected an int from 0 to {_MAX_INT}, or None to join no group, "
+        f"got {', '.join(wrong[:_MOST_WRONG])}{more}; no rank has made one"
+    )
+
+
+cdef tuple divide(Lifecycle group, object color, object values, double deadline):
+    """Return the ranks with this rank's color, and their communicator if NCCL has made that."""
+    everyone = [(*value, rank) for rank, value in enumerate(values)]
+    members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
+    if not all(can for _, _, can in values):
+        return members, None
+    if color is None:
+        return members, _divide(group, None, 0, deadline)
+    # NCCL takes colors from 0 on.
+    place = sorted({c for c, *_ in values if c is not None}).index(color)
+    return members, _divide(group, place, members.index(group.rank), deadline)
+
+
+cdef object _divide(Lifecycle group, object color, object key, double deadline):
+    """Divide the communicator and return this rank's part, None without a color."""
+    cdef Connection main = group.connections.get("all")
+    cdef Communicator comm, part = Communicator.__new__(Communicator)
+    cdef bint belongs
+    while main is not None and not main.settled.is_set() and now() < deadline:
+        main.settled.wait(0.1)
+        PyErr_CheckSignals()
+    group.check_usable()
+    if main is None or main.state != MADE:
+        if main is not None and main.failure is not None:
+            raise main.failure.with_traceback(None)
+        raise NcclTimeout(f"process group {group.name!r}: its communicator, which is to be divided, is not made in time")
+    comm = main.comms[0]
+    wait_until_idle(group, main, deadline)
+    group.check_usable()
+    left = None if deadline == FOREVER else max(0.001, deadline - now())
+    try:
+        main.making = part  # where an abort finds it
+        group.check_usable()  # an abort before that has not seen it
+        belongs = split_comm(part, comm, color, key, None, left, True)
+        main.making = None
+        group.check_usable()
+    except BaseException as error:
+        main.making = None
+        if not part.closed:
+            abort_in_background([part], "its group has ended")
+        if group.is_ended() and isinstance(error, Exception):
+            group.check_usable()
+        failure = error if isinstance(error, Exception) else NcclAborted(
+            f"process group {group.name!r} was not divided: {type(error).__name__} in the last call"
+        )
+        group.division_failed(main, failure)
+        raise
+    comm.children.discard(part)  # it belongs to the new group: the end of `comm` is not its end
+    return part if belongs else None
+
+
+def _part_of(brought):
+    """Return the color and the key that a rank has brought, and whether NCCL can divide its communicator."""
+    color, key, can = brought
+    return (None if color is None else int(color)), int(key), bool(can)

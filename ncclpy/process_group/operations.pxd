@@ -3,15 +3,13 @@ from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport Lowered, VectorCollective
 from ncclpy.engine.work cimport Work
+from ncclpy.process_group.blocks cimport Block, BlockOwner
 from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 
 
-cdef class Block
-
-
 # Begins operations of a group. It ends the group only by way of `Lifecycle`.
-cdef class Submission:
+cdef class Submission(BlockOwner):
     cdef Lifecycle group
     cdef dict deadlines  # seconds, by thread, of deadline blocks
     cdef dict blocks  # coalescing blocks, by thread
@@ -33,9 +31,9 @@ cdef class Submission:
     # Whether this thread is in a coalescing block.
     cdef bint in_block(self) except -1
     cdef Block block_here(self)
-    cdef int open_block(self, Block block) except -1
-    # End a block, and launch its operations if that is asked for.
-    cdef int shut_block(self, Block block, bint launches) except -1
+    # A request of this rank to itself with its other half as `partner`; None until that is begun. Called with the
+    # group's lock held.
+    cdef Request matched(self, Request request)
 
     cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1
     cdef int _number(self, Connection connection, Work work, bint pair) except -1
@@ -59,26 +57,3 @@ cdef class Operations:
         self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
         stream, timeout,
     ) except -1
-
-
-# The operations that a thread begins in a coalescing block.
-cdef class Block:
-    cdef Submission owner
-    cdef Request request
-    cdef Work work
-    cdef list held
-    cdef object outputs  # a list; of `sendrecv` what it receives
-    cdef list kinds  # of the operations, in their order
-    cdef list ends  # how many steps the request had behind each
-    cdef set producers  # streams, as numbers
-    cdef bint begun
-
-    cdef object _clash(self)
-    cdef str _called(self, size_t place)
-    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag) except -1
-    # Have the stream of the group wait for what produces the inputs.
-    cdef int record(self, CUstream stream) except -1
-    cdef bint record_captured(self) except -1
-
-
-cdef Block new_block(Submission owner, Request request)

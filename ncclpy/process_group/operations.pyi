@@ -1,6 +1,5 @@
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from typing_extensions import disjoint_base
 
@@ -156,15 +155,3 @@ class Operations:
         timeout: float | None = None,
     ) -> Work[_T]: ...
     def barrier(self, *, stream: StreamLike = None, timeout: float | None = None) -> Work[None]: ...
-
-@disjoint_base
-class Block:
-    def __enter__(self) -> Work[list[Any]]: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-@disjoint_base
-class Deadline:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exc_info: object) -> None: ...

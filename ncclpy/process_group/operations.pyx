@@ -1,30 +1,26 @@
 """The operations of a process group, alone and in blocks."""
 
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
 from ncclpy.core.arguments.operation cimport BROADCAST, RECV, SCATTER, SEND, SENDRECV, is_pair
 from ncclpy.core.arguments.validation cimport (
-    Extents, check_overlap, digest, digest_begun, known_apart, lacks, lower, method_of, new_vector_collective, note_apart, validate_all_gather,
-    validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather, validate_recv, validate_reduce, validate_reduce_scatter,
-    validate_scatter, validate_send, shared_memory_error, take_fingerprint,
+    NOTHING, Difference, check_overlap, difference_of_data, lacks, lower, new_vector_collective, take_fingerprint,
+    type_of, validate_all_gather, validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather,
+    validate_recv, validate_reduce, validate_reduce_scatter, validate_scatter, validate_send,
 )
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.start cimport fill_barrier, own_op_code, root_rank
-from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind, wait_behind
+from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.work cimport goes_by_streams, new_work
 from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_pending_messages, wait_until_given
-from ncclpy.process_group.connection cimport (
-    BARRIER, Connection, capture, captured_of, new_request, new_call_signature,
-)
-from ncclpy.process_group.p2p cimport matched
+from ncclpy.process_group.blocks cimport new_block
+from ncclpy.process_group.connection cimport BARRIER, Connection, capture, new_call_signature, new_request
 
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.errors import NcclUnsupported
@@ -488,7 +484,9 @@ cdef class Operations:
         """Return a coalescing block, to be entered; the recorder calls it by a kind until it has an operation."""
         self.lifecycle.check_usable()
         ensure_running()
-        return new_block(self.submission, self.submission.request(kind, timeout))
+        return new_block(
+            self.submission, self.submission.request(kind, timeout), self.lifecycle.rank, self.lifecycle.size
+        )
 
     cdef Work _nothing(self, int kind, output, timeout):
         """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
@@ -527,7 +525,7 @@ cdef class Operations:
         view.nbytes = 1
         return self.submission.begin(&o, None, &view, None, None, stream, timeout, BARRIER)
 
-cdef class Submission:
+cdef class Submission(BlockOwner):
     """Begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""
 
     cdef Work begin(
@@ -637,7 +635,7 @@ cdef class Submission:
             if not group.is_ended() and request.epoch == group.number:
                 taken = True
                 if connection.peer < 0 and request.is_alone_with(group.rank):
-                    request = matched(group, request)  # which may refuse it
+                    request = self.matched(request)  # which may refuse it
                 self._number(connection, work, pair)
                 if pair and connection.peer < 0 and request is not None:
                     connection.count_messages(request)
@@ -655,6 +653,33 @@ cdef class Submission:
         if not taken:
             group.refuse_old()
         return 0
+
+    cdef Request matched(self, Request request):
+        """Return a request of this rank to itself with its other half as `partner`; None until that is begun."""
+        cdef Lifecycle group = self.group
+        cdef Request other, sent, got
+        cdef Difference found
+        cdef Py_ssize_t i
+        for i in range(len(group.alone)):
+            other = group.alone[i]
+            if other.steps[0].kind != request.steps[0].kind:
+                sent, got = (request, other) if request.call.kind == SEND else (other, request)
+                found = difference_of_data(&other.call, &request.call)
+                if found != NOTHING:
+                    raise ValueError(
+                        f"buf: what rank {group.rank} sends to itself has {sent.call.count} elements of type "
+                        f"{type_of(&sent.call)}, what it receives {got.call.count} of type {type_of(&got.call)}"
+                    )
+                if other.work.entry.tag != request.work.entry.tag:
+                    raise ValueError(
+                        f"tag: rank {group.rank} sends to itself what it receives from itself; the two that meet have "
+                        f"tags {other.work.entry.tag} and {request.work.entry.tag}"
+                    )
+                del group.alone[i]
+                other.partner = request
+                return other
+        group.alone.append(request)
+        return None
 
     cdef int capture(self, int peer, Request request) except -1:
         """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
@@ -741,7 +766,6 @@ cdef class Submission:
         """Return whether this thread is in a coalescing block."""
         return PyThread_get_thread_ident() in self.blocks
 
-
     cdef Block block_here(self):
         """Return the block that this thread is in, or None."""
         return self.blocks.get(PyThread_get_thread_ident())
@@ -751,176 +775,3 @@ cdef Submission new_submission(Lifecycle group):
     cdef Submission submission = Submission.__new__(Submission)
     submission.group, submission.blocks, submission.deadlines = group, {}, {}
     return submission
-
-
-cdef class _Open(Awaited):
-    """What the work of a block waits for until its thread has left the block."""
-
-    cdef unsigned long ident
-
-    cdef str missing(self):
-        return "the end of its coalescing block"
-
-    cdef int may_wait(self) except -1:
-        if PyThread_get_thread_ident() == self.ident:
-            raise RuntimeError(
-                "this work is launched when its coalescing block ends, and this thread is in that: wait for it behind the "
-                "block"
-            )
-        return 0
-
-
-cdef class Block:
-    """A coalescing block: a context manager, which gives its work."""
-
-    def __init__(self):
-        raise TypeError("a block is made by ProcessGroup.coalescing()")
-
-    def __enter__(self):
-        cdef _Open waits = _Open.__new__(_Open)
-        if self.begun:
-            raise RuntimeError("a coalescing block is used once")
-        self.owner.open_block(self)
-        self.begun = True
-        waits.ident = PyThread_get_thread_ident()
-        self.work.awaits = waits
-        return self.work
-
-    def __exit__(self, kind, error, traceback):
-        self.work.awaits = None
-        try:
-            if error is not None:
-                self.owner.shut_block(self, False)
-                self.work.withdraw(error)
-                return
-            try:
-                clash = self._clash()
-            except MemoryError as failure:
-                clash = failure
-            if clash is not None:
-                self.owner.shut_block(self, False)
-                raise clash
-            if not self.held:  # no operation; one with empty parts only takes part as on the others
-                self.owner.shut_block(self, False)
-                self.work.output = self.outputs
-                self.work.settle(None)
-            else:
-                self.work.held, self.work.output = self.held, self.outputs
-                self.owner.shut_block(self, True)
-        except BaseException as failure:  # the recorder must not show it as pending
-            self.work.withdraw(failure)
-            raise
-
-    cdef object _clash(self):
-        """Return an error if an operation writes what another one uses, as they run at the same time; else None."""
-        cdef uint64_t number = digest_begun(self.owner.group.size)
-        cdef size_t i, size = self.owner.group.size
-        cdef Py_ssize_t call
-        cdef Extents extents
-        for i in range(self.request.count):
-            number = digest(number, &self.request.steps[i])
-        if self.request.count < 2 or known_apart(number):
-            return None
-        extents = Extents()
-        i = 0
-        for call in range(len(self.held)):
-            while i < <size_t>self.ends[call]:
-                if self.held[call] is not None:  # a barrier has no memory of the caller's
-                    extents.add_operation(&self.request.steps[i], size, call)
-                i += 1
-        if extents.clash():
-            return shared_memory_error(
-                &extents.first, &extents.second, self._called(extents.second.place), self._called(extents.first.place)
-            )
-        note_apart(number)
-        return None
-
-    cdef str _called(self, size_t place):
-        """Return what an operation of the block is called."""
-        return f"operation {place + 1} of {len(self.kinds)} ({method_of(self.kinds[place])})"
-
-    cdef int add(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag
-    ) except -1:
-        """Add an operation, or the operations that replace it."""
-        cdef CUstream stream = NULL
-        cdef bint pair = is_pair(operation.kind)
-        cdef size_t i, before = self.request.count
-        if find_producer(view, self.work.device, producer, &stream):
-            self.producers.add(<uintptr_t>stream)
-        if lowered is None:
-            self.request.add(operation)
-        else:
-            self.request.add_all(lowered)
-        if self.request.brought is not None:
-            self.request.brought.add(operation, lowered, view, self.owner.group.rank, self.owner.group.size, tag)
-        for i in range(before, self.request.count):
-            self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
-        if not self.held:
-            self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
-        self.request.point_to_point = pair and (self.request.point_to_point or not self.held)
-        self.work.entry.count += operation.count
-        self.work.entry.nbytes += view.nbytes
-        self.held.append(held)
-        self.kinds.append(operation.kind)
-        self.ends.append(self.request.count)
-        self.outputs.append(output)
-        return 0
-
-    cdef int record(self, CUstream stream) except -1:
-        """Have the group's stream wait for what produces the inputs: by the work's event, or now if there are several."""
-        for producer in self.producers:
-            if len(self.producers) == 1:
-                record_behind(self.work, <CUstream><uintptr_t>producer)
-            else:
-                wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
-        if len(self.producers) > 1:  # the deadline counts from there
-            record_behind(self.work, stream)
-            self.work.has_producer = False
-        return 0
-
-    cdef bint record_captured(self) except -1:
-        """Return whether the producers' streams are being captured; then put operations without one on one of them."""
-        cdef CUstream stream = captured_of(self.producers, self.work.device)
-        cdef size_t i
-        if stream == NULL:
-            return False
-        for i in range(self.request.count):
-            if self.request.steps[i].stream == NULL:
-                self.request.steps[i].stream = stream
-        return True
-
-
-cdef Block new_block(Submission owner, Request request):
-    cdef Block block = Block.__new__(Block)
-    block.owner = owner
-    block.request, block.work = request, request.work
-    block.held, block.outputs, block.producers = [], [], set()
-    block.kinds, block.ends = [], []
-    return block
-
-
-cdef class Deadline:
-    """A block in which the operations of a thread have a deadline."""
-
-    cdef dict deadlines
-    cdef double limit
-    cdef dict before  # the outer deadlines, by thread: a block may be entered again, and by several threads
-
-    def __init__(self, dict deadlines not None, double limit):
-        self.deadlines, self.limit, self.before = deadlines, limit, {}
-
-    def __enter__(self):
-        ident = PyThread_get_thread_ident()
-        self.before.setdefault(ident, []).append(self.deadlines.get(ident))
-        self.deadlines[ident] = self.limit
-
-    def __exit__(self, *exc_info):
-        ident = PyThread_get_thread_ident()
-        before = self.before[ident].pop()
-        if not self.before[ident]:
-            del self.before[ident]
-        if before is None:
-            self.deadlines.pop(ident, None)
-        else:
-            self.deadlines[ident] = before

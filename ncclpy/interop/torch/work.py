@@ -13,8 +13,8 @@ from ncclpy.errors import NcclError, NcclTimeout
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
+    from ncclpy.process_group.blocks import Block
     from ncclpy.process_group.group import ProcessGroup
-    from ncclpy.process_group.operations import Block
 
 __all__ = ["CoalescedWork", "PartWork", "TorchWork", "backend_error"]
 

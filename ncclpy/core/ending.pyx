@@ -9,7 +9,7 @@ from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
     ABORT_DEADLINE, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed, local_peers_of, leave,
-    note_ending,
+    note_ending, tied,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
@@ -200,7 +200,7 @@ cdef class Destruction(CommCall):
         if self.left:
             self.comm.unkeep_all()
             forget_ending(self)
-            if self.result != ncclSuccess and self.comm.aborting is None:
+            if self.result != ncclSuccess and self.comm.abort_state.threads is None:
                 error = nccl_error(self.result, b"ncclCommDestroy", self.words)
                 _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log may keep its arguments
         return 0
@@ -215,7 +215,7 @@ cdef class Destruction(CommCall):
         while not Call.wait(self, min(deadline, max(started + patience, now() + LOOK))):
             if now() >= deadline:
                 return False
-            local_peer_aborted = self.comm.local_peer_aborted and not self.alone and _waits_for_local_peers()
+            local_peer_aborted = self.comm.abort_state.peer_aborted and not self.alone and _waits_for_local_peers()
             if not self.begun or not (local_peer_aborted or _are_open(local_peers_of(self.comm))):
                 continue
             if idle is None:
@@ -284,7 +284,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
         return group.abort_at_end(handle)
     limit = as_timeout(timeout)
     try:
-        return abort_handles(handle.tied(), limit, reason)
+        return abort_handles(tied(handle), limit, reason)
     finally:
         if handle.peer_status is not None:
             handle.peer_status.leave()
@@ -351,7 +351,7 @@ cdef list _end(Handle handle, double limit):
             handle.hook_keeper.wait(handle, deadline)
         # NCCL's end of this communicator would wait for an aborted rank, which never arrives, so it is aborted. An
         # abort waits neither for ranks nor for issued operations: those must have ended before.
-        call.alone = handle.local_peer_aborted and _waits_for_local_peers()
+        call.alone = handle.abort_state.peer_aborted and _waits_for_local_peers()
         if call.alone:
             call.apart = is_freed(handle, [handle])
             _wait_for_device(handle, deadline, started)
@@ -410,13 +410,13 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
     """Wait for operations with a deadline: the watcher cannot enforce it while NCCL ends the communicator."""
-    cdef bint some = handle.marks != NULL
+    cdef bint some = handle.in_flight.marks != NULL
     while some:
         with nogil:
             handle.look_at_marks()
         if handle.state == ABORTED:
             raise handle.aborted_error(f"close of {handle!r}: what was issued did not end")
-        some = handle.unfinished_since != 0
+        some = handle.status.unfinished_since != 0
         if some:
             if now() >= deadline:
                 raise handle.timeout_error("close", now() - started)

@@ -10,7 +10,7 @@ from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
 from ncclpy.core.handles cimport handle as _observers
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_local_peer
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_local_peer, tied
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, call_blocking
 from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
@@ -19,7 +19,7 @@ from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Ini
 from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, DEFERRED, InitState, is_over
 from ncclpy.core.calls.submit cimport issue_init
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now
-from ncclpy.core.handles.watch cimport check_alive, finish
+from ncclpy.core.handles.watch cimport check_alive, finish, poll_once
 
 from ncclpy.core.runtime import device as _device
 from ncclpy.core.arguments.config import Config
@@ -193,7 +193,7 @@ cdef object comm_from_env(object cls, object device, dict options):
         start.stands(made.state == READY)
         if place.size > 1:
             made.peer_status = start.peer_status_of(comm)
-            made.told = made.peer_status is not None
+            made.status.noted = made.peer_status is not None
     except BaseException as error:  # the caller gets no reference to it
         leave([made], "from_env did not return it", error)
         raise
@@ -630,7 +630,7 @@ cdef class Lifecycle(Handle):
             check_alive(self)
         require(<void*>nccl.ncclCommGetAsyncError, b"ncclCommGetAsyncError")
         with nogil:
-            result = self.poll_once()
+            result = poll_once(self)
         if <int>result < 0:
             check_alive(self)
         if result == ncclSuccess and self.fenced:
@@ -645,7 +645,7 @@ cdef class Lifecycle(Handle):
         cdef ncclResult_t result
         if self.state == INITIALISING:
             with nogil:
-                result = self.poll_once()
+                result = poll_once(self)
             if result != ncclInProgress:
                 finish(self, "initialisation", deadline_after(self.limit))
         return self.state == READY
@@ -681,7 +681,7 @@ cdef class Lifecycle(Handle):
             if now() >= deadline:
                 # An abort may take seconds, for which the event loop must not block.
                 error = self.timeout_error("initialisation", now() - started)
-                threads = begin_abort(self.tied(), "initialisation passed its deadline")
+                threads = begin_abort(tied(self), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
                 tell_failed(error, False)
                 raise error

@@ -154,12 +154,12 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         read_view(buffer, &view, "buffer")
         check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
-        self.kept = comm.keep(buffer)  # the memory stays registered even if this object is dropped
+        self.kept = comm.registrations.keep(buffer)  # the memory stays registered even if this object is dropped
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
                     run_if_wanted(comm.precall_hook, comm.raw)  # the hook may register a larger range, to share
-                result = comm.ranges.register(
+                result = comm.registrations.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )
                 comm.unlock()
@@ -193,7 +193,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
             if comm.lock_alive():
-                result = comm.ranges.release(comm.raw, self.range, &gone)
+                result = comm.registrations.release(comm.raw, self.range, &gone)
                 comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
         if gone:
@@ -236,7 +236,7 @@ cdef class HeldRanges:
                 if locked:
                     one = ncclSuccess
                     if comm.raw != NULL and comm.state != ABORTED:
-                        one = comm.ranges.release(comm.raw, self.numbers[i], &gone)
+                        one = comm.registrations.release(comm.raw, self.numbers[i], &gone)
                     if result == ncclSuccess:
                         result = one
                     comm.unlock()
@@ -256,7 +256,7 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses):
     held.comm = handle
     with nogil:
         handle.lock()
-        held.numbers = handle.ranges.hold(wanted, count, &held.count)
+        held.numbers = handle.registrations.hold(wanted, count, &held.count)
         handle.unlock()
     free(wanted)
     if held.numbers == NULL:
@@ -314,9 +314,9 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         operation.count = view.nbytes
         operation.op = flags
         operation.recv = self.cell
-        self.kept = comm.keep(self.memory)  # the window stays registered even if this object is dropped
+        self.kept = comm.registrations.keep(self.memory)  # the window stays registered even if this object is dropped
         if symmetric:
-            comm.windows[self.kept] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
+            comm.registrations.windows[self.kept] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
         try:
             make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
         except NcclError:
@@ -514,7 +514,7 @@ cdef bint lies_in_window(Handle comm, Window first, const View* view) except -1:
         begin = <uintptr_t>first.view.pointer
         if begin <= at and at - begin <= first.view.nbytes and view.nbytes <= first.view.nbytes - (at - begin):
             return True
-    for begin, end in list(comm.windows.values()):
+    for begin, end in list(comm.registrations.windows.values()):
         if begin <= at and at <= end and view.nbytes <= end - at:
             return True
     return False

@@ -304,7 +304,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             self.replays[i].mark = NULL
             self.replays[i].watched = NULL
             for handle in plan.handles:
-                if handle.watched and handle.device == self.replays[i].device:
+                if handle.in_flight.watched and handle.device == self.replays[i].device:
                     self.replays[i].watched = <PyObject*>handle
                     for j in range(plan.count):  # the first operation stands for all
                         if plan.parts[j].step.handle == <PyObject*>handle:
@@ -314,7 +314,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     with nogil:
                         handle.lock()
                         what.sequence = handle.sequence
-                        if handle.told:  # so on all ranks or on none
+                        if handle.status.noted:  # so on all ranks or on none
                             handle.sequence += 1
                             handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)

@@ -10,7 +10,7 @@ cdef Segments* segments
 # A communicator's part in the registry. The communicator keeps it.
 cdef class HookKeeper:
     cdef CommSegments* resident
-    cdef void* ranges  # `Ranges` of its handle, kept as long as `resident`
+    cdef void* ranges  # `Registrations` of its handle, kept as long as `resident`
     cdef object ref  # weak reference to the communicator
     cdef bint left
     cdef tuple place  # sort key; the same order on all ranks, as far as their communicators have names

@@ -24,7 +24,7 @@ from ncclpy.core.handles.handle cimport (
     HookOwner, PreCallHook, ready_handles, free_weak_handle, has_ended, lock_within, new_weak_handle, set_hook_owner, settle,
 )
 from ncclpy.core.runtime.library cimport driver, nccl, require
-from ncclpy.core.handles.state cimport ABORTED, Ranges
+from ncclpy.core.handles.state cimport ABORTED, Registrations
 from ncclpy.core.runtime.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
@@ -77,7 +77,7 @@ cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range
     cdef void* raw = NULL
     if nccl.ncclCommRegister == NULL:
         return ncclInvalidUsage  # in a forked child
-    return (<Ranges>ranges).register(
+    return (<Registrations>ranges).register(
         <ncclComm_t>comm, <void*>segment.base, segment.bytes, -<long long>segment.number, &raw, range
     )
 
@@ -85,7 +85,7 @@ cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range
 cdef void _drop(void* ranges, void* comm, long long range) noexcept nogil:
     cdef bint gone = False
     if nccl.ncclCommDeregister != NULL:
-        (<Ranges>ranges).release(<ncclComm_t>comm, range, &gone)
+        (<Registrations>ranges).release(<ncclComm_t>comm, range, &gone)
 
 
 cdef bool_t _over(void* event) noexcept nogil:
@@ -121,7 +121,7 @@ cdef class HookKeeper:
         # An abort without the GIL detaches the handle first, and ends the operations after that.
         if self.resident.ending.load() == IS_ENDING:
             ended = False
-        if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
+        if ended and (handle.state != ABORTED or all(thread.done for thread in handle.abort_state.threads or ())):
             self._leave()
         if self.left and self in _keepers:
             _keepers.remove(self)
@@ -189,11 +189,11 @@ cdef class _Registrar(HookOwner):
             return 0
         hook_keeper = HookKeeper()
         hook_keeper.left = True  # until it has joined
-        hook_keeper.ranges = <void*>handle.ranges
+        hook_keeper.ranges = <void*>handle.registrations
         hook_keeper.resident = new_resident(segments, hook_keeper.ranges, handle.device)
         if hook_keeper.resident == NULL:
             raise MemoryError
-        Py_INCREF(handle.ranges)  # for threads without the GIL: the garbage collector may clear the handle earlier
+        Py_INCREF(handle.registrations)  # for threads without the GIL: the garbage collector may clear the handle earlier
         saved = <uintptr_t>enter_device(handle.device)
         try:
             settled = settle(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
@@ -345,9 +345,9 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
     if not handle.become(ABORTED):
         return 0
     mark_local_peer_aborted(handle)
-    handle.reason = f"its allocator freed the memory at {hook_keeper.resident.ended_for.load():#x}, which it still used"
-    handle.abort_error = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
-    log.error("%r was aborted: %s", handle, handle.abort_error)
+    handle.abort_state.reason = f"its allocator freed the memory at {hook_keeper.resident.ended_for.load():#x}, which it still used"
+    handle.abort_state.error = NcclTimeout(f"{handle.abort_state.reason}, and waited for it as long as it may")
+    log.error("%r was aborted: %s", handle, handle.abort_state.error)
     destroy_graphs(handle)
     if hook_keeper.resident.ending.load() == LEFT_BEHIND:
         log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)

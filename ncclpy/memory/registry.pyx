@@ -471,7 +471,7 @@ cdef ncclComm_t _raw_of(CommSegments* resident, double until, Taken* taken) noex
                 raw = (<Handle>handle).detach_handle()
                 resident.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
                 if raw != NULL and locked and not abort_preempts and (<Handle>handle).frees_alone:
-                    taken.ranges = (<Handle>handle).ranges.take_all(&taken.count)
+                    taken.ranges = (<Handle>handle).registrations.take_all(&taken.count)
                     taken.guard_aborted = (<Handle>handle).guard_aborted
             else:
                 resident.ending.store(LEFT_BEHIND)

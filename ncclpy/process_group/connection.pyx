@@ -280,7 +280,7 @@ cdef class Connection(CommunicatorSet):
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
-            comm.readers_told = True  # the group tells its readers
+            comm.abort_state.readers_told = True  # the group tells its readers
             self._check_wanted()  # an abort before this line has not seen `making`
             init_comm(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
@@ -300,7 +300,7 @@ cdef class Connection(CommunicatorSet):
         if comm.nranks > 1:
             believe(comm, load(&stops))  # all ranks have met just now
         self.name = f"{self.title} {comm.group_name}"
-        comm.limit = comm.shortest_limit = FOREVER
+        comm.limit = comm.in_flight.shortest_limit = FOREVER
         return 0
 
     def _is_wanted(self):

@@ -11,6 +11,7 @@ from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, follow, run_if_wanted, lock_within
 from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.handles.state cimport ABORTED
+from ncclpy.core.handles.watch cimport poll_once
 from ncclpy.core.runtime.wait cimport FOREVER, now
 
 cdef extern from "sched.h" nogil:
@@ -125,8 +126,8 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
             comm = (<Handle>last).raw
             sequence = (<Handle>last).sequence
             aborted = (<Handle>last).state == ABORTED
-            told = (<Handle>last).told and counted
-            if (<Handle>last).watched:
+            told = (<Handle>last).status.noted and counted
+            if (<Handle>last).in_flight.watched:
                 watched[0] = True
             if (<Handle>last).precall_hook != NULL and counted:
                 precall_hooks[0] = True
@@ -154,7 +155,7 @@ cdef void _enter(CallBatch* batch) noexcept nogil:
     for i in range(batch.count):
         step = step_of(batch, i)
         step.mark = NULL
-        if step.operation.kind < WINDOW and (<Handle>step.handle).watched and not (
+        if step.operation.kind < WINDOW and (<Handle>step.handle).in_flight.watched and not (
             before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream
         ):
             limit = (<Handle>step.handle).limit if batch.limit < 0 else batch.limit
@@ -170,7 +171,7 @@ cdef void _leave(CallBatch* batch, bint issued) noexcept nogil:
     cdef Step* step
     for i in range(batch.count):
         step = step_of(batch, i)
-        if step.operation.kind < WINDOW and (<Handle>step.handle).watched:
+        if step.operation.kind < WINDOW and (<Handle>step.handle).in_flight.watched:
             (<Handle>step.handle).leave_call(step.mark, issued)
 
 
@@ -223,7 +224,7 @@ cdef void poll_calls(CallBatch* batch) noexcept nogil:
         step = step_of(batch, i)
         limit = batch.limit if batch.limit >= 0 else (<Handle>step.handle).limit
         while True:
-            step.polled = (<Handle>step.handle).poll_once()
+            step.polled = poll_once(<Handle>step.handle)
             if step.polled != ncclInProgress:
                 break
             if now() - begun > limit:
@@ -242,7 +243,7 @@ cdef int note_arrival(const CallBatch* batch, Handle handle) except -1:
     cdef const Operation* last = NULL
     cdef size_t i
     cdef Step* step
-    for i in range(batch.count if handle.told else 0):
+    for i in range(batch.count if handle.status.noted else 0):
         step = step_of(batch, i)
         if step.handle == <PyObject*>handle and step.operation.kind < WINDOW:
             last = &step.operation

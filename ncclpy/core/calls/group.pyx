@@ -18,19 +18,19 @@ from libc.string cimport memcpy
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, is_stray, leave, tied
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
 from ncclpy.core.handles.handle cimport CallTracer, suppress_reports, count_waits, resume_reports, in_lock_order, tell_trouble
 from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
-from ncclpy.core.handles.state cimport ABORTED, INIT_PENDING, FINALIZED, INITIALISING, READY
+from ncclpy.core.handles.state cimport ABORTED, DEFERRED, FAILED, FINALIZED, INIT_PENDING, INITIALISING, READY
 from ncclpy.core.runtime.stream cimport hold
 from ncclpy.core.calls.batch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 from ncclpy.core.handles.watch cimport (
-    Waiting, begin_wait, end_init, check_alive, end_wait, finish, forget_wait, give_up, make_wait, raise_if_fenced,
-    wait_stream,
+    Waiting, begin_wait, end_init, check_alive, end_wait, finish, forget_wait, give_up, make_wait, poll_once,
+    raise_if_fenced, wait_stream,
 )
 
 from ncclpy.errors import NcclError, attach, not_copied
@@ -255,7 +255,7 @@ cdef int _forget(Group group, size_t mark) except -1:
         return 0
     for index, child in group.inits:
         if index >= mark:
-            child.cancel_init()
+            _cancel_init(child)
     group.inits = [each for each in group.inits if each[0] < mark]
     group.drop(mark)
     group.handles = []
@@ -401,7 +401,7 @@ cdef int _call_aside(Group group) except -1:
     concerned = [child for _, child in group.inits] + group.handles
     batch.start("ncclpy-call")
     for _, child in group.inits:
-        (<Handle>child).called()
+        (<Handle>child).init_state.lent = True
     try:
         if batch.wait(started + _limit_of(group, concerned)):
             return 0
@@ -523,17 +523,17 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             _make_in_turn(group, locked, nlocked, waiting, stream)
     except BaseException:
         for _, child in group.inits:
-            child.cancel_init()
+            _cancel_init(child)
         raise
     finally:
         free(locked)
     if calls.failed < group.count or (calls.result != ncclSuccess and calls.result != ncclInProgress):
         for _, child in group.inits:
-            child.cancel_init()
+            _cancel_init(child)
         try:
             _raise_failed(group)
         except BaseException as error:
-            leave([child for _, child in group.inits if (<Handle>child).is_stray()], "its group failed", error)
+            leave([child for _, child in group.inits if is_stray(<Handle>child)], "its group failed", error)
             if abort_preempts:  # as in is_stray()
                 more = []
                 end_orphans([child for _, child in group.inits], more)
@@ -612,7 +612,7 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
                 handle.explain(error)
     except BaseException as error:  # raised by a signal handler: end at once, without waiting for the other members
         try:
-            leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
+            leave([each for handle in together for each in tied(<Handle>handle)], "a group was left early", error)
         finally:  # also after a second and a third Ctrl-C
             try:
                 abort_late(children, "a group was left early")  # children that were not adopted yet
@@ -680,7 +680,7 @@ cdef int poll_inits(list children, double whole, list errors) except -1:
                     errors.append(child.aborted_error(f"initialisation of {child!r} ended: the communicator was aborted"))
                 continue
             with nogil:
-                result = child.poll_once()
+                result = poll_once(child)
             if result != ncclInProgress:
                 await_member(errors, child, moment, started)
             elif moment >= deadline:
@@ -703,8 +703,8 @@ cdef int _give_up(list late, list errors, double started) except -1:
     """Abort all children past their deadlines together: after the abort of one alone NCCL would fail the others."""
     cdef Handle child
     failures = [child.timeout_error("initialisation", now() - started) for child in late]
-    tied = [each for child in late for each in child.tied()]
-    leave(tied, "initialisation passed its deadline", failures[0])
+    ending = [each for child in late for each in tied(<Handle>child)]
+    leave(ending, "initialisation passed its deadline", failures[0])
     errors += failures
     return 0
 
@@ -722,4 +722,13 @@ cdef int await_member(list errors, Handle handle, double deadline, double starte
         finish(handle, "initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
     except NcclError as error:
         errors.append(error)
+    return 0
+
+
+cdef int _cancel_init(Handle handle) except -1:
+    """Note that the group in which this communicator was to be made has failed."""
+    if handle.state == DEFERRED:
+        handle.become(FAILED)
+        if handle.init_state is not None and handle.raw == NULL and handle.guard == NULL:
+            handle.init_state.lent = False
     return 0

@@ -53,7 +53,7 @@ cdef int submit(
             group.wait_for(handle, operation.stream, limit)
         if operation.kind == WINDOW:
             group.blocks = True
-        group.watched = group.watched or handle.watched
+        group.watched = group.watched or handle.in_flight.watched
         return 0
     if _handles.tracer is not None:
         return _submit_traced(_handles.tracer, handle, operation, send, recv, wait_host, limit)
@@ -113,7 +113,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
             if <int>result == LOCK_BUSY:
                 result = <ncclResult_t>_call_later(handle, operation, True, limit)
             _complete_call(handle, operation, send, recv, True, limit, result)
-        if handle.told:
+        if handle.status.noted:
             handle.note_arrival(_last_of(operation))
     finally:
         forget_wait(&waiting, handle)
@@ -151,14 +151,14 @@ cdef inline ncclResult_t _call(
     if operation.kind == SENDRECV:
         operation.receive.comm, operation.receive.sequence = operation.comm, handle.sequence
         handle.sequence += 1
-    if handle.told:
+    if handle.status.noted:
         handle.note(_last_of(operation))
     lent = not host_engine and lend_device(handle.device)  # the host engine needs no current device
     if handle.precall_hook != NULL and operation.comm != NULL and handle.state != ABORTED:
         run_if_wanted(handle.precall_hook, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
-    elif handle.watched:
+    elif handle.in_flight.watched:
         # A thread that waits for CPU memory enforces the deadline itself.
         mark = handle.enter_call(_last_of(operation), limit) if not wait_host else NULL
         result = issue(operation)

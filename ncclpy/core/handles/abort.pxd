@@ -60,3 +60,9 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 
 # Destroy a communicator's graphs, for which NCCL waits.
 cdef int destroy_graphs(Handle handle) except -1
+
+# All communicators that must be aborted to end this one, itself included.
+cdef list tied(Handle handle)
+
+# Whether NCCL has made a communicator although its group failed: then this takes the handle over, to be aborted.
+cdef bint is_stray(Handle handle) noexcept

@@ -28,11 +28,12 @@ from ncclpy.core.handles.handle cimport (
     BELIEVED, BROKEN, LOOK_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
 )
 from ncclpy.core.handles.state cimport (
-    ABORTED, FINALIZED, READY, SUSPENDED, DEFERRED, Mark, Range, deregister_all, first_marked, is_over,
+    ABORTED, DEFERRED, FAILED, FINALIZED, INIT_DONE, INIT_IN_GUARD, INIT_IN_PARENT, INIT_PENDING, INIT_POLLED,
+    INITIALISING, READY, SUSPENDED, Mark, Range, deregister_all, first_marked, is_over,
 )
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
-from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, this_thread
+from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, pause, this_thread
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.errors import attach, same_class_as
@@ -71,14 +72,14 @@ cdef list local_peers_of(Handle handle):
 
 cdef int mark_local_peer_aborted(Handle handle) except -1:
     for each in local_peers_of(handle):
-        (<Handle>each).local_peer_aborted = True
+        (<Handle>each).abort_state.peer_aborted = True
     return 0
 
 
 cdef object error_of_local_peer(Handle handle):
-    return same_class_as(handle.failed_as or "")(
+    return same_class_as(handle.abort_state.failed_as or "")(
         f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
-        f"{handle.reason}"
+        f"{handle.abort_state.reason}"
     )
 
 
@@ -88,8 +89,8 @@ cdef int fence_local_peers(Handle handle) except -1:
     _let_waits_end(local_peers)
     for each in local_peers:
         other = <Handle>each
-        if other.abort_of_local_peer is None:
-            other.abort_of_local_peer = error_of_local_peer(handle)
+        if other.abort_state.peer_error is None:
+            other.abort_state.peer_error = error_of_local_peer(handle)
         other.fenced = True
     return 0
 
@@ -120,7 +121,7 @@ cdef bint is_freed(Handle handle, list these) except -1:
     cdef bint guarded = handle.guard_aborted or handle.guard != NULL
     if handle.config is not None and handle.config.split_share:
         return False
-    if handle.local_peer_aborted and not guarded:
+    if handle.abort_state.peer_aborted and not guarded:
         return False
     for other in local_peers_of(handle):
         if (other.raw != NULL or other.guard != NULL) and not (guarded and other in these):
@@ -235,7 +236,7 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
     cdef Range* taken
     if abort_preempts or raw == NULL or nccl.ncclCommDeregister == NULL:
         return
-    taken = (<Handle>handle).ranges.take_all(&count)
+    taken = (<Handle>handle).registrations.take_all(&count)
     deregister_all(raw, taken, count, (<Handle>handle).guard_aborted)
 
 
@@ -341,7 +342,7 @@ cdef int _warn_of_others(Handle handle) except -1:
     """Warn, once, that ranks of other processes are not told of an abort after a failure."""
     global _warned
     told = handle.contact != BELIEVED or len(local_peers_of(handle)) + 1 >= handle.nranks
-    if told or _warned or handle.failed_as is None or handle.state != ABORTED:
+    if told or _warned or handle.abort_state.failed_as is None or handle.state != ABORTED:
         return 0
     _warned = True
     _log.warning(
@@ -372,7 +373,7 @@ cdef class _Abort(Call):
             if not self._tell():
                 return 0
             self._end(self.handles)
-            late = [handle for handle in self.handles if handle.adopt_late_handle(False)]
+            late = [handle for handle in self.handles if _adopt_late_handle(handle, False)]
             if late:
                 self._end(late)
         finally:
@@ -392,7 +393,7 @@ cdef class _Abort(Call):
                 if handle.peer_status is None:
                     _warn_of_others(handle)
                 else:
-                    handle.peer_status.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+                    handle.peer_status.tell(str(handle.abort_state.reason), handle.abort_state.failed_as or "NcclAborted")
             except BaseException as error:
                 self.failures.append(error)
         try:
@@ -422,8 +423,8 @@ cdef class _Abort(Call):
         cdef Handle handle, other
         told = {self.caller}
         for handle in self.handles:
-            kind = same_class_as(handle.failed_as or "") if handle.abort_error is None else type(handle.abort_error)
-            why = handle.reason if handle.abort_error is None else handle.abort_error
+            kind = same_class_as(handle.abort_state.failed_as or "") if handle.abort_state.error is None else type(handle.abort_state.error)
+            why = handle.abort_state.reason if handle.abort_state.error is None else handle.abort_state.error
             _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
         for handle in self.handles:
             for other in local_peers_of(handle):
@@ -464,9 +465,9 @@ cdef list begin_abort(list handles, object reason):
     for handle in handles:
         if not handle.become(ABORTED):
             continue
-        handle.reason = reason
+        handle.abort_state.reason = reason
         mark_local_peer_aborted(handle)
-        if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
+        if (handle.raw != NULL or handle.guard != NULL or _is_in_parent(handle)) and handle.owned:
             alive.append(handle)
     if not alive:
         return []
@@ -475,7 +476,7 @@ cdef list begin_abort(list handles, object reason):
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
     threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
     for handle in alive:
-        handle.aborting = threads
+        handle.abort_state.threads = threads
     for thread in threads:
         start_or_run(thread)
     return threads
@@ -483,13 +484,13 @@ cdef list begin_abort(list handles, object reason):
 
 cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
     """Raise an error in the threads that read a communicator's results by streams and are not told yet."""
-    if handle.readers_told or handle.marks == NULL:
+    if handle.abort_state.readers_told or handle.in_flight.marks == NULL:
         return 0
-    handle.readers_told = True
+    handle.abort_state.readers_told = True
     readers = handle.readers() - told
     if readers:
         tell_trouble([handle], error)  # adds to the error what the other ranks do
-        readers -= handle.informed or set()
+        readers -= handle.abort_state.informed or set()
         raise_in_readers(readers, 0, error, handle.subject())
         told |= readers
     return 0
@@ -504,7 +505,7 @@ def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
     """
     cdef double deadline = deadline_after(seconds)
     while handle.state == DEFERRED and now() < deadline:
-        handle.tied()
+        tied(handle)
         if handle.raw != NULL:
             break
         time.sleep(INIT_POLL_INTERVAL)
@@ -519,13 +520,13 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     await_init(handle, seconds)
     if is_over(handle.state):
         return
-    handle.abort_error = error
-    handle.idle_at_end = not handle.waiters and handle.in_call_since == 0
+    handle.abort_state.error = error
+    handle.status.idle_at_end = not handle.waiters and handle.in_flight.call_since == 0
     text = str(error)
     if made:  # else no operation was made on it
         note_failure([handle], error)
         _say_where_called(handle, error)
-    begin_abort(handle.tied(), text)
+    begin_abort(tied(handle), text)
 
 
 cdef int _say_where_called(Handle handle, object error) except -1:
@@ -535,8 +536,8 @@ cdef int _say_where_called(Handle handle, object error) except -1:
         return 0
     with nogil:
         handle.look_at_marks()
-    if handle.unfinished_since != 0:
-        tracer.explain(tracer.find(handle, &handle.unfinished), error)
+    if handle.status.unfinished_since != 0:
+        tracer.explain(tracer.find(handle, &handle.status.unfinished), error)
     return 0
 
 
@@ -603,7 +604,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
     cdef Handle handle
     for handle in handles:
         if handle.become(ABORTED):
-            handle.reason = reason
+            handle.abort_state.reason = reason
             mark_local_peer_aborted(handle)
     if handles:
         warnings.warn(
@@ -618,7 +619,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
 cdef int abort_late(list handles, object reason, bint called=True) except -1:
     cdef Handle handle
     cdef _Abort call
-    late = [handle for handle in handles if handle.adopt_late_handle(called)]
+    late = [handle for handle in handles if _adopt_late_handle(handle, called)]
     if not late:
         return 0
     call = _Abort(late)
@@ -652,7 +653,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     cdef _Ending ending = None
     ends, stays = [], []
     for each in handles:
-        for handle in (<Handle>each).tied():
+        for handle in tied(<Handle>each):
             if handle in ends or handle in stays:
                 continue
             if handle.can_be_ended():
@@ -707,11 +708,11 @@ def rank_status_of(Handle handle not None):
         Seconds since then.
     """
     cdef Operation what
-    cdef double since = 0, moment, ended = handle.ended
-    cdef long long arrived = handle.arrived
+    cdef double since = 0, moment, ended = handle.status.ended
+    cdef long long arrived = handle.status.arrived
     cdef int state
     # Aborted without an error to report.
-    cdef bint given_up = handle.state == ABORTED and not handle.failing and handle.abort_error is None
+    cdef bint given_up = handle.state == ABORTED and not handle.status.failing and handle.abort_state.error is None
     memset(&what, 0, sizeof(what))
     with nogil:
         state = _look(handle, &what, &since, arrived)
@@ -736,31 +737,31 @@ def name_of(Handle handle not None):
 cdef int _look(Handle handle, Operation* what, double* since, long long arrived) noexcept nogil:
     cdef const Mark* marked = NULL
     cdef Operation again
-    cdef bint broken = handle.failing == BROKEN or handle.peek() != ncclSuccess
+    cdef bint broken = handle.status.failing == BROKEN or handle.peek() != ncclSuccess
     cdef bint within
-    if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.failing:
+    if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.status.failing:
         handle.look_at_marks()
     if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):
-        if handle.failing and not broken and handle.unfinished_since != 0:  # its abort holds the lock
-            what[0], since[0] = handle.unfinished, handle.unfinished_since
+        if handle.status.failing and not broken and handle.status.unfinished_since != 0:  # its abort holds the lock
+            what[0], since[0] = handle.status.unfinished, handle.status.unfinished_since
             return WITHIN
         while True:  # a stuck call holds the lock: what it has noted stays; read it until two reads agree
-            what[0] = handle.latest
-            again = handle.latest
+            what[0] = handle.status.latest
+            again = handle.status.latest
             if memcmp(what, &again, sizeof(again)) == 0:
                 break
-        since[0] = handle.began
-        return NOTHING if handle.began == 0 else DONE if arrived == what.sequence else WITHIN
-    if handle.marks != NULL:
-        marked = first_marked(handle.marks)
+        since[0] = handle.status.began
+        return NOTHING if handle.status.began == 0 else DONE if arrived == what.sequence else WITHIN
+    if handle.in_flight.marks != NULL:
+        marked = first_marked(handle.in_flight.marks)
     if marked != NULL:
         what[0], since[0] = marked.what, marked.made
     else:
-        what[0], since[0] = handle.latest, handle.began
-    within = handle.waiters or handle.in_call_since != 0
-    within = within or ((handle.failing or handle.state == ABORTED) and not handle.idle_at_end)
+        what[0], since[0] = handle.status.latest, handle.status.began
+    within = handle.waiters or handle.in_flight.call_since != 0
+    within = within or ((handle.status.failing or handle.state == ABORTED) and not handle.status.idle_at_end)
     # A call that an abort has made return has set its mark, and its operation has not run.
-    within = marked != NULL or (within and (broken or not handle.marked or handle.unissued))
+    within = marked != NULL or (within and (broken or not handle.status.marked or handle.status.unissued))
     handle.unlock()
     if since[0] == 0:
         return NOTHING
@@ -768,4 +769,75 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
         return DONE
     if within:
         return WITHIN
-    return DONE if handle.marked else LAUNCHED
+    return DONE if handle.status.marked else LAUNCHED
+
+
+# Communicators that are not made yet.
+
+# Seconds that an abort waits for a thread that polls; a poll does not take long.
+cdef double LATE_PATIENCE = 1.0
+
+
+cdef list tied(Handle handle):
+    """A child that NCCL has not made yet can only be ended by an abort of its parent, which ends both."""
+    asked = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None and handle.raw == NULL
+    if asked and abort_preempts:
+        handle.take_cell()  # the host engine may have written it, in a call of another thread
+        if handle.init_state.init_args.cell != NULL:
+            handle.init_state.stage = INIT_POLLED
+    unmade = handle.state == DEFERRED or handle.state == INITIALISING
+    if unmade and handle.raw == NULL and handle.guard == NULL and handle.parent is not None:
+        return [handle, handle.parent]
+    return [handle, *handle.making]
+
+
+cdef bint _is_in_parent(Handle handle) noexcept:
+    """Return whether it is a child that NCCL makes through its parent, without a handle so far."""
+    return handle.init_state is not None and handle.init_state.stage == INIT_IN_PARENT
+
+
+cdef bint is_stray(Handle handle) noexcept:
+    # Only the host engine fills the cells of communicators that it made before another call of the group failed.
+    if handle.state == FAILED and abort_preempts and handle.raw == NULL and handle.guard == NULL:
+        handle.take_cell()
+    return handle.raw != NULL or handle.guard != NULL
+
+
+cdef bint _adopt_late_handle(Handle handle, bint called) except -1:
+    """Take over the handle that NCCL has made meanwhile for a communicator that was aborted during initialisation.
+
+    No thread polls for the handle any more, so it would leak. `called`: the call that makes the communicator has
+    returned, although no thread has waited for it.
+    """
+    cdef bint taken
+    if handle.state != ABORTED or handle.init_state is None:
+        return False
+    if not called and abort_preempts and handle.init_state.stage == INIT_PENDING and handle.parent is None:
+        # The host engine fills the cell as soon as the call has begun; the call returns only after this abort.
+        if handle.init_state.init_args.cell == NULL:
+            return False
+        handle.take_cell()
+        handle.init_state.stage = INIT_POLLED
+        return True
+    with nogil:
+        taken = _take_cell_late(handle, called)
+    return taken
+
+
+cdef bint _take_cell_late(Handle handle, bint called) noexcept nogil:
+    cdef double until = now() + LATE_PATIENCE
+    cdef bint taken
+    if not lock_within(&handle.mutex, until):
+        return False
+    while handle.init_state.is_splitting_guard() and now() < until:  # the guard's abort makes the split return
+        pause(0.001)
+    taken = handle.init_state.stage != INIT_PENDING or (called and handle.raw == NULL)  # else the call has not returned
+    if taken:
+        if handle.raw == NULL and handle.init_state.stage == INIT_IN_GUARD:
+            handle.raw = handle.init_state.guard_split.cell
+        elif handle.raw == NULL and (handle.init_state.stage == INIT_IN_PARENT or handle.init_state.stage == INIT_PENDING):
+            handle.raw = handle.init_state.init_args.cell
+        handle.init_state.stage = INIT_DONE
+        taken = handle.raw != NULL
+    handle.unlock()
+    return taken

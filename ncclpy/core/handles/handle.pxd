@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport Operation
-from ncclpy.core.handles.state cimport InitState, Mark, OpEventRing, Ranges
+from ncclpy.core.handles.state cimport AbortState, CallStatus, InFlight, InitState, Mark, Registrations
 from ncclpy.core.runtime.wait cimport Waiting
 
 
@@ -167,23 +167,10 @@ cdef class Handle:
     cdef bint main_waits  # the main thread waits, so a signal handler may run on top of that wait
     # The communicator's other ranks in this process.
     cdef bint frees_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
-    cdef bint local_peer_aborted  # one of these ranks was aborted
     cdef bint fenced  # one of them is about to be aborted: no end of an operation is a success any more
-    cdef object abort_of_local_peer  # and the error of such an operation
-    cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
-    cdef set informed  # threads in which a call has raised that it has ended; or None
-    # Failures and aborts.
     cdef int engine_failed  # a call of the engine has failed: the engine makes no other on this communicator
-    cdef object reason  # why it was aborted
-    cdef object abort_error  # the exception with the reason of the abort, for later calls
-    cdef list aborting  # the threads of the last abort
-    # For the watcher, of a communicator that can be ended and has a deadline.
-    cdef bint watched
-    cdef OpEventRing* marks
-    cdef double in_call_since  # since when a thread is in a call of NCCL; 0 if none is
-    cdef double in_call_limit
-    cdef bint in_call_on_main  # that thread is the main thread
-    cdef double shortest_limit  # the shortest deadline of any operation
+    cdef AbortState abort_state
+    cdef InFlight in_flight
     # The pre-call hook, or NULL, and the object that owns its memory; both stay as long as this handle.
     cdef PreCallHook* precall_hook
     cdef object hook_keeper
@@ -199,10 +186,7 @@ cdef class Handle:
     cdef object children  # WeakSet
     cdef list making  # children that NCCL still makes: they must be kept alive
     cdef object resources  # WeakSet of operators, registrations and graphs, closed with the communicator
-    cdef dict registered  # buffers that NCCL has registered, by a number; kept until NCCL has deregistered them
-    cdef long long registrations  # the last such number
-    cdef Ranges ranges  # what `register` has registered; guarded by the mutex
-    cdef dict windows  # (address, end) of the symmetric windows, by the same number
+    cdef Registrations registrations
     cdef object stream  # for memory that has no stream
     cdef size_t scratch  # device memory of the barrier, 0 until used
     # For a recorder: all ranks number their calls alike, so that records of several ranks can be compared.
@@ -210,19 +194,7 @@ cdef class Handle:
     cdef long long sequence  # number of calls made on it; guarded by the mutex
     # Status for the other ranks, if they and this rank can ask each other.
     cdef PeerStatusHook peer_status  # or None
-    cdef bint told  # each call is noted for them
-    cdef Operation latest  # the last call; guarded by the mutex
-    cdef double began  # when `latest` was made; guarded by the mutex
-    cdef long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; by the GIL
-    cdef double ended  # when these data were there; by the GIL
-    cdef bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
-    cdef bint marked  # the last call, or its group, has a mark; guarded by the mutex
-    # The first operation that the device had not ended at the last look at the marks, and when it was made; 0 if none.
-    cdef Operation unfinished
-    cdef double unfinished_since
-    cdef str failed_as  # class name of the error that has failed it, or None
-    cdef int failing  # LATE or BROKEN after an error, until the next call is noted; else 0
-    cdef bint idle_at_end  # this rank was in no call when another rank ended the communicator
+    cdef CallStatus status
     cdef int descendants  # number of communicators made from it, to name the next one
     cdef object __weakref__
 
@@ -248,30 +220,18 @@ cdef class Handle:
     cdef void note(self, const Operation* operation) noexcept nogil
     cdef int note_arrival(self, const Operation* operation) except -1
 
-    # Ask NCCL once about the communicator.
-    cdef ncclResult_t poll_once(self) noexcept nogil
-    cdef ncclResult_t poll_init(self) noexcept nogil
+    # Ask NCCL once about the communicator, see `watch.poll_once` for one that may still be made.
     cdef ncclResult_t peek(self) noexcept nogil
     cdef int ask_who(self) except -1
     # The communicator to ask why this one failed, and NCCL's message for the error that polling has found; or NULL.
     cdef ncclComm_t speaker(self) noexcept
     cdef const char* last_words(self) noexcept
-    cdef ncclResult_t _ask_maker(self) noexcept nogil
 
-    # Initialisation.
+    # Take over what NCCL has written into the cell of `init_state`: the communicator, or its guard.
     cdef void take_cell(self) noexcept nogil
-    cdef int called(self) except -1  # the call that makes it has begun in another thread
-    cdef int cancel_init(self) except -1  # the group in which it was to be made has failed
-    # Whether NCCL has made it although its group failed: then this takes the handle over, to be aborted.
-    cdef bint is_stray(self) noexcept
-    cdef bint is_in_parent(self) noexcept  # it is a child that NCCL makes through its parent, without a handle so far
-    cdef bint adopt_late_handle(self, bint called) except -1
-    cdef bint _take_cell_late(self, bint called) noexcept nogil
 
-    # `can_be_ended`: whether an abort ends any call and any operation of it. `tied`: all communicators that must be
-    # aborted to end this one, itself included.
+    # Whether an abort ends any call and any operation of it.
     cdef bint can_be_ended(self) noexcept
-    cdef list tied(self)
     cdef int check_endable(self, object what) except -1
     # Whether NCCL makes its calls in the background; NCCL refuses to mix such calls with others in a group.
     cdef bint in_background(self) noexcept
@@ -302,7 +262,6 @@ cdef class Handle:
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the
     # communicator nor the stream, if one is given, can touch them any more.
     cdef CUstream own_stream(self) except NULL
-    cdef long long keep(self, object buffer) except -1
     cdef int unkeep(self, long long number) except -1
     cdef int unkeep_all(self) except -1
     cdef int hold(self, list objects, CUstream stream, object what) except -1

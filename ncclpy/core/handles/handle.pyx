@@ -27,8 +27,8 @@ from ncclpy.abi.locks cimport (
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.handles.state cimport (
-    ABORTED, INIT_PENDING, INIT_POLLED, CLOSED, FAILED, FINALIZED, INIT_IN_GUARD, INITIALISING, INIT_IN_PARENT, INIT_DONE, READY, SUSPENDED,
-    DEFERRED, Ranges, find_overdue, first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
+    ABORTED, CLOSED, DEFERRED, FAILED, FINALIZED, INIT_IN_PARENT, INITIALISING, READY, SUSPENDED, find_overdue,
+    first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (
@@ -262,9 +262,6 @@ cdef double LOOK_PATIENCE = 0.002
 # looks, because a thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
-# Seconds that an abort waits for a thread that polls; a poll does not take long.
-cdef double LATE_PATIENCE = 1.0
-
 # How many threads that read results by streams of one communicator are told that it has failed.
 cdef enum:
     MOST_READERS = 64
@@ -303,19 +300,18 @@ cdef class Handle:
         self.state = DEFERRED
         self.contact = BELIEVED
         self.owned = self.waits = True
-        self.limit = self.shortest_limit = FOREVER
+        self.limit = self.in_flight.shortest_limit = FOREVER
         self.rank = self.nranks = self.device = -1
-        self.arrived = -1
+        self.status.arrived = -1
         self.children = weakref.WeakSet()
         self.resources = weakref.WeakSet()
         self.making = []
-        self.registered = {}
-        self.ranges = Ranges()
-        self.windows = {}
+        self.registrations = Registrations()
+        self.abort_state = AbortState()
 
     def __dealloc__(self):
         revoke_weak_handle(self.weak)
-        free_marks(self.marks)
+        free_marks(self.in_flight.marks)
         mutex_destroy(&self.mutex)
         mutex_destroy(&self.gate)
 
@@ -382,97 +378,35 @@ cdef class Handle:
         return guard
 
     cdef void enter(self, double limit) noexcept nogil:
-        self.in_call_on_main = on_main_thread()
-        self.in_call_limit = limit
-        self.in_call_since = now()
+        self.in_flight.call_on_main = on_main_thread()
+        self.in_flight.call_limit = limit
+        self.in_flight.call_since = now()
 
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=0) noexcept nogil:
         self.enter(limit)
-        cdef Mark* mark = mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
+        cdef Mark* mark = mark_begin(self.in_flight.marks, operation, limit) if self.in_flight.marks != NULL else NULL
         if mark != NULL:
-            mark.made = self.in_call_since
+            mark.made = self.in_flight.call_since
             mark.thread = thread or this_thread()
-            self.marked = True
+            self.status.marked = True
         return mark
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
-        self.in_call_since = 0
-        self.unissued = not issued
+        self.in_flight.call_since = 0
+        self.status.unissued = not issued
         if mark != NULL:
-            mark_end(self.marks, mark, issued)
+            mark_end(self.in_flight.marks, mark, issued)
 
     cdef void note(self, const Operation* operation) noexcept nogil:
-        self.latest = operation[0]
-        self.began = now_about()
-        self.failing = 0
-        self.marked = self.unissued = False
+        self.status.latest = operation[0]
+        self.status.began = now_about()
+        self.status.failing = 0
+        self.status.marked = self.status.unissued = False
 
     cdef int note_arrival(self, const Operation* operation) except -1:
-        self.arrived = max(self.arrived, operation.sequence)
-        self.ended = now_about()
+        self.status.arrived = max(self.status.arrived, operation.sequence)
+        self.status.ended = now_about()
         return 0
-
-    cdef ncclResult_t poll_once(self) noexcept nogil:
-        """Ask NCCL once for the communicator's state; for a child that NCCL still makes, its parent is asked."""
-        cdef ncclResult_t state = ncclSuccess
-        cdef ncclResult_t result
-        if self.state == INITIALISING:
-            return self.poll_init()
-        self.lock()
-        if self.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
-            self.unlock()
-            return <ncclResult_t>WAS_ABORTED
-        result = nccl.ncclCommGetAsyncError(self.raw, &state)
-        self.unlock()
-        return state if result == ncclSuccess else result
-
-    cdef ncclResult_t poll_init(self) noexcept nogil:
-        """Poll the initialisation, and take the next step when one is done. Several threads may call this."""
-        cdef ncclResult_t result
-        if self.init_state.stage == INIT_IN_PARENT:
-            # Before this handle's lock is taken: locks of communicators are taken in the order of their addresses.
-            result = (<Handle>self.asked).poll_once()
-            if result != ncclSuccess or self.nranks == 0:
-                return result
-        self.lock()
-        if self.init_state.stage == INIT_IN_PARENT and self.state == INITIALISING:
-            self.take_cell()
-            self.init_state.stage = INIT_POLLED
-        if self.state != INITIALISING and self.state != READY:
-            result = <ncclResult_t>WAS_ABORTED
-        elif self.init_state.stage == INIT_DONE:
-            result = ncclSuccess
-        elif self.init_state.is_splitting_guard():
-            result = ncclInProgress
-        elif self.init_state.guard_split.failed != ncclSuccess:
-            result = self.init_state.guard_split.failed
-        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.init_state.guarded else self.raw) == NULL:
-            result = <ncclResult_t>WAS_ABORTED
-        else:
-            result = self._ask_maker()
-            if result == ncclSuccess and self.init_state.guarded and self.init_state.stage == INIT_POLLED:
-                self.init_state.start_guard_split(self.guard)
-                result = ncclInProgress
-            elif result == ncclSuccess:
-                if self.init_state.guarded:
-                    self.raw = self.init_state.guard_split.cell
-                if self.raw != NULL:
-                    self.init_state.stage = INIT_DONE
-                else:  # NCCL has not written the cell yet
-                    result = ncclInProgress
-        self.unlock()
-        return result
-
-    cdef ncclResult_t _ask_maker(self) noexcept nogil:
-        """Ask NCCL about the guard or, without one, the communicator; an abort takes them away under the gate."""
-        cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
-        cdef ncclComm_t maker
-        mutex_lock(&self.gate)
-        maker = self.guard if self.init_state.guarded else self.raw
-        if maker != NULL:
-            result = nccl.ncclCommGetAsyncError(maker, &state)
-        mutex_unlock(&self.gate)
-        return state if result == ncclSuccess else result
 
     cdef ncclResult_t peek(self) noexcept nogil:
         """Ask NCCL once for the communicator's state, even while a call is under way; success if it is not known.
@@ -528,79 +462,8 @@ cdef class Handle:
         else:
             self.raw = self.init_state.init_args.cell
 
-    cdef int called(self) except -1:
-        self.init_state.lent = True
-        return 0
-
-    cdef int cancel_init(self) except -1:
-        """Note that the group in which this communicator was to be made has failed."""
-        if self.state == DEFERRED:
-            self.become(FAILED)
-            if self.init_state is not None and self.raw == NULL and self.guard == NULL:
-                self.init_state.lent = False
-        return 0
-
-    cdef bint is_stray(self) noexcept:
-        # Only the host engine fills the cells of communicators that it made before another call of the group failed.
-        if self.state == FAILED and abort_preempts and self.raw == NULL and self.guard == NULL:
-            self.take_cell()
-        return self.raw != NULL or self.guard != NULL
-
-    cdef bint is_in_parent(self) noexcept:
-        return self.init_state is not None and self.init_state.stage == INIT_IN_PARENT
-
-    cdef bint adopt_late_handle(self, bint called) except -1:
-        """Take over the handle that NCCL has made meanwhile for a communicator that was aborted during initialisation.
-
-        No thread polls for the handle any more, so it would leak. `called`: the call that makes the communicator has
-        returned, although no thread has waited for it.
-        """
-        cdef bint taken
-        if self.state != ABORTED or self.init_state is None:
-            return False
-        if not called and abort_preempts and self.init_state.stage == INIT_PENDING and self.parent is None:
-            # The host engine fills the cell as soon as the call has begun; the call returns only after this abort.
-            if self.init_state.init_args.cell == NULL:
-                return False
-            self.take_cell()
-            self.init_state.stage = INIT_POLLED
-            return True
-        with nogil:
-            taken = self._take_cell_late(called)
-        return taken
-
-    cdef bint _take_cell_late(self, bint called) noexcept nogil:
-        cdef double until = now() + LATE_PATIENCE
-        cdef bint taken
-        if not lock_within(&self.mutex, until):
-            return False
-        while self.init_state.is_splitting_guard() and now() < until:  # the guard's abort makes the split return
-            pause(0.001)
-        taken = self.init_state.stage != INIT_PENDING or (called and self.raw == NULL)  # else the call has not returned
-        if taken:
-            if self.raw == NULL and self.init_state.stage == INIT_IN_GUARD:
-                self.raw = self.init_state.guard_split.cell
-            elif self.raw == NULL and (self.init_state.stage == INIT_IN_PARENT or self.init_state.stage == INIT_PENDING):
-                self.raw = self.init_state.init_args.cell
-            self.init_state.stage = INIT_DONE
-            taken = self.raw != NULL
-        self.unlock()
-        return taken
-
     cdef bint can_be_ended(self) noexcept:
         return self.guard != NULL or self.nonblocking or abort_preempts
-
-    cdef list tied(self):
-        """A child that NCCL has not made yet can only be ended by an abort of its parent, which ends both."""
-        asked = self.state == DEFERRED and self.init_state is not None and self.parent is None and self.raw == NULL
-        if asked and abort_preempts:
-            self.take_cell()  # the host engine may have written it, in a call of another thread
-            if self.init_state.init_args.cell != NULL:
-                self.init_state.stage = INIT_POLLED
-        unmade = self.state == DEFERRED or self.state == INITIALISING
-        if unmade and self.raw == NULL and self.guard == NULL and self.parent is not None:
-            return [self, self.parent]
-        return [self, *self.making]
 
     cdef int check_endable(self, object what) except -1:
         """Refuse a deadline of one operation if NCCL could not end the operation; the host engine refuses as well."""
@@ -641,11 +504,11 @@ cdef class Handle:
     cdef object aborted_error(self, object what):
         """Return the exception for an operation that an abort has ended, with the reason of the abort."""
         self.inform()
-        if self.abort_error is not None:  # a copy: each raise of the kept one would add frames to its traceback
-            error = type(self.abort_error)(f"{what}: {self.abort_error}")
+        if self.abort_state.error is not None:  # a copy: each raise of the kept one would add frames to its traceback
+            error = type(self.abort_state.error)(f"{what}: {self.abort_state.error}")
             tell_trouble([self], error)
             return error
-        return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+        return NcclAborted(what if self.abort_state.reason is None else f"{what} ({self.abort_state.reason})")
 
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; call it before the abort: it asks for missing ranks."""
@@ -689,15 +552,15 @@ cdef class Handle:
         cdef CUstreamCaptureMode mode
         cdef Mark overdue
         cdef const Mark* first
-        if self.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
+        if self.in_flight.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
             return
         mode = relax()
-        find_overdue(self.marks, now(), &overdue)
+        find_overdue(self.in_flight.marks, now(), &overdue)
         restore(mode)
-        first = first_marked(self.marks)
-        self.unfinished_since = 0 if first == NULL else first.made
+        first = first_marked(self.in_flight.marks)
+        self.status.unfinished_since = 0 if first == NULL else first.made
         if first != NULL:
-            self.unfinished = first.what
+            self.status.unfinished = first.what
         self.unlock()
 
     cdef bint look_at_waits(self) noexcept:
@@ -721,7 +584,7 @@ cdef class Handle:
         cdef unsigned long[MOST_READERS] threads
         cdef size_t i, count
         cdef Waiting* one
-        if self.marks == NULL:
+        if self.in_flight.marks == NULL:
             return set()
         with nogil:
             count = self._threads_marked(threads)
@@ -737,13 +600,13 @@ cdef class Handle:
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
-        while not locked and not self.marks.open and now() < until:  # the lock's owner may only wait for a core
+        while not locked and not self.in_flight.marks.open and now() < until:  # the lock's owner may only wait for a core
             locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
         # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
         # after an abort has begun: the marks can be read without the lock.
-        if locked or (self.marks.open and self.state == ABORTED):
+        if locked or (self.in_flight.marks.open and self.state == ABORTED):
             mode = relax()
-            count = threads_marked(self.marks, threads, MOST_READERS)
+            count = threads_marked(self.in_flight.marks, threads, MOST_READERS)
             restore(mode)
         if locked:
             self.unlock()
@@ -751,9 +614,9 @@ cdef class Handle:
 
     cdef int inform(self) except -1:
         withdraw(self.subject())
-        if self.informed is None:
-            self.informed = set()
-        self.informed.add(this_thread())
+        if self.abort_state.informed is None:
+            self.abort_state.informed = set()
+        self.abort_state.informed.add(this_thread())
         return 0
 
     cdef object subject(self):
@@ -767,29 +630,23 @@ cdef class Handle:
                 self.stream = made
         return (<Stream>self.stream).raw
 
-    cdef long long keep(self, object buffer) except -1:
-        """Keep a buffer that NCCL has registered; return the number for `unkeep`."""
-        self.registrations += 1
-        self.registered[self.registrations] = buffer
-        return self.registrations
-
     cdef int unkeep(self, long long number) except -1:
         """Release a registered buffer; if an abort is under way, release it after that, as it is in use until then."""
-        self.windows.pop(number, None)
-        if self.state == ABORTED and self.aborting is None and (self.raw != NULL or self.guard != NULL):
+        self.registrations.windows.pop(number, None)
+        if self.state == ABORTED and self.abort_state.threads is None and (self.raw != NULL or self.guard != NULL):
             return 0  # the abort is about to begin and keeps this object, with which the buffer is released
-        buffer = self.registered.pop(number, None)
-        if buffer is None or self.aborting is None:
+        buffer = self.registrations.buffers.pop(number, None)
+        if buffer is None or self.abort_state.threads is None:
             return 0
-        return hold([buffer], self.aborting, f"a registered buffer of {self!r}")
+        return hold([buffer], self.abort_state.threads, f"a registered buffer of {self!r}")
 
     cdef int unkeep_all(self) except -1:
-        for number in list(self.registered):
+        for number in list(self.registrations.buffers):
             self.unkeep(number)
         return 0
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:
-        until = [] if self.aborting is None else list(self.aborting)
+        until = [] if self.abort_state.threads is None else list(self.abort_state.threads)
         event = event_behind(stream, self.device)
         if event is not None:
             until.append(event)
@@ -805,12 +662,12 @@ cdef int note_failure(list handles, object error) except -1:
     cdef Handle handle
     for handle in handles:
         if isinstance(error, NcclError):
-            handle.failed_as = type(error).__name__
-        if handle.told and not handle.failing and isinstance(error, NcclError):
+            handle.abort_state.failed_as = type(error).__name__
+        if handle.status.noted and not handle.status.failing and isinstance(error, NcclError):
             if handle.state != ABORTED:
                 with nogil:
                     handle.look_at_marks()
-            handle.failing = LATE if isinstance(error, NcclTimeout) else BROKEN
+            handle.status.failing = LATE if isinstance(error, NcclTimeout) else BROKEN
     return 0
 
 

@@ -105,19 +105,62 @@ cdef const Mark* first_marked(const OpEventRing* marks) noexcept nogil
 cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, size_t most) noexcept nogil
 
 
+# What is under way on a communicator, for the watchdog; without `watched` only `shortest_limit` is used.
+cdef struct InFlight:
+    bint watched  # it can be ended and has a deadline
+    OpEventRing* marks
+    double call_since  # since when a thread is in a call of NCCL; 0 if none is
+    double call_limit
+    bint call_on_main  # that thread is the main thread
+    double shortest_limit  # the shortest deadline of any operation
+
+# What this rank does on a communicator, for the status that other ranks ask for.
+cdef struct CallStatus:
+    bint noted  # each call is noted: the other ranks can ask
+    Operation latest  # the last call; guarded by the mutex
+    double began  # when `latest` was made; guarded by the mutex
+    long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; by the GIL
+    double ended  # when these data were there; by the GIL
+    bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
+    bint marked  # the last call, or its group, has a mark; guarded by the mutex
+    # The first operation that the device had not ended at the last look at the marks, and when it was made; 0 if none.
+    Operation unfinished
+    double unfinished_since
+    int failing  # LATE or BROKEN after an error, until the next call is noted; else 0
+    bint idle_at_end  # this rank was in no call when another rank ended the communicator
+
+
+# Why and by what a communicator was aborted.
+cdef class AbortState:
+    cdef object reason
+    cdef object error  # the exception with the reason, for later calls
+    cdef list threads  # of the last abort; None before one
+    cdef str failed_as  # class name of the error that has failed the communicator, or None
+    cdef bint peer_aborted  # one of its other ranks in this process was aborted
+    cdef object peer_error  # the error of an operation that such an abort has ended
+    cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
+    cdef set informed  # threads in which a call has raised that it has ended; or None
+
+
 cdef struct Range:
     uintptr_t begin
     uintptr_t end
     void* raw  # NCCL's handle; NULL if NCCL did not register the range
     size_t users
-    long long number  # never reused; key of the buffer in `Handle.registered`
+    long long number  # never reused; key of the buffer in `Registrations.buffers`
 
 
-# The registered ranges of a communicator. All methods are called under the communicator's mutex.
-cdef class Ranges:
+# What a communicator has registered. The methods of ranges are called under the communicator's mutex.
+cdef class Registrations:
     cdef Range* known
     cdef size_t count
     cdef size_t capacity
+    cdef dict buffers  # that NCCL has registered, by a number; kept until NCCL has deregistered them
+    cdef dict windows  # (address, end) of the symmetric windows, by the same number
+    cdef long long last  # the last such number
+
+    # Keep a buffer that NCCL has registered; return its number.
+    cdef long long keep(self, object buffer) except -1
 
     # Register a buffer, or add a user to the registered range that contains it; `range` receives the range's number.
     cdef ncclResult_t register(

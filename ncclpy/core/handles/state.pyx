@@ -356,8 +356,20 @@ cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, siz
 cdef double CLOSING = 10.0
 
 
-cdef class Ranges:
-    """Count the users of registered ranges, under the lock of their communicator."""
+cdef class AbortState:
+    """Why and by what a communicator was aborted, see the declaration."""
+
+
+cdef class Registrations:
+    """Count the users of registered ranges, under the lock of their communicator, and keep what is registered."""
+
+    def __cinit__(self):
+        self.buffers, self.windows = {}, {}
+
+    cdef long long keep(self, object buffer) except -1:
+        self.last += 1
+        self.buffers[self.last] = buffer
+        return self.last
 
     def __dealloc__(self):
         free(self.known)

@@ -46,3 +46,6 @@ cdef int watch(Handle handle) except -1
 
 # Wake the watcher: a watched communicator has a shorter deadline than before.
 cdef int look_sooner() except -1
+
+# Ask NCCL once for a communicator's state, also while it is being made. Several threads may call it.
+cdef ncclResult_t poll_once(Handle handle) noexcept nogil

@@ -27,9 +27,9 @@ from libc.string cimport strcmp, strdup
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS
 from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
-from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
+from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers, tied
 from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
@@ -37,11 +37,78 @@ from ncclpy.core.handles.handle cimport (
 )
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
-    ABORTED, INIT_POLLED, CLOSED, FAILED, FINALIZED, INITIALISING, INIT_IN_PARENT, READY, Mark, find_overdue, is_over, new_marks,
+    ABORTED, CLOSED, FAILED, FINALIZED, INIT_DONE, INIT_IN_PARENT, INIT_POLLED, INITIALISING, READY, Mark,
+    find_overdue, is_over, new_marks,
 )
 from ncclpy.core.runtime.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause, this_thread
 
 from ncclpy.errors import NcclError
+
+
+cdef ncclResult_t poll_once(Handle handle) noexcept nogil:
+    """Ask NCCL once for the communicator's state; for a child that NCCL still makes, its parent is asked."""
+    cdef ncclResult_t state = ncclSuccess
+    cdef ncclResult_t result
+    if handle.state == INITIALISING:
+        return poll_init(handle)
+    handle.lock()
+    if handle.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
+        handle.unlock()
+        return <ncclResult_t>WAS_ABORTED
+    result = nccl.ncclCommGetAsyncError(handle.raw, &state)
+    handle.unlock()
+    return state if result == ncclSuccess else result
+
+
+cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
+    """Poll the initialisation, and take the next step when one is done. Several threads may call this."""
+    cdef ncclResult_t result
+    if handle.init_state.stage == INIT_IN_PARENT:
+        # Before this handle's lock is taken: locks of communicators are taken in the order of their addresses.
+        result = poll_once(<Handle>handle.asked)
+        if result != ncclSuccess or handle.nranks == 0:
+            return result
+    handle.lock()
+    if handle.init_state.stage == INIT_IN_PARENT and handle.state == INITIALISING:
+        handle.take_cell()
+        handle.init_state.stage = INIT_POLLED
+    if handle.state != INITIALISING and handle.state != READY:
+        result = <ncclResult_t>WAS_ABORTED
+    elif handle.init_state.stage == INIT_DONE:
+        result = ncclSuccess
+    elif handle.init_state.is_splitting_guard():
+        result = ncclInProgress
+    elif handle.init_state.guard_split.failed != ncclSuccess:
+        result = handle.init_state.guard_split.failed
+    elif nccl.ncclCommGetAsyncError == NULL or (handle.guard if handle.init_state.guarded else handle.raw) == NULL:
+        result = <ncclResult_t>WAS_ABORTED
+    else:
+        result = _ask_maker(handle)
+        if result == ncclSuccess and handle.init_state.guarded and handle.init_state.stage == INIT_POLLED:
+            handle.init_state.start_guard_split(handle.guard)
+            result = ncclInProgress
+        elif result == ncclSuccess:
+            if handle.init_state.guarded:
+                handle.raw = handle.init_state.guard_split.cell
+            if handle.raw != NULL:
+                handle.init_state.stage = INIT_DONE
+            else:  # NCCL has not written the cell yet
+                result = ncclInProgress
+    handle.unlock()
+    return result
+
+
+cdef ncclResult_t _ask_maker(Handle handle) noexcept nogil:
+    """Ask NCCL about the guard or, without one, the communicator; an abort takes them away under the gate."""
+    cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
+    cdef ncclComm_t maker
+    mutex_lock(&handle.gate)
+    maker = handle.guard if handle.init_state.guarded else handle.raw
+    if maker != NULL:
+        result = nccl.ncclCommGetAsyncError(maker, &state)
+    mutex_unlock(&handle.gate)
+    return state if result == ncclSuccess else result
+
 
 
 cdef int end_init(Handle child, ncclResult_t result) except -1:
@@ -68,11 +135,11 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
         # A blocking communicator is made by now; a nonblocking one may still be in progress.
         if child.nranks != 0:
             with nogil:
-                result = child.poll_init()
+                result = poll_init(child)
         if result == ncclSuccess and child.state == INITIALISING:  # it may have been aborted without the GIL
             _grown(child)
     if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
-        begin_abort(child.tied(), "its parent was aborted while it was made")  # that abort did not include it
+        begin_abort(tied(child), "its parent was aborted while it was made")  # that abort did not include it
     return 0
 
 
@@ -94,7 +161,7 @@ cdef int _grown(Handle child) except -1:
     if child.parent is not None and child.parent.peer_status is not None and 1 < child.nranks <= child.parent.nranks:
         try:
             child.peer_status = child.parent.peer_status.of_part(child)
-            child.told = child.peer_status is not None
+            child.status.noted = child.peer_status is not None
         except BaseException as error:  # raised by a signal handler
             leave([child], "the call that made it did not return it", error)
             raise
@@ -103,15 +170,15 @@ cdef int _grown(Handle child) except -1:
 
 cdef int be_watched(Handle handle, double limit) except -1:
     """Have the watcher enforce deadlines, `limit` among them; without any it only handles Ctrl-C in stuck calls."""
-    if limit < handle.shortest_limit:
-        handle.shortest_limit = limit
+    if limit < handle.in_flight.shortest_limit:
+        handle.in_flight.shortest_limit = limit
         look_sooner()
-    if limit != FOREVER and handle.marks == NULL:
-        handle.marks = new_marks(context_of(handle.device))
-        if handle.marks == NULL:
+    if limit != FOREVER and handle.in_flight.marks == NULL:
+        handle.in_flight.marks = new_marks(context_of(handle.device))
+        if handle.in_flight.marks == NULL:
             raise MemoryError
-    if not handle.watched:
-        handle.watched = True
+    if not handle.in_flight.watched:
+        handle.in_flight.watched = True
         watch(handle)
     return 0
 
@@ -136,7 +203,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             try:
                 PyErr_CheckSignals()
             except BaseException as error:
-                leave(handle.tied(), f"{what} was interrupted by {type(error).__name__}", error)
+                leave(tied(handle), f"{what} was interrupted by {type(error).__name__}", error)
                 raise
             continue
         if <int>result == PAST_DEADLINE:
@@ -165,7 +232,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
     cdef ncclResult_t result
     cdef double end = now() + SLICE
     while True:
-        result = handle.poll_once()
+        result = poll_once(handle)
         if result != ncclInProgress:
             return result
         if now() >= deadline:
@@ -178,7 +245,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
 cdef int give_up(Handle handle, str what, double waited) except -1:
     """Abort after a deadline and say what was waited for."""
     error = handle.timeout_error(what, waited)
-    leave(handle.tied(), f"{what} passed its deadline", error)
+    leave(tied(handle), f"{what} passed its deadline", error)
     raise error
 
 
@@ -270,13 +337,13 @@ cdef int _look(Waiting* waiting) noexcept with gil:
         if now() - waiting.broken > BROKEN_PATIENCE:  # for example, a rank has died and the kernel waits for it
             failure = _failure_of(handle, waiting.what)
             note_failure([handle], failure)
-            threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
+            threads = begin_abort(tied(handle), f"{what} failed: {failure}")
         elif now() < waiting.deadline:
             return 0
         else:
             failure = handle.timeout_error(what, now() - waiting.started)
             note_failure([handle], failure)
-            threads = begin_abort(handle.tied(), f"{what} passed its deadline")
+            threads = begin_abort(tied(handle), f"{what} passed its deadline")
     except BaseException as error:
         failure = error
         threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
@@ -297,7 +364,7 @@ cdef int raise_if_fenced(Handle handle, const char* what) except -1:
     """Raise if another rank was aborted: what ends now may have wrong data. A close hands out no data: no error."""
     if handle.fenced and strcmp(what, b"close") != 0:
         handle.inform()
-        raise type(handle.abort_of_local_peer)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_local_peer}")
+        raise type(handle.abort_state.peer_error)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_state.peer_error}")
     return 0
 
 
@@ -372,7 +439,7 @@ cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
         waiting.result == CUDA_SUCCESS and waiting.error == NULL and (<Handle>waiting.handle).state != ABORTED
         and not (<Handle>waiting.handle).revoked
     ):
-        waiting.state = (<Handle>waiting.handle).poll_once()
+        waiting.state = poll_once(<Handle>waiting.handle)
     if waiting.main:
         (<Handle>waiting.handle).main_waits = False
 
@@ -511,7 +578,7 @@ cdef double _round() except? -1:
         if handle is None or is_over(handle.state):
             _watched.remove(reference)
             continue
-        shortest_limit = min(shortest_limit, handle.limit, handle.shortest_limit)
+        shortest_limit = min(shortest_limit, handle.limit, handle.in_flight.shortest_limit)
         if handle.state in (READY, FINALIZED):  # operations from before a close keep their deadlines
             try:
                 _look_at(handle, asked_to_stop)
@@ -522,18 +589,18 @@ cdef double _round() except? -1:
 
 
 cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
-    cdef double moment = now(), in_call_since = handle.in_call_since
+    cdef double moment = now(), in_call_since = handle.in_flight.call_since
     cdef Mark late
     cdef bint overdue = False
-    if in_call_since != 0 and moment - in_call_since > handle.in_call_limit and handle.state == READY:
+    if in_call_since != 0 and moment - in_call_since > handle.in_flight.call_limit and handle.state == READY:
         return _end(handle, "a call of NCCL", moment - in_call_since)
-    if in_call_since != 0 and asked_to_stop and handle.in_call_on_main and in_call_since < ncclpy_sigint_at:
-        begin_abort(handle.tied(), "KeyboardInterrupt came while a call of NCCL was stuck")
+    if in_call_since != 0 and asked_to_stop and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
+        begin_abort(tied(handle), "KeyboardInterrupt came while a call of NCCL was stuck")
         return 0
-    if handle.marks != NULL:
+    if handle.in_flight.marks != NULL:
         with nogil:
             if mutex_trylock(&handle.mutex) == 0:
-                overdue = find_overdue(handle.marks, moment, &late)
+                overdue = find_overdue(handle.in_flight.marks, moment, &late)
                 handle.unlock()
         if overdue:
             return _end(handle, function_of(late.what.kind).decode(), late.limit, &late.what)
@@ -546,9 +613,9 @@ cdef int _end(Handle handle, str what, double waited, const Operation* operation
     error = handle.timeout_error(what, waited)
     if operation != NULL and tracer is not None:
         tracer.explain(tracer.find(handle, operation), error)
-    handle.abort_error = error
-    note_failure([handle], handle.abort_error)  # before the abort, which ends on the device what is stuck now
-    begin_abort(handle.tied(), f"{what} passed its deadline")
+    handle.abort_state.error = error
+    note_failure([handle], handle.abort_state.error)  # before the abort, which ends on the device what is stuck now
+    begin_abort(tied(handle), f"{what} passed its deadline")
     return 0
 
 

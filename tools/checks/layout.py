@@ -1,6 +1,7 @@
 """Folders and modules have readable sizes: not too many modules, not too many in a folder, few tiny ones.
 
-The limits are in layers.toml. If the tree exceeds an aim, the limit is today's number, which may fall but not rise.
+`__init__` and `__main__`, which Python names, are not counted. The limits are in layers.toml. If the tree exceeds an
+aim, the limit is today's number, which may fall but not rise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def check(root: Path) -> Iterator[Problem]:
     yield from _compared(root, "extension modules", len(extensions), limits["extension_modules"])
     lines: dict[Path, int] = {}
     for path in sources(root, "py", "pyx", "pxd"):
-        if path.stem != "__init__":
+        if path.stem not in ("__init__", "__main__"):
             lines[path.with_suffix("")] = lines.get(path.with_suffix(""), 0) + path.read_text().count("\n")
     tiny = sorted(str(path.relative_to(package)) for path, count in lines.items() if count < limits["tiny"])
     yield from _compared(

@@ -21,8 +21,8 @@ class _Ranks:
     """The nodes of all ranks, each with a clock of its own."""
 
     def __init__(self, size: int) -> None:
+        from ncclpy.coordinator.connections import Tree
         from ncclpy.coordinator.control import Node
-        from ncclpy.coordinator.tree import Tree
 
         self.tree = Tree([str(rank // A_MACHINE) for rank in range(size)])
         below = [[(child, self.tree.below(child)) for child in self.tree.children[rank]] for rank in range(size)]

@@ -1,4 +1,4 @@
-"""The connections of a control plane: ranks find each other in a store and connect.
+"""The connections of a control plane: the tree that the ranks form, how they find each other in a store and connect.
 
 Each rank listens for its children: at a name that only its machine knows, and, if there are other machines, at an
 address that they can reach. Both ends prove that they have read the secret which the listening rank has put into the
@@ -17,21 +17,22 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, look_up, resolve
 from ncclpy.bootstrap.place import machine
 from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.coordinator.control import Control, await_readable
-from ncclpy.coordinator.tree import Tree
 from ncclpy.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store
 
-__all__ = ["open_control"]
+__all__ = ["Tree", "open_control"]
 
+#: Most children of a rank on its machine, and most child machines of a machine.
+_FAN = 8
 #: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
 _HANDSHAKE, _SLICE = 5.0, 0.1
 _NONCE, _PROOF = 16, 32
@@ -39,6 +40,51 @@ _NONCE, _PROOF = 16, 32
 _STRANGERS = 32
 #: Errors of accept() for lack of a resource that closing a connection releases.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Tree:
+    """Find the parents and children of all ranks; rank 0 is the root.
+
+    The lowest ranks of the machines are its leaders and form one tree; the ranks of each machine form another one
+    under their leader. The depth of each tree is the logarithm of its size.
+
+    Parameters
+    ----------
+    machines
+        The name of each rank's machine, by rank.
+    """
+
+    def __init__(self, machines: Sequence[str]) -> None:
+        places: dict[str, list[int]] = {}
+        for rank, name in enumerate(machines):
+            places.setdefault(name, []).append(rank)
+        leaders = [members[0] for members in places.values()]
+        self.parents: list[int | None] = [None] * len(machines)
+        for members in (leaders, *places.values()):
+            for position, rank in enumerate(members):
+                if position:
+                    self.parents[rank] = members[(position - 1) // _FAN]
+        self.children: list[list[int]] = [[] for _ in machines]
+        for rank, parent in enumerate(self.parents):
+            if parent is not None:
+                self.children[parent].append(rank)
+
+    def below(self, rank: int) -> tuple[int, ...]:
+        """Return a rank and all ranks below it."""
+        found = [rank]
+        for each in found:
+            found += self.children[each]
+        return tuple(sorted(found))
+
+    def depth(self) -> int:
+        """Return how many steps the farthest rank is from the root."""
+        deepest = 0
+        for rank in range(len(self.parents)):
+            steps, at = 0, self.parents[rank]
+            while at is not None:
+                steps, at = steps + 1, self.parents[at]
+            deepest = max(deepest, steps)
+        return deepest
 
 
 def open_control(

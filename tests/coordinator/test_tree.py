@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ncclpy.coordinator.tree import Tree
+from ncclpy.coordinator.connections import Tree
 
 
 @pytest.mark.parametrize("seed", range(40))

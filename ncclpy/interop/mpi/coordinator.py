@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 from ncclpy.bootstrap.place import machine
+from ncclpy.coordinator.connections import Tree
 from ncclpy.coordinator.control import Control
-from ncclpy.coordinator.tree import Tree
 from ncclpy.core.runtime.device import current, device_count
 from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, ranks, spans
 from ncclpy.interop.mpi.meeting import all_tell, devices_of, duplicate

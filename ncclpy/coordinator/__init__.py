@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ncclpy.coordinator.coordinator import Coordinator
-from ncclpy.coordinator.process_set import ProcessSet
+from ncclpy.coordinator.coordinator import Coordinator, ProcessSet
 
 __all__ = ["Coordinator", "ProcessSet"]

@@ -1,4 +1,4 @@
-"""A coordinator: named operations of several ranks, which may bring them in any order."""
+"""A coordinator: named operations of several ranks, which may bring them in any order; and its process sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from types import TracebackType
@@ -33,7 +33,6 @@ from ncclpy.coordinator.data_plane import (
 from ncclpy.coordinator.errors import did_not_run
 from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, Submitter
 from ncclpy.coordinator.operations import Operations
-from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.engine.recorder import text_of
@@ -41,7 +40,7 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, 
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.types import DeviceLike, Need, as_integer
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "ProcessSet"]
 
 #: Returns whether an object is an MPI communicator that a coordinator can work over.
 _is_mpi_communicator: Need[[object], bool] = Need("is_mpi_communicator")
@@ -418,6 +417,45 @@ class Coordinator(Operations):
         if self._shut or self.error is not None:
             state = "closed" if self._shut else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
+
+
+class ProcessSet(Operations):
+    """Run operations among some ranks of a `Coordinator`; made by `Coordinator.process_set`.
+
+    A set has names of its own, and its operations do not wait for those of other sets.
+
+    Parameters
+    ----------
+    current : callable
+        Returns the coordinator's session of now.
+    session : Session
+        The coordinator's session when this was made.
+    submitter : Submitter
+        Brings this rank's operations to the set.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Its members among the coordinator's ranks.
+    rank, size : int
+        This rank's number in the set, and the number of its ranks.
+    """
+
+    def __init__(self, current: Callable[[], Session], session: Session, submitter: Submitter) -> None:
+        self._current, self._session, self._submitter = current, session, submitter
+        member = submitter.member
+        self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
+
+    def _renew_submitter(self) -> Submitter:
+        if self._current() is not self._session:
+            raise NcclAborted(
+                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
+                "then; make it anew"
+            )
+        return self._submitter  # its coordinator has ended, with this set's session
+
+    def __repr__(self) -> str:
+        return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"
 
 
 def _give_up(group: ProcessGroup, kind: Any, error: BaseException | None, traceback: Any) -> None:

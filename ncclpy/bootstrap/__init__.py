@@ -10,7 +10,6 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from ncclpy.bootstrap.adapters import as_store as as_store
     from ncclpy.bootstrap.file import FileStore as FileStore
     from ncclpy.bootstrap.launched import rendezvous as rendezvous
     from ncclpy.bootstrap.local import LocalStore as LocalStore
@@ -22,6 +21,7 @@ if _typing.TYPE_CHECKING:
     from ncclpy.bootstrap.store import StoreDamaged as StoreDamaged
     from ncclpy.bootstrap.store import StoreError as StoreError
     from ncclpy.bootstrap.store import StoreLost as StoreLost
+    from ncclpy.bootstrap.store import as_store as as_store
     from ncclpy.bootstrap.tcp import TCPStore as TCPStore
     from ncclpy.bootstrap.watch import Change as Change
     from ncclpy.bootstrap.watch import Watch as Watch
@@ -39,7 +39,7 @@ _MODULES = {
     "StoreLost": "store",
     "TCPStore": "tcp",
     "Watch": "watch",
-    "as_store": "adapters",
+    "as_store": "store",
     "environment": "place",
     "rendezvous": "launched",
 }

@@ -1,7 +1,7 @@
 """Base of every store: keys and values that all ranks share, waits with deadlines, errors that name what is absent.
 
 A subclass defines how keys are kept (the methods with a leading underscore). Checks of arguments, deadlines and errors
-are the same for all stores and are defined here.
+are the same for all stores and are defined here. `as_store` makes a store of another package's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ncclpy.bootstrap.store_arguments import (
     names,
 )
 from ncclpy.errors import not_copied
+from ncclpy.types import Need
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,6 +52,7 @@ __all__ = [
     "as_count",
     "as_key",
     "as_seconds",
+    "as_store",
     "names",
 ]
 
@@ -443,3 +445,44 @@ class Store:
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + as_seconds(timeout, self.timeout)
+
+
+#: By the package of an object's class: returns a `Store` made of the object, or None if it is no store.
+_ADAPTERS: dict[str, Need[[object], Store | None]] = {
+    "torch": Need("adapt_torch"),
+    "redis": Need("adapt_redis"),
+    "mpi4py": Need("adapt_mpi4py"),
+}
+
+
+def as_store(obj: object) -> Store:
+    """Return an object as a `Store`.
+
+    A store made of another object is closed like any store; the object itself stays open.
+
+    Parameters
+    ----------
+    obj
+        A `Store`, which is returned as it is; a ``torch.distributed.Store``; a ``redis.Redis`` client; or an mpi4py
+        communicator. All ranks of a communicator call this together: its rank 0 serves a `TCPStore`, and the address
+        and token are broadcast.
+
+    Raises
+    ------
+    TypeError
+        If the object is none of these.
+    RuntimeError
+        On the other ranks of an mpi4py communicator, if its rank 0 cannot serve; rank 0 raises the cause.
+    """
+    if isinstance(obj, Store):
+        return obj
+    for base in type(obj).__mro__:
+        package = str(base.__module__).partition(".")[0]
+        if package in _ADAPTERS:
+            store = _ADAPTERS[package](obj)
+            if store is not None:
+                return store
+    raise TypeError(
+        "expected an ncclpy.bootstrap.Store, a torch.distributed.Store, a redis.Redis client or an mpi4py "
+        f"communicator, got {type(obj).__module__}.{type(obj).__qualname__} {obj!r:.80}"
+    )

@@ -14,7 +14,7 @@ from math import inf
 from types import TracebackType
 from typing import Any
 
-from ncclpy.bootstrap.adapters import as_store
+from ncclpy.bootstrap.store import as_store
 from ncclpy.bootstrap.store_arguments import as_seconds
 from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.backends import DataBackend, GroupBackend, SplitBackend

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ncclpy.bootstrap.adapters import as_store
+from ncclpy.bootstrap.store import as_store
 from ncclpy.bootstrap.store_arguments import TIMEOUT
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.lifecycle import get_unique_id

@@ -22,8 +22,7 @@ from ncclpy.engine.recorder cimport Entry, unfinished_of, where_called
 from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
-from ncclpy.bootstrap.adapters import as_store
-from ncclpy.bootstrap.store import LeaseEnded
+from ncclpy.bootstrap.store import LeaseEnded, as_store
 from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as, undelivered
 from ncclpy.types import as_integer

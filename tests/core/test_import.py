@@ -67,7 +67,7 @@ def test_needs_of_submodule_imported_first_are_found(first):
     """Each need that a module declares has a function, and each function is needed."""
     testing.run_python(f"""
         import ncclpy.{first}
-        import gc, ncclpy.bootstrap.launched, ncclpy.bootstrap.adapters, ncclpy.memory.attachment, ncclpy.coordinator
+        import gc, ncclpy.bootstrap.launched, ncclpy.bootstrap.store, ncclpy.memory.attachment, ncclpy.coordinator
         from ncclpy.types import Need
         declared = sorted(each.name for each in gc.get_objects() if isinstance(each, Need))
         assert declared == sorted(ncclpy._NEEDED), declared

@@ -308,7 +308,7 @@ def refused(rank, size, operator):
 
 
 def test_operators_by_torchs_number():
-    from ncclpy.interop.torch.reductions import OPERATORS
+    from ncclpy.interop.torch.tensors import OPERATORS
 
     theirs = {"SUM": "SUM", "AVG": "AVG", "PROD": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
     for i, ours in enumerate(OPERATORS):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclpy.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.interop.torch import memory as torch_memory
-from ncclpy.interop.torch.reductions import OPERATORS, operator_of
-from ncclpy.interop.torch.tensors import Places, Staging, are_even, bring, times
+from ncclpy.interop.torch.tensors import OPERATORS, Places, Staging, are_even, bring, operator_of, times
 from ncclpy.interop.torch.work import CoalescedWork, PartWork, TorchWork, backend_error
 from ncclpy.types import ReduceOp
 

@@ -1,4 +1,7 @@
-"""Tensors as the group's operations take them: contiguous memory that the engine reaches, with the tensor's values."""
+"""Torch's tensors and operators as the group's operations take them.
+
+A tensor becomes contiguous memory that the engine reaches, with the tensor's values; an operator one of NCCL's.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Places", "Staging", "are_even", "bring", "times"]
+from ncclpy.errors import NcclUnsupported
+from ncclpy.types import ReduceOp
+
+__all__ = ["OPERATORS", "Places", "Staging", "are_even", "bring", "operator_of", "times"]
+
+#: Operators by the number that c10d gives them (Types.hpp).
+OPERATORS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
+_BITWISE = {5: "BAND", 6: "BOR", 7: "BXOR"}
 
 
 @contextlib.contextmanager
@@ -191,3 +201,27 @@ class Staging:
         with _plainly(made) as place:
             place.copy_(tensor)
         return made
+
+
+def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
+    """Return the operator for one of torch's, and what inputs have to be multiplied by first, or None.
+
+    Parameters
+    ----------
+    theirs : int or tuple
+        The number of c10d's operator; for a pre-multiplied sum, the number and the factor, a number or a tensor of one
+        element.
+
+    Raises
+    ------
+    NcclUnsupported
+        If NCCL has no such operator.
+    """
+    if type(theirs) is tuple:
+        return ReduceOp.SUM, theirs[1]
+    if theirs < len(OPERATORS):
+        return OPERATORS[theirs], None
+    raise NcclUnsupported(
+        f"op: NCCL has no reduction by {_BITWISE.get(theirs, theirs)}; of bits there is none at all: send them as "
+        "bool tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"
+    )

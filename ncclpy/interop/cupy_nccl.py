@@ -18,7 +18,7 @@ from ncclpy.core.arguments.config import Config
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.lifecycle import get_unique_id as _get_unique_id
 from ncclpy.core.runtime.library import library
-from ncclpy.interop import addressed, open_groups
+from ncclpy.interop import c_calls
 from ncclpy.interop.dropped import close_when_dropped
 from ncclpy.types import DataType, ReduceOp, Result, as_integer
 
@@ -205,13 +205,13 @@ def get_unique_id() -> bytes:
 
 def groupStart() -> None:  # noqa: N802 - CuPy's name
     """Begin a group; it nests, and ends with `groupEnd` in the same thread."""
-    open_groups.start()
+    c_calls.group_start()
 
 
 @_raising
 def groupEnd() -> None:  # noqa: N802 - CuPy's name
     """End a group: the end of the outermost one launches all calls in it."""
-    open_groups.end("groupEnd")
+    c_calls.group_end("groupEnd")
 
 
 class NcclConfig:
@@ -351,44 +351,44 @@ class NcclCommunicator:
     @_raising
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
         """Reduce what all ranks send; all of them receive it."""
-        addressed.all_reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, stream)
+        c_calls.all_reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, stream)
 
     @_raising
     def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         """Reduce what all ranks send; the root receives it. Elsewhere `recvbuf` may be 0."""
-        addressed.reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, root, stream)
+        c_calls.reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, root, stream)
 
     @_raising
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Send the root's data to all ranks. Elsewhere `sendbuff` may be 0."""
-        addressed.broadcast(self._alive(), sendbuff, recvbuff, count, datatype, root, stream)
+        c_calls.broadcast(self._alive(), sendbuff, recvbuff, count, datatype, root, stream)
 
     @_raising
     def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Send the root's data to all ranks, in place."""
-        addressed.broadcast(self._alive(), buff, buff, count, datatype, root, stream)
+        c_calls.broadcast(self._alive(), buff, buff, count, datatype, root, stream)
 
     @_raising
     def reduceScatter(  # noqa: N802
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
         """Reduce what all ranks send; each receives its part, of `recvcount` elements."""
-        addressed.reduce_scatter(self._alive(), sendbuf, recvbuf, recvcount, datatype, op, stream)
+        c_calls.reduce_scatter(self._alive(), sendbuf, recvbuf, recvcount, datatype, op, stream)
 
     @_raising
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
         """Receive on each rank what all send, `count` elements of each."""
-        addressed.all_gather(self._alive(), sendbuf, recvbuf, count, datatype, stream)
+        c_calls.all_gather(self._alive(), sendbuf, recvbuf, count, datatype, stream)
 
     @_raising
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Send to one rank."""
-        addressed.send(self._alive(), sendbuf, count, datatype, peer, stream)
+        c_calls.send(self._alive(), sendbuf, count, datatype, peer, stream)
 
     @_raising
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Receive from one rank."""
-        addressed.recv(self._alive(), recvbuf, count, datatype, peer, stream)
+        c_calls.recv(self._alive(), recvbuf, count, datatype, peer, stream)
 
     @_raising
     def check_async_error(self) -> None:

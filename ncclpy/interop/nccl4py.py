@@ -17,7 +17,7 @@ from ncclpy.core.arguments.config import Config as NCCLConfig
 from ncclpy.core.calls.group import Group as group  # noqa: N813 - nccl4py's name
 from ncclpy.core.communicator import Communicator as _Communicator
 from ncclpy.core.lifecycle import get_unique_id
-from ncclpy.interop import open_groups
+from ncclpy.interop import c_calls
 from ncclpy.memory.registry import alloc
 from ncclpy.types import BufferLike, DataTypeLike, OpLike, Result, StreamLike, UniqueId
 from ncclpy.types import DataType as NcclDataType
@@ -111,12 +111,12 @@ def get_error_string(nccl_result: int) -> str:
 
 def group_start() -> None:
     """Begin a group of this thread."""
-    open_groups.start()
+    c_calls.group_start()
 
 
 def group_end() -> None:
     """Launch the calls of the group that this thread has begun; to simulate it, use `ncclpy.group`."""
-    open_groups.end("group_end")
+    c_calls.group_end("group_end")
 
 
 def mem_alloc(size: int, device: int | None = None) -> Allocation:

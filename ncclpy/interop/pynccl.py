@@ -23,7 +23,7 @@ from ncclpy.core.runtime.library import library
 from ncclpy.core.runtime.library import use as use_library
 from ncclpy.core.window import Window
 from ncclpy.errors import LibraryNotFound, NcclUnsupported
-from ncclpy.interop import open_groups
+from ncclpy.interop import c_calls
 from ncclpy.interop.pynccl_wrapper import (
     NCCLLibrary,
     as_operator,
@@ -421,11 +421,11 @@ class PyNcclCommunicator:
 
     def group_start(self) -> None:
         """Begin a group of this thread: its calls are launched together by `group_end`."""
-        open_groups.start()
+        c_calls.group_start()
 
     def group_end(self) -> None:
         """Launch the calls of the group that this thread has begun."""
-        open_groups.end("group_end")
+        c_calls.group_end("group_end")
 
     def batch_isend_irecv(self, p2p_ops: list[Any], stream: Any = None) -> None:
         """Launch sends and receives together.

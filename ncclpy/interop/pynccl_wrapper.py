@@ -16,7 +16,7 @@ from ncclpy.core.runtime.library import library
 from ncclpy.core.runtime.library import use as use_library
 from ncclpy.core.window import Window
 from ncclpy.errors import NcclError
-from ncclpy.interop import addressed, open_groups
+from ncclpy.interop import c_calls
 from ncclpy.types import DataType, ReduceOp, UniqueId, as_datatype, as_op
 
 __all__ = [
@@ -228,7 +228,7 @@ class NCCLLibrary:
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, op: Any, comm: Any, stream: Any
     ) -> None:
         """Reduce what all ranks send; all of them receive it."""
-        addressed.all_reduce(
+        c_calls.all_reduce(
             self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), _int(op), _int(stream)
         )
 
@@ -236,7 +236,7 @@ class NCCLLibrary:
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, op: Any, root: int, comm: Any, stream: Any
     ) -> None:
         """Reduce what all ranks send; the root receives it."""
-        addressed.reduce(
+        c_calls.reduce(
             self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), _int(op), root, _int(stream)
         )
 
@@ -244,37 +244,35 @@ class NCCLLibrary:
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, op: Any, comm: Any, stream: Any
     ) -> None:
         """Reduce what all ranks send; each receives its part, of `count` elements."""
-        addressed.reduce_scatter(
+        c_calls.reduce_scatter(
             self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), _int(op), _int(stream)
         )
 
     def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, comm: Any, stream: Any) -> None:
         """Receive on each rank what all send, `count` elements of each."""
-        addressed.all_gather(self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), _int(stream))
+        c_calls.all_gather(self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), _int(stream))
 
     def ncclSend(self, sendbuff: Any, count: int, datatype: Any, dest: int, comm: Any, stream: Any) -> None:
         """Send to one rank."""
-        addressed.send(self._comm(comm), _int(sendbuff), count, _int(datatype), dest, _int(stream))
+        c_calls.send(self._comm(comm), _int(sendbuff), count, _int(datatype), dest, _int(stream))
 
     def ncclRecv(self, recvbuff: Any, count: int, datatype: Any, src: int, comm: Any, stream: Any) -> None:
         """Receive from one rank."""
-        addressed.recv(self._comm(comm), _int(recvbuff), count, _int(datatype), src, _int(stream))
+        c_calls.recv(self._comm(comm), _int(recvbuff), count, _int(datatype), src, _int(stream))
 
     def ncclBroadcast(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: Any, root: int, comm: Any, stream: Any
     ) -> None:
         """Send the root's data to all ranks; the other ranks may pass NULL for `sendbuff`."""
-        addressed.broadcast(
-            self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), root, _int(stream)
-        )
+        c_calls.broadcast(self._comm(comm), _int(sendbuff), _int(recvbuff), count, _int(datatype), root, _int(stream))
 
     def ncclGroupStart(self) -> None:
         """Begin a group of this thread; groups nest."""
-        open_groups.start()
+        c_calls.group_start()
 
     def ncclGroupEnd(self) -> None:
         """End the group that this thread has begun last: the end of the outermost one launches the calls of all."""
-        open_groups.end("ncclGroupEnd")
+        c_calls.group_end("ncclGroupEnd")
 
     def ncclCommWindowRegister(self, comm: Any, buff: Any, size: int, win_flags: SupportsIndex) -> ctypes.c_void_p:
         """Register memory as a window; all ranks do so.

@@ -1,14 +1,29 @@
-"""A communicator's operations with the arguments of C's functions, for packages that pass addresses and counts."""
+"""NCCL's operations and groups in the form of its C functions, for other packages' interfaces.
+
+An operation takes addresses and counts; a group begins in one call and ends in another.
+"""
 
 from __future__ import annotations
 
 import operator
+import threading
 from typing import SupportsIndex
 
+from ncclpy.core.calls.group import Group
 from ncclpy.core.communicator import Communicator
 from ncclpy.types import MAX_ADDRESS, as_integer
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "recv", "reduce", "reduce_scatter", "send"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "group_end",
+    "group_start",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "send",
+]
 
 
 def _stream(stream: SupportsIndex) -> int:
@@ -66,3 +81,38 @@ def send(comm: Communicator, sendbuff: int, count: int, datatype: int, peer: int
 def recv(comm: Communicator, recvbuff: int, count: int, datatype: int, peer: int, stream: int) -> None:
     """Receive from one rank."""
     comm.recv((recvbuff, count, datatype), peer, stream=_stream(stream))
+
+
+class _Open(threading.local):
+    """The groups that this thread has begun, the innermost last."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+
+
+_open = _Open()
+
+
+def group_start() -> None:
+    """Begin a group of this thread; groups nest."""
+    group = Group()
+    group.__enter__()
+    _open.groups.append(group)
+
+
+def group_end(ending: str) -> None:
+    """End the group that this thread has begun last; the end of the outermost one launches the calls of all.
+
+    Parameters
+    ----------
+    ending
+        The name of the call, for an error.
+
+    Raises
+    ------
+    RuntimeError
+        If this thread has no open group.
+    """
+    if not _open.groups:
+        raise RuntimeError(f"{ending}: no group is open in this thread; begin and end a group in the same one")
+    _open.groups.pop().__exit__(None, None, None)

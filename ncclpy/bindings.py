@@ -84,6 +84,8 @@ from ncclpy.core.bindings.communicators import (
     scatter_config,
 )
 from ncclpy.core.bindings.library import (
+    CommProperties,
+    Team,
     comm_deregister,
     comm_query_properties,
     comm_register,
@@ -127,7 +129,6 @@ from ncclpy.core.bindings.library import (
     team_world,
     win_get_user_ptr,
 )
-from ncclpy.core.bindings.structs import CommProperties, Team
 
 __all__ = [
     "CommProperties",

@@ -103,6 +103,9 @@ def shape_of_class(module, name):
     if any(ast.unparse(each).startswith("dataclass(") for each in node.decorator_list):
         fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
         return [(each.target.id, "KEYWORD_ONLY", each.value is not None) for each in fields]
+    if "NamedTuple" in map(ast.unparse, node.bases):
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        return [(each.target.id, "POSITIONAL_OR_KEYWORD", each.value is not None) for each in fields]
     functions = methods_of(module, name)
     made = functions.get("__init__", functions.get("__new__"))
     return [] if made is None else shape_of_stub(made)

@@ -1,8 +1,32 @@
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 from ncclpy.core.bindings.communicators import PendingHandle
-from ncclpy.core.bindings.structs import CommProperties, Team
 from ncclpy.types import Result
+
+class Team(NamedTuple):
+    nranks: int
+    rank: int
+    stride: int
+
+class CommProperties(NamedTuple):
+    rank: int
+    nranks: int
+    cuda_dev: int
+    nvml_dev: int
+    device_api_support: bool
+    multimem_support: bool
+    gin_type: int
+    n_lsa_teams: int | None
+    host_rma_support: bool | None
+    railed_gin_type: int | None
+    comm_hash: int | None
+    gin_min_stride: int | None
+    gin_connection_type: int | None
+    gin_support: tuple[bool, ...] | None
+    dev_comm_runtime_version_size: int | None
+    cft_support: bool | None
+    cft_multicast_support: bool | None
+    cft_counted_support: bool | None
 
 def get_version() -> int: ...
 def get_error_string(result: SupportsIndex) -> str: ...

@@ -1,4 +1,4 @@
-"""``ncclpy info``: what is loaded, from where, on which devices, and possible problems."""
+"""``ncclpy info``: what is loaded, from where, on which devices, and possible problems; the engine of a command."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sys
 import textwrap
 from typing import Any
 
-from ncclpy.cli import engine
+from ncclpy.core.runtime import library as loading
 from ncclpy.core.runtime import search
 from ncclpy.core.runtime.library import Library, abi_version
-from ncclpy.errors import NcclError
+from ncclpy.errors import LibraryNotFound, NcclError
 
 PACKAGES = (
     "ncclpy",
@@ -39,6 +39,37 @@ PACKAGES = (
 _SMALL_SHM = 1 << 30
 
 
+def choose_engine() -> tuple[Library, str]:
+    """Load a library and return it with the reason for this choice.
+
+    Without a GPU and without a choice by the user, the host engine is used; the reason then says what was not found.
+    No other failure leads to the host engine: with a GPU, a missing NCCL is an error.
+
+    Raises
+    ------
+    LibraryNotFound
+        If the library that was chosen, or NCCL on a machine with GPUs, cannot be loaded.
+    """
+    try:
+        library = loading.library()
+    except LibraryNotFound as error:
+        if not error.detail:
+            raise
+        loading.use("host")
+        return loading.library(), f"no GPU found: {error.detail}"
+    if os.environ.get("NCCLPY_LIBRARY"):
+        return library, "chosen by NCCLPY_LIBRARY"
+    return library, library.found
+
+
+def first_line(command: str, library: Library, reason: str) -> str:
+    """Return the first line of a command's output: the library that runs, its version and the reason."""
+    version = ".".join(map(str, library.version))
+    if library.engine == "host":
+        return f"# ncclpy {command}: host engine {version} on CPU memory ({reason})"
+    return f"# ncclpy {command}: NCCL {version} from {library.path} ({reason})"
+
+
 def collect() -> dict[str, Any]:
     """Return all facts as plain values; where a fact cannot be determined there is an ``"error"`` instead."""
     facts: dict[str, Any] = {
@@ -52,13 +83,13 @@ def collect() -> dict[str, Any]:
         "shm": _shared_memory(),
     }
     try:
-        loaded, reason = engine.choose()
+        loaded, reason = choose_engine()
     except NcclError as error:
         facts["first_line"] = "# ncclpy info: no NCCL library could be loaded"
         facts["library"] = {"error": str(error)}
         facts["devices"] = []
     else:
-        facts["first_line"] = engine.first_line("info", loaded, reason)
+        facts["first_line"] = first_line("info", loaded, reason)
         facts["library"] = _library(loaded, reason)
         facts |= _devices()
     facts["mapped"] = search.mapped_nccl()

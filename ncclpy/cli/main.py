@@ -99,14 +99,14 @@ def _info(given: argparse.Namespace) -> int:
 
 
 def _perf(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    from ncclpy.cli import engine
+    from ncclpy.cli.info import choose_engine, first_line
     from ncclpy.cli.perf.arguments import from_namespace
     from ncclpy.errors import NcclError
 
     arguments = from_namespace(parser, given)
     try:
-        library, reason = engine.choose()
-        print(engine.first_line(f"perf {arguments.collective}", library, reason), flush=True)
+        library, reason = choose_engine()
+        print(first_line(f"perf {arguments.collective}", library, reason), flush=True)
         from ncclpy.cli.perf import command
         from ncclpy.cli.perf.ranks import WorkerError
 

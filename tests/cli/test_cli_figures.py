@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ncclpy.cli.arguments import parse_size
+from ncclpy.cli.perf.arguments import sweep
 from ncclpy.cli.perf.collectives import COLLECTIVES, Layout, Segment
 from ncclpy.cli.perf.report import Rank, Row, Side
-from ncclpy.cli.perf.sizes import parse_size, sweep
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

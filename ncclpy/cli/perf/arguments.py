@@ -1,16 +1,16 @@
-"""The arguments of one run of ``ncclpy perf``."""
+"""The arguments of one run of ``ncclpy perf``, and the sizes that it goes through."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ncclpy.cli.files import require_matplotlib, writable
+from ncclpy.cli.arguments import count, parse_size, positive, require_matplotlib, size, writable
 from ncclpy.cli.perf.collectives import COLLECTIVES, Collective
 from ncclpy.cli.perf.datatypes import ALIASES, TYPES
-from ncclpy.cli.perf.sizes import parse_size
 
 OPS = ("sum", "prod", "max", "min", "avg", "mulsum")
 
@@ -81,26 +81,34 @@ class Arguments:
         return [(datatype, op, root) for datatype in self.datatypes for op in ops for root in roots]
 
 
+def sweep(smallest: int, largest: int, step: int, factor: int) -> Iterator[int]:
+    """Yield the sizes of a sweep; a `factor` above 1 multiplies, otherwise `step` bytes are added."""
+    size = smallest
+    while size <= largest:
+        yield size
+        size = size * factor if factor > 1 else size + step
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ncclpy perf`` to `parser`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     add = parser.add_argument
     add("collective", type=_collective, metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
-    add("-b", "--minbytes", type=_size, metavar="SIZE", help="smallest size (default 32M)")
-    add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default 32M)")
-    add("-i", "--stepbytes", type=_size, default="1M", metavar="SIZE", help="added from size to size (default 1M)")
-    add("-f", "--stepfactor", type=_positive, default=1, metavar="N", help="multiplies sizes instead of adding")
-    add("-g", "--ngpus", type=_positive, default=1, metavar="N", help="devices a thread, or processes (default 1)")
-    add("-t", "--nthreads", type=_positive, default=1, metavar="N", help="threads, each with -g devices (default 1)")
+    add("-b", "--minbytes", type=size, metavar="SIZE", help="smallest size (default 32M)")
+    add("-e", "--maxbytes", type=size, metavar="SIZE", help="largest size (default 32M)")
+    add("-i", "--stepbytes", type=size, default="1M", metavar="SIZE", help="added from size to size (default 1M)")
+    add("-f", "--stepfactor", type=positive, default=1, metavar="N", help="multiplies sizes instead of adding")
+    add("-g", "--ngpus", type=positive, default=1, metavar="N", help="devices a thread, or processes (default 1)")
+    add("-t", "--nthreads", type=positive, default=1, metavar="N", help="threads, each with -g devices (default 1)")
     add("--processes", action="store_true", help="one process for each of the -g times -t devices")
-    add("-n", "--iters", type=_positive, default=20, metavar="N", help="timed iterations (default 20)")
-    add("-m", "--agg_iters", type=_positive, default=1, metavar="N", help="operations aggregated in one group")
-    add("-w", "--warmup_iters", type=_count, default=1, metavar="N", help="iterations before (default 1)")
+    add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (default 20)")
+    add("-m", "--agg_iters", type=positive, default=1, metavar="N", help="operations aggregated in one group")
+    add("-w", "--warmup_iters", type=count, default=1, metavar="N", help="iterations before (default 1)")
     add("-d", "--datatype", type=_datatypes, default="float", metavar="TYPE", help=f"{', '.join(TYPES)} or all")
     add("-o", "--op", type=_ops, default="sum", metavar="OP", help=f"{', '.join(OPS)} or all")
     add("-r", "--root", type=_root, default=0, metavar="RANK", help="root rank, or all (default 0)")
-    add("-c", "--check", type=_count, default=1, metavar="N", help="check results, 0 does not (default 1)")
+    add("-c", "--check", type=count, default=1, metavar="N", help="check results, 0 does not (default 1)")
     add(
         "-z",
         "--blocking",
@@ -179,25 +187,6 @@ def _collective(text: str) -> str:
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} ({hint}there are {', '.join(COLLECTIVES)})")
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -209,7 +198,7 @@ def _seconds(text: str) -> float:
 
 
 def _root(text: str) -> int:
-    return -1 if text in ("all", "-1") else _count(text)
+    return -1 if text in ("all", "-1") else count(text)
 
 
 def _datatypes(text: str) -> tuple[str, ...]:

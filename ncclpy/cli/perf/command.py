@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import ncclpy
-from ncclpy.cli.perf.arguments import Arguments
+from ncclpy.cli.perf.arguments import Arguments, sweep
 from ncclpy.cli.perf.datatypes import TYPES
 from ncclpy.cli.perf.endpoint import GUARD
 from ncclpy.cli.perf.processes import Processes
 from ncclpy.cli.perf.progress import Progress
 from ncclpy.cli.perf.ranks import RankRunner
 from ncclpy.cli.perf.report import Report
-from ncclpy.cli.perf.sizes import sweep
 from ncclpy.cli.perf.threads import Threads
 from ncclpy.core.runtime import device
 

@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import ncclpy
-from ncclpy.cli.perf.arguments import Arguments
+from ncclpy.cli.perf.arguments import Arguments, sweep
 from ncclpy.cli.perf.collectives import Layout
 from ncclpy.cli.perf.data import PERIOD, Data, make
 from ncclpy.cli.perf.datatypes import TYPES, Type
 from ncclpy.cli.perf.endpoint import Call, Endpoint
 from ncclpy.cli.perf.report import Rank, Row, Side
-from ncclpy.cli.perf.sizes import sweep
 from ncclpy.core.runtime import device
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ncclpy.bootstrap.address import as_host
+from ncclpy.cli.arguments import positive
 
 _EPILOG = """\
 A program that ends in .py is run by this Python. Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK,
@@ -14,13 +15,6 @@ LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on.
 """
 # A string that no argument of a process can be.
 _SEPARATOR = "\0--"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def _seconds(text: str) -> float:
@@ -46,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``ncclpy run``."""
     parser.epilog = _EPILOG
     parser.usage = "ncclpy run -n N [options] [--] program [args ...]"
-    parser.add_argument("-n", "--nproc", type=_count, required=True, metavar="N", help="processes on this machine")
+    parser.add_argument("-n", "--nproc", type=positive, required=True, metavar="N", help="processes on this machine")
     parser.add_argument("-m", "--module", action="store_true", help="the program is the name of a Python module")
     parser.add_argument(
         "--no-kill", action="store_true", help="let the others go on when one process fails; the exit code is its"
@@ -60,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)g)",
     )
     nodes = parser.add_argument_group("several machines: one launcher on each, all with the same --nnodes and --rdzv")
-    nodes.add_argument("--nnodes", type=_count, default=1, metavar="N", help="how many machines (default: 1)")
+    nodes.add_argument("--nnodes", type=positive, default=1, metavar="N", help="how many machines (default: 1)")
     nodes.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)")
     nodes.add_argument(
         "--rdzv", type=as_address, metavar="HOST:PORT", help="where machine 0 serves the store, as the others reach it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ncclpy.cli.files import writable
+from ncclpy.cli.arguments import writable
 
 _EPILOG = """\
 Each DUMP is what one process's recorder wrote, or a folder of them; give those of all processes to see which rank the

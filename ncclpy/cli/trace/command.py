@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ncclpy.cli.files import require_matplotlib
+from ncclpy.cli.arguments import require_matplotlib
 from ncclpy.cli.trace import report, stuck
 from ncclpy.cli.trace.dump import Dump
 from ncclpy.cli.trace.reading import files_of, read_all

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,15 +13,56 @@ from ncclpy.cli.perf.arguments import Arguments, sweep
 from ncclpy.cli.perf.datatypes import TYPES
 from ncclpy.cli.perf.endpoint import GUARD
 from ncclpy.cli.perf.processes import Processes
-from ncclpy.cli.perf.progress import Progress
 from ncclpy.cli.perf.ranks import RankRunner
-from ncclpy.cli.perf.report import Report
+from ncclpy.cli.perf.report import Report, draw
 from ncclpy.cli.perf.threads import Threads
 from ncclpy.core.runtime import device
 
 
 class ArgumentError(ValueError):
     """Report arguments that this machine cannot run."""
+
+
+class Progress:
+    """Show a progress bar on standard error, up to `total` measurements, if that is a terminal and tqdm is installed.
+
+    Use it as a context manager; `write` prints a line to standard output without disturbing the bar.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._bar = None
+        if not sys.stderr.isatty():
+            return
+        if importlib.util.find_spec("tqdm") is None:
+            print("# no progress bar: tqdm is not installed (pip install 'ncclpy[perf]')", file=sys.stderr)
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="run", leave=False, dynamic_ncols=True)
+
+    @property
+    def write(self) -> Callable[[str], None]:
+        """Return a function that prints one line."""
+        return self._print
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def step(self) -> None:
+        """Count one measurement."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def run(arguments: Arguments) -> int:
@@ -55,8 +98,6 @@ def run(arguments: Arguments) -> int:
         report.foot()
     report.save()
     if given.plot is not None:
-        from ncclpy.cli.perf.plot import draw
-
         draw(report, given.plot)
     return 1 if report.failures else 0
 

@@ -1,4 +1,4 @@
-"""Draw a timeline. matplotlib is imported here and in ``perf/plot.py``, only when a picture is asked for."""
+"""Draw a timeline. matplotlib is imported here and in ``perf/report.py``, only when a picture is asked for."""
 
 from __future__ import annotations
 

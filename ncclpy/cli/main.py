@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, ...]:
     from ncclpy.cli.perf import arguments as perf_arguments
     from ncclpy.cli.run import arguments as run_arguments
-    from ncclpy.cli.trace import arguments as trace_arguments
+    from ncclpy.cli.trace import command as trace_command
 
     parser = argparse.ArgumentParser(
         prog="ncclpy", description="NCCL for Python: look at it, measure it, find what is stuck, start programs."
@@ -69,7 +69,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, ...]:
     perf = commands.add_parser("perf", help="time a collective and check its results, as nccl-tests does")
     perf_arguments.add_arguments(perf)
     trace = commands.add_parser("trace", help="what is stuck and which rank it waits for, from the recorder's dumps")
-    trace_arguments.add_arguments(trace)
+    trace_command.add_arguments(trace)
     run = commands.add_parser("run", help="start a program in several processes, one for each rank")
     run_arguments.add_arguments(run)
     return parser, perf, trace, run

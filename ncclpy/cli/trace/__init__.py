@@ -2,5 +2,5 @@
 
 `reading` finds the files, `dump` reads one into a `table`, `stuck`, `divergence` and `crossing` judge, `report` puts
 it into words, with `reasons` for errors that repeat, `timeline` makes spans for a trace viewer and for `picture`;
-`command` is what the command line calls. Nothing here loads NCCL, so dumps can be read on any machine.
+`command` has the arguments and calls the others. Nothing here loads NCCL, so dumps can be read on any machine.
 """

@@ -1,19 +1,53 @@
-"""Run ``ncclpy trace``."""
+"""The command ``ncclpy trace``: its arguments, and what it does.
+
+The modules that read dumps are imported only when it runs: all commands need its arguments, also ``ncclpy run``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
-from ncclpy.cli.arguments import require_matplotlib
-from ncclpy.cli.trace import report, stuck
-from ncclpy.cli.trace.dump import Dump
-from ncclpy.cli.trace.reading import files_of, read_all
+from ncclpy.cli.arguments import require_matplotlib, writable
+
+_EPILOG = """\
+Each DUMP is what one process's recorder wrote, or a folder of them; give those of all processes to see which rank the
+others wait for.
+
+Exit status: 0 nothing is stuck or failed, 1 something is, 2 a dump that cannot be read, or bad arguments.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ncclpy trace``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "dumps", nargs="+", type=Path, metavar="DUMP", help="a dump of the recorder (JSON), or a folder with dumps"
+    )
+    parser.add_argument("--all", action="store_true", help="print long lists whole, not only their first 20 lines")
+    parser.add_argument("--chrome", type=_output, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)")
+    parser.add_argument("--png", type=_output, metavar="FILE", help="draw the timeline (PNG; needs matplotlib)")
+
+
+def _output(text: str) -> Path:
+    """Refuse to overwrite a dump: ``--chrome a.json b.json`` may have been meant to read both."""
+    from ncclpy.cli.trace.dump import FORMAT
+
+    path = writable(text)
+    with path.open("rb") as file:
+        is_dump = path.is_file() and FORMAT.encode() in file.read(4096)
+    if is_dump:
+        raise argparse.ArgumentTypeError(f"{text!r} is a dump of the recorder; it is not written over")
+    return path
 
 
 def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """Print what is stuck, write the requested files, and return the exit status."""
+    from ncclpy.cli.trace import report, stuck
+    from ncclpy.cli.trace.reading import files_of, latest, read_all
+
     if given.png is not None:
         require_matplotlib(parser, "--png")
     files, errors = files_of(given.dumps)
@@ -45,15 +79,3 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         )
         return 2
     return 2 if errors else int(bool(findings))
-
-
-def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:
-    """Divide dumps into the last one of each process and earlier ones; host and pid identify a process."""
-    last: dict[object, Dump] = {}
-    for dump in dumps:
-        known = dump.host is not None and dump.pid is not None
-        process = (dump.host, dump.pid) if known else dump
-        if process not in last or last[process].wall <= dump.wall:
-            last[process] = dump
-    kept = set(last.values())
-    return [dump for dump in dumps if dump in kept], [dump for dump in dumps if dump not in kept]

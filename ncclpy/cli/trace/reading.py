@@ -116,3 +116,15 @@ def _align_compared(clocks: dict[str, list[Dump]]) -> None:
     for clock, one in compared.items():
         for dump in clocks[clock]:
             dump.shift, dump.within = shift + one.offset, one.error
+
+
+def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:
+    """Divide dumps into the last one of each process and earlier ones; host and pid identify a process."""
+    last: dict[object, Dump] = {}
+    for dump in dumps:
+        known = dump.host is not None and dump.pid is not None
+        process = (dump.host, dump.pid) if known else dump
+        if process not in last or last[process].wall <= dump.wall:
+            last[process] = dump
+    kept = set(last.values())
+    return [dump for dump in dumps if dump in kept], [dump for dump in dumps if dump not in kept]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_cli_trace import document, entry, launched, lines_of, trace
 
-from ncclpy.cli.trace.reasons import Reasons
+from ncclpy.cli.trace.report import Reasons
 
 __all__ = ["trace"]  # the fixture
 

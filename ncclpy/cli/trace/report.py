@@ -1,4 +1,4 @@
-"""The report: the findings as lines of text."""
+"""The report: the findings as lines of text, with each reason of failures said once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from datetime import datetime, timedelta, timezone
 from ncclpy.cli.trace.crossing import Crossing, crossings
 from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, apart
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.reasons import Reasons
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
 from ncclpy.engine.stack import in_short
@@ -17,6 +16,20 @@ from ncclpy.errors import listed, ranks, seconds, spans
 
 SHOWN = 20
 _TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
+#: What precedes the reason in an error: its class, and the rank that has ended the group.
+_HEAD = re.compile(
+    r"(?:[A-Z]\w+: |process group '[^']*' (?:was ended by rank \d+ of \d+|has ended): "
+    r"|it was ended by rank \d+ of \d+: )+"
+)
+_DURATION = re.compile(r"\d+(?:\.\d+)? m?s\b")
+_PYTHON = ". Python of rank"
+_CALLED = "This rank called "
+#: Two reasons are the same if one begins with the other, and both have at least so many characters.
+_ENOUGH = 40
+#: How many different reasons are remembered; any further ones are not compared.
+_MOST = 100
+#: Most characters of a reason, and of the stacks that follow it.
+_LENGTH = 300
 
 
 def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False) -> str:
@@ -482,3 +495,43 @@ def _table(rows: list[list[str]], indent: str = "") -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [(indent + line).rstrip() for line in cells]
+
+
+class Reasons:
+    """The reasons of failures that a report has said, and where: many ranks have one reason, worded differently."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    def say(self, text: str, where: str) -> str:
+        """Return a reason in short, or where it was said before.
+
+        Parameters
+        ----------
+        text
+            The text of an error.
+        where
+            A name of this place, for later errors with the same reason.
+        """
+        text = _without_advice(text)
+        reason = _reason_of(text)
+        for known, place in self._known.items():
+            enough = min(len(known), len(reason)) >= _ENOUGH
+            if reason == known or (enough and (reason.startswith(known) or known.startswith(reason))):
+                return f"same as {place}"
+        if reason and len(self._known) < _MOST:
+            self._known[reason] = where
+        head, python, stacks = text.partition(_PYTHON)  # at the end: what ranks without a dump do
+        return (head if len(head) <= _LENGTH else head[: _LENGTH - 3] + "...") + (python + stacks)[:_LENGTH]
+
+
+def _reason_of(text: str) -> str:
+    """Return the part of an error's text that several ranks share."""
+    head = _HEAD.match(text)
+    return _DURATION.sub("#", text[head.end() :] if head else text)
+
+
+def _without_advice(text: str) -> str:
+    """Drop the sentences that advise to use ``ncclpy trace``, or say where an operation was called, as entries do."""
+    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", text)
+    return " ".join(each for each in sentences if "ncclpy trace" not in each and not each.startswith(_CALLED))

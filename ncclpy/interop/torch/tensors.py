@@ -38,7 +38,22 @@ def bring(made: Any, tensor: Any) -> None:
             if each.is_cuda:
                 each.record_stream(torch.cuda.current_stream(made.device))
     with _plainly(tensor) as place:
+        if place.device != made.device and _is_lazy(place):
+            made = made.to(place.device)
         place.copy_(made)
+
+
+def _is_lazy(tensor: Any) -> bool:
+    """Return whether a tensor has other values than its memory: lazy negation or conjugation.
+
+    torch's copies of a strided one between CPU and GPU can lose the negation (torch 2.11), those in one memory do not.
+    """
+    return bool(tensor.is_neg() or tensor.is_conj())
+
+
+def _values(tensor: Any) -> Any:
+    """Return a tensor whose memory has its values: itself, or a copy of a lazy one."""
+    return tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor
 
 
 def times(tensor: Any, factor: Any) -> Any:
@@ -110,7 +125,7 @@ class Staging:
 
     def is_plain(self, tensor: Any) -> bool:
         """Return whether a tensor needs no copy."""
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        if not tensor.is_contiguous() or _is_lazy(tensor):
             return False
         return self.device is None or not tensor.is_cpu
 
@@ -151,7 +166,7 @@ class Staging:
             made = self._new_flat(parts)
             with _plainly(made) as place:
                 for each, part in zip(place.chunk(len(parts)), parts, strict=True):
-                    each.view(part.shape).copy_(part)
+                    each.view(part.shape).copy_(_values(part))
         return made
 
     def flat_received(self, parts: Sequence[Any]) -> Any:
@@ -199,7 +214,7 @@ class Staging:
     def _copied(self, tensor: Any) -> Any:
         made = tensor.new_empty(tensor.shape, device=self.device or tensor.device)
         with _plainly(made) as place:
-            place.copy_(tensor)
+            place.copy_(_values(tensor))
         return made
 
 

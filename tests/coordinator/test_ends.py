@@ -227,7 +227,7 @@ def test_running_operation_ends_with_lost_rank(controls, sizes):
         names, arrays = [f"{size}" for size in sizes], [np.ones(size) for size in sizes]
         work = coordinator.grouped_all_reduce(names, arrays)[-1]
         if coordinator.rank == 1:
-            time.sleep(0.2)
+            testing.wait_for(lambda: not coordinator._session.pending, "for all ranks to bring the operations")
             controls.lose(1)
         else:
             error = work.exception(DEADLINE)

@@ -48,8 +48,8 @@ def test_first_device_gets_no_context(way, options):
 
         def grouped():
             with ncclpy.group():
-                call()
-                call()
+                for buffer in buffers:
+                    comm.all_reduce(buffer, stream=stream)
 
         def managed():
             with ncclpy.Manager() as manager:

@@ -74,7 +74,7 @@ def test_average_has_two_names(comm, arrays, op):
     assert arrays.read(array).tolist() == [4.0] * 3
 
 
-def test_classes_made_from_env_meet_in_one_store(tmp_path):
+def test_classes_made_from_env_meet_in_one_store(host_engine, tmp_path):
     testing.need_processes(2)
     codes, said = run_ranks(
         tmp_path,

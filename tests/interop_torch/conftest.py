@@ -9,6 +9,7 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 from torch_ranks import Ranks
 
+import testing
 from ncclpy.interop.torch import build as torch_build
 from ncclpy.interop.torch import extension as torch_extension
 
@@ -32,6 +33,7 @@ def ranks2(extension):
 @pytest.fixture(scope="session")
 def ranks4(extension):
     """Return four ranks of torch.distributed, processes that run programs."""
+    testing.need_processes(4)
     four = Ranks(4)
     yield four
     four.clear()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import error_of
 
 import ncclpy.interop.torch
 
@@ -273,7 +274,10 @@ def wait_in_vain(rank):
 
 def left_alone(rank, size):
     began = time.monotonic()
-    return wait_in_vain(rank), time.monotonic() - began
+    found = wait_in_vain(rank), time.monotonic() - began
+    if rank == 0:  # the operation is still in flight
+        assert "rank 1" in error_of(dist.destroy_process_group)
+    return found
 
 
 def test_missing_rank_is_named(ranks2):

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
+
+import testing
 
 pytest.importorskip("expecttest", reason="torch's tests need expecttest")
 
@@ -49,7 +50,7 @@ def run(backend, ranks, folder, patterns=(), timeout=150):
     done = subprocess.run(
         [sys.executable, str(SUITE), backend, *patterns, "--ranks", str(ranks), "--out", str(out)],
         capture_output=True, text=True, timeout=timeout, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": testing.with_support()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())

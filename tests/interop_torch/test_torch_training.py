@@ -94,6 +94,8 @@ def test_ddp(ranks2, options, sparse):
 @pytest.mark.parametrize("hook", ["powerSGD", "fp16"])
 def test_ddp_with_hooks(ranks2, hook):
     """Not compared with gloo: a gloo process group ends its process if a callback was the last to use it."""
+    if hook == "powerSGD" and torch.cuda.is_available():
+        pytest.skip("with a GPU in the machine, torch's hook synchronises the CPU tensor's device as a GPU")
     plain, hooked = ranks2.run(ddp, {}, False, None), ranks2.run(ddp, {}, False, hook)
     for found, near in zip(hooked, plain, strict=True):
         assert found == pytest.approx(near, rel=0.05) and found[-1] < found[0]

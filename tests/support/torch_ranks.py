@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -10,6 +11,8 @@ import os
 import tempfile
 import time
 import traceback
+
+import ncclpy
 
 #: Seconds that a program may take; reached only by a hang.
 DEADLINE = 60
@@ -116,6 +119,22 @@ class Ranks:
     def clear(self):
         self.close()
         self._folder.cleanup()
+
+
+def on_own_device(program):
+    """Have a program make its tensors on the rank's GPU, where the engine is NCCL."""
+
+    @functools.wraps(program)
+    def run(rank, size, *arguments):
+        import torch
+
+        if ncclpy.library().engine == "host":
+            return program(rank, size, *arguments)
+        torch.cuda.set_device(rank)
+        with torch.device("cuda", rank):
+            return program(rank, size, *arguments)
+
+    return run
 
 
 def error_of(call):

@@ -508,7 +508,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             values = bring(self.lifecycle, number, mine)
             refused = wrong_colors(self.lifecycle, values)
             if refused is None:
-                members, comm = divide(self.lifecycle, color, values, deadline)
+                members, comm = divide(self.lifecycle, number, color, values, deadline)
                 return None if color is None else self._child(name, members, comm)
         except BaseException as error:  # other ranks may have made their group, and would wait for this one
             if color is not None and not self.lifecycle.is_ended():  # else the end of this group ends the others' wait

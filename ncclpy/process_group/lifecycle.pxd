@@ -51,6 +51,7 @@ cdef class Lifecycle:
     cdef list completions
     cdef list aborts
     cdef long long children, commits, meetings
+    cdef long long dividing, divided  # numbers, from 1, of the split that divides the communicator now, and of the last
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread
@@ -145,6 +146,7 @@ cdef class PeerNews:
     cdef long long number
 
     cdef Lifecycle _concerned(self)
+    cdef bint _waits_for(self, Lifecycle group, int rank, theirs) except -1
 
 
 # A number that no group has had.

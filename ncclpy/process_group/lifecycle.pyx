@@ -43,6 +43,7 @@ from ncclpy.process_group.nan import NanCheck
 _log = logging.getLogger("ncclpy.process_group")
 
 _MAIN = "all"
+_SPLIT = "/split"  # the name of splits among the communicators of `Lifecycle.begun`
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
 #: Seconds for that if the process then ends.
@@ -138,7 +139,7 @@ cdef class Lifecycle:
             self.group_status, self.inquiries, self.collective_check = group_status, inquiries, collective_check
             self.nan_check, self.completions = nan_check, completions
             self.connections, self.generations, self.alone, self.pending_messages = {}, {}, [], None
-            self.collectives = self.children = self.commits = 0
+            self.collectives = self.children = self.commits = self.divided = 0
             self.leavers = frozenset()
         del before
         if size > 1:
@@ -379,7 +380,7 @@ cdef class Lifecycle:
 
     cdef Py_ssize_t pending(self) except -1:
         cdef Connection one
-        cdef Py_ssize_t n = len(self.alone)
+        cdef Py_ssize_t n = len(self.alone) + (self.dividing != 0)
         for one in list(self.connections.values()):
             n += one.pending()
         return n
@@ -690,9 +691,9 @@ cdef class Lifecycle:
         return 0
 
     cdef dict begun(self):
-        """Return how many operations this rank has begun, by communicator, and how many messages of blocks, by peer."""
+        """Return how many operations, by communicator, splits, and messages of blocks, by peer, this rank has begun."""
         cdef Connection one
-        counts = {}
+        counts = {_SPLIT: self.divided} if self.divided else {}
         for one in list(self.connections.values()):
             counts[one.label] = one.sequence if one.peer >= 0 else self.collectives
             counts.update({f"{one.label}/{peer}": count for peer, count in one.messages.items()})
@@ -819,22 +820,26 @@ cdef class PeerNews:
         return self._concerned() is not None
 
     def look_for_closed(self):
-        """End the group if an operation waits for a rank that has closed it and has not begun that operation."""
+        """End the group if something waits for a rank that has closed it and has not begun that."""
         cdef Lifecycle group = self._concerned()
-        cdef Connection one
         if group is None or not group.pending():
             return
         for rank, theirs in group.group_status.closed_ranks().items():
-            mine = group.begun()
-            for one in list(group.connections.values()):
-                if one.pending() and rank in one.members and (
-                    mine.get(one.label, 0) > theirs.get(one.label, 0)
-                    or one.messages.get(rank, 0) > theirs.get(f"{one.label}/{group.rank}", 0)
-                ):
-                    if rank not in group.leavers:
-                        group.leavers = group.leavers | {rank}
-                        self.gone(rank, "it has closed the group")
-                    break
+            if rank not in group.leavers and self._waits_for(group, rank, theirs):
+                group.leavers = group.leavers | {rank}
+                self.gone(rank, "it has closed the group")
+
+    cdef bint _waits_for(self, Lifecycle group, int rank, theirs) except -1:
+        """Return whether a split or an operation waits for a rank that has begun only what `theirs` says."""
+        cdef Connection one
+        mine = group.begun()
+        return group.dividing > theirs.get(_SPLIT, 0) or any([
+            one.pending() and rank in one.members and (
+                mine.get(one.label, 0) > theirs.get(one.label, 0)
+                or one.messages.get(rank, 0) > theirs.get(f"{one.label}/{group.rank}", 0)
+            )
+            for one in list(group.connections.values())
+        ])
 
 
 cdef class _Owner(ConnectionOwner):

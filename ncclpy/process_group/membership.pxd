@@ -55,5 +55,5 @@ cdef object bring(Lifecycle group, object number, list mine)
 # The text of the error if ranks have brought invalid colors; else None.
 cdef object wrong_colors(Lifecycle group, object values)
 
-# Divide the group's communicator before a deadline, if that can be done on all ranks.
-cdef tuple divide(Lifecycle group, object color, object values, double deadline)
+# Divide the group's communicator, in the split of this number, before a deadline, if that can be done on all ranks.
+cdef tuple divide(Lifecycle group, long long number, object color, object values, double deadline)

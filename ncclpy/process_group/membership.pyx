@@ -612,17 +612,22 @@ cdef object wrong_colors(Lifecycle group, object values):
     )
 
 
-cdef tuple divide(Lifecycle group, object color, object values, double deadline):
+cdef tuple divide(Lifecycle group, long long number, object color, object values, double deadline):
     """Return the ranks with this rank's color, and their communicator if NCCL has made that."""
     everyone = [(*value, rank) for rank, value in enumerate(values)]
     members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
     if not all(can for _, _, can in values):
         return members, None
-    if color is None:
-        return members, _divide(group, None, 0, deadline)
-    # NCCL takes colors from 0 on.
-    place = sorted({c for c, *_ in values if c is not None}).index(color)
-    return members, _divide(group, place, members.index(group.rank), deadline)
+    place, key = None, 0
+    if color is not None:  # NCCL takes colors from 0 on
+        place, key = sorted({c for c, *_ in values if c is not None}).index(color), members.index(group.rank)
+    group.dividing = number + 1
+    try:
+        comm = _divide(group, place, key, deadline)
+        group.divided = number + 1
+    finally:
+        group.dividing = 0
+    return members, comm
 
 
 cdef object _divide(Lifecycle group, object color, object key, double deadline):
@@ -630,34 +635,39 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
     cdef Connection main = group.connections.get("all")
     cdef Communicator comm, part = Communicator.__new__(Communicator)
     cdef bint belongs
-    while main is not None and not main.settled.is_set() and now() < deadline:
-        main.settled.wait(0.1)
-        PyErr_CheckSignals()
-    group.check_usable()
-    if main is None or main.state != MADE:
-        if main is not None and main.failure is not None:
-            raise main.failure.with_traceback(None)
-        raise NcclTimeout(f"process group {group.name!r}: its communicator, which is to be divided, is not made in time")
-    comm = main.comms[0]
-    wait_until_idle(group, main, deadline)
-    group.check_usable()
-    left = None if deadline == FOREVER else max(0.001, deadline - now())
     try:
+        while main is not None and not main.settled.is_set() and now() < deadline:
+            main.settled.wait(0.1)
+            PyErr_CheckSignals()
+        group.check_usable()
+        if main is None or main.state != MADE:
+            if main is not None and main.failure is not None:
+                raise main.failure.with_traceback(None)
+            raise NcclTimeout(
+                f"process group {group.name!r}: its communicator, which is to be divided, is not made in time"
+            )
+        comm = main.comms[0]
+        wait_until_idle(group, main, deadline)
+        group.check_usable()
+        left = None if deadline == FOREVER else max(0.001, deadline - now())
         main.making = part  # where an abort finds it
         group.check_usable()  # an abort before that has not seen it
         belongs = split_comm(part, comm, color, key, None, left, True)
         main.making = None
         group.check_usable()
-    except BaseException as error:
-        main.making = None
-        if not part.closed:
+    except BaseException as error:  # the other ranks may wait in their call of NCCL
+        made = main is not None and main.making is part
+        if main is not None:
+            main.making = None
+        if made and not part.closed:
             abort_in_background([part], "its group has ended")
         if group.is_ended() and isinstance(error, Exception):
             group.check_usable()
         failure = error if isinstance(error, Exception) else NcclAborted(
             f"process group {group.name!r} was not divided: {type(error).__name__} in the last call"
         )
-        group.division_failed(main, failure)
+        if main is not None:
+            group.division_failed(main, failure)
         raise
     comm.children.discard(part)  # it belongs to the new group: the end of `comm` is not its end
     return part if belongs else None

@@ -243,3 +243,55 @@ def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeyp
     monkeypatch.setattr(GroupStatus, "__init__", begun)
     said = run_groups(2, body, timeout=20 * DEADLINE)[0]
     assert "rank 1 of process group" in said and "did not make it: in the middle" in said
+
+
+def test_split_ends_when_another_rank_closes_the_group_within_it(host_engine, monkeypatch):
+    """Rank 1 closes after all ranks have met for the split, and does not call NCCL."""
+    gather = GroupStatus.gather
+
+    def met(self, name, *arguments):
+        values = gather(self, name, *arguments)
+        if self.rank == 1:
+            closing.close()
+        return values
+
+    def body(group):
+        nonlocal closing
+        group.connect()
+        if group.rank == 1:
+            closing = group
+        together.wait(DEADLINE)
+        began = time.monotonic()
+        with pytest.raises((ncclpy.NcclRemoteError, ValueError)) as caught:
+            group.split(0)
+        assert time.monotonic() - began < DEADLINE / 4
+        return caught.type.__name__, "rank 1" in str(caught.value)
+
+    monkeypatch.setattr(GroupStatus, "gather", met)
+    together, closing = threading.Barrier(2), None
+    assert run_groups(2, body, timeout=DEADLINE) == [("NcclRemoteError", True), ("ValueError", False)]
+
+
+def test_close_keeps_its_deadline_while_a_split_waits_for_another_rank(host_engine):
+    def body(group):
+        group.connect()
+        together.wait(DEADLINE)
+        if group.rank == 1:
+            closes = threading.Thread(target=lambda: took.append(close_within_split(group)))
+            closes.start()
+        with pytest.raises((ncclpy.NcclError, ValueError)):
+            group.split(0)
+        if group.rank == 1:
+            closes.join(DEADLINE)
+
+    def close_within_split(group):
+        testing.wait_for(lambda: faults.fired)
+        began = time.monotonic()
+        with pytest.raises(ncclpy.NcclTimeout):
+            group.close(0.5)
+        return time.monotonic() - began
+
+    together, took = threading.Barrier(2), []
+    with ncclpy.faults("rank=0 call=CommSplit nth=2 do=hang") as faults:
+        run_groups(2, body, timeout=DEADLINE)
+    assert took and took[0] < DEADLINE / 4

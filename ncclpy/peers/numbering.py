@@ -234,6 +234,9 @@ class Numbering:
         packed = self.part(made.number).compare_set(FIRST, None, made.packed())[1]
         first = _read(packed) or made
         if first.size != self._size:
+            if self._is_over(made.number, first):
+                self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank} of {self._size}")
+                return False
             self._refuse(
                 made.number,
                 f"{self._name} is made with different sizes: by rank {first.rank} of {first.size}, "
@@ -249,6 +252,13 @@ class Numbering:
             return True
         self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank}")
         return False
+
+    def _is_over(self, number: int, first: _Made) -> bool:
+        """Return whether a group has failed and the rank that began it has left, or has ended without closing it."""
+        part = self.part(number)
+        if self._has_ended(number):
+            return part.check([f"{_LEFT}/{first.rank}"]) or self.lives(first) is False
+        return not has_closed(part, first.rank) and self.lives(first) is False
 
     def _refuse(self, number: int, text: str, size: int | None = None) -> None:
         """Raise ValueError; the ranks of a group that is not complete are told so too."""

@@ -199,6 +199,43 @@ for each in said:
     )
 
 
+@stores
+@pytest.mark.parametrize("begins", ["dies", "is told"])
+@pytest.mark.parametrize("first", [(0, 2), (0, 3), (1, 2), (1, 3)])
+def test_attempt_with_different_sizes_does_not_block_later_ones(host_engine, store, first, begins):
+    """Fresh processes meet after one whose size was wrong, whichever rank came first and whether it closed."""
+    rank, size = first
+    run_processes(
+        store,
+        f"""
+first = start({rank}, {size}, body={"dies" if begins == "dies" else "stays"})
+if {begins == "dies"}:
+    end(first)
+else:
+    has_made({rank})
+    assert end(start({1 - rank}, {5 - size})).startswith("ValueError: ")
+    assert end(first).startswith("NcclRemoteError: ")
+for attempt in range(2):
+    both = start(0), start(1)
+    assert [end(each) for each in both] == ["fine 2", "fine 2"]
+""",
+    )
+
+
+def test_ranks_that_made_other_sizes_meet_with_the_right_one(host_engine):
+    """The processes stay the same, so that the one that began the group lives."""
+    store = LocalStore()
+    first = ncclpy.ProcessGroup(store, 1, 3, device=1)
+    with pytest.raises(ValueError, match="with different sizes"):
+        ncclpy.ProcessGroup(store, 0, 2, device=0)
+    with pytest.raises(ncclpy.NcclRemoteError, match="with different sizes"):
+        first.all_reduce(np.ones(2)).wait(DEADLINE)
+    with pytest.raises(ValueError, match="with different sizes"):  # rank 1 has not closed it
+        ncclpy.ProcessGroup(store, 0, 2, device=0)
+    first.close()
+    assert run_groups(2, lambda group: group.all_reduce(np.ones(2)).result(DEADLINE)[0], store=store) == [2, 2]
+
+
 def test_surplus_process_does_not_end_complete_group(host_engine):
     run_processes(
         "tcp",

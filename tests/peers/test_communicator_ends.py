@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 
@@ -255,3 +256,32 @@ def test_operation_complete_before_abort_is_a_result(host_engine):
         comms[0].abort()
         assert waits() is None and (values == 2).all()
         comms[1].abort()
+
+
+def abort_after_failure(rank, fails):
+    """Rank 0's communicator fails, as it is made or in its first operation; return what is logged in rank 0."""
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("ncclpy").addHandler(handler)
+    options = {"device": rank.device, "timeout": 60.0}
+    if fails == "as it is made":
+        options["timeout"] = 0.3
+        if rank.rank == 1:
+            rank.unique_id()
+            return []
+    unique_id = rank.unique_id()
+    try:
+        comm = ncclpy.Communicator.init(2, rank.rank, unique_id, **options)
+        if rank.rank == 0:
+            comm.all_reduce(np.ones(2), timeout=0.3)
+    except ncclpy.NcclTimeout:
+        pass
+    else:
+        comm.abort()
+    return [text for text in records if "are not told" in text] if rank.rank == 0 else []
+
+
+@pytest.mark.parametrize(("fails", "warnings"), [("in its operation", 1), ("as it is made", 0)])
+def test_abort_of_which_no_store_can_tell_is_warned_of(host_engine, fails, warnings):
+    told = testing.run_processes(2, abort_after_failure, fails)
+    assert [len(each) for each in told] == [warnings, 0], told

@@ -66,6 +66,7 @@ attempt()
         assert words in first and second == "sum 3", output
         assert first.startswith(words if rank == which else "NcclRemoteError: "), output
         assert rank == which or f"rank {which} of 3" in first, output
+    assert "are not told" not in output, output  # of an abort of what was never made
 
 
 def test_failed_attempt_does_not_block_next_processes(host_engine, tmp_path):

@@ -339,10 +339,13 @@ cdef int destroy_graphs(Handle handle) except -1:
 
 
 cdef int _warn_of_others(Handle handle) except -1:
-    """Warn, once, that ranks of other processes are not told of an abort after a failure."""
+    """Warn, once, that ranks of other processes are not told of an abort after a failure.
+
+    A communicator that was never made has begun nothing that could give other ranks wrong data.
+    """
     global _warned
     told = handle.contact != BELIEVED or len(local_peers_of(handle)) + 1 >= handle.nranks
-    if told or _warned or handle.abort_state.failed_as is None or handle.state != ABORTED:
+    if told or not handle.was_ready or _warned or handle.abort_state.failed_as is None or handle.state != ABORTED:
         return 0
     _warned = True
     _log.warning(

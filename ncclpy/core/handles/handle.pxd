@@ -147,6 +147,7 @@ cdef enum:
 
 cdef class Handle:
     cdef int state  # changed by `become` alone
+    cdef bint was_ready  # NCCL has made it
     cdef int contact  # BELIEVED, FENCED or a count
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none

@@ -327,6 +327,8 @@ cdef class Handle:
         if not may_become(self.state, to):
             return False
         self.state = to
+        if to == READY:
+            self.was_ready = True
         return True
 
     cdef int check_state(self) except -1:

@@ -52,9 +52,12 @@ def listed(brought: list[bytes]) -> bytes:
     return b"[" + b",".join(brought) + b"]"
 
 
-def refuse(store: Store, place: str, why: str) -> None:
-    """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks."""
-    store.compare_set(_outcome_at(place), None, _failed(why, None))
+def refuse(store: Store, place: str, why: str, failed: bool = False) -> None:
+    """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks.
+
+    The ranks raise `NcclAborted`; `NcclRemoteError` if a rank has `failed`.
+    """
+    store.compare_set(_outcome_at(place), None, _failed(why, [] if failed else None, _GONE if failed else ""))
 
 
 def _outcome_at(place: str) -> str:

@@ -6,21 +6,27 @@ other processes do.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import platform
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
-from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.rank_rendezvous import RankRendezvous, refuse
+from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.engine.recorder import OpLog
 from ncclpy.errors import NcclTimeout
 from ncclpy.peers.communicator_status import CommunicatorStatus
+from ncclpy.peers.reports import MACHINE, process, process_state
 
 __all__ = ["forget", "meet"]
 
 #: The name of a communicator key's only rendezvous: a key serves one set of communicators.
 _PLACE = "communicator"
+#: Set by the first process that comes: the number of ranks that it knows of, one of its ranks, and the process.
+_FIRST = "first"
 
 
 def meet(
@@ -64,23 +70,75 @@ def meet(
     ------
     NcclTimeout
         On all processes, once the first of them has given up; it names the missing ranks.
+    ValueError
+        If another live process has added one of these ranks, or a rank with another number of ranks.
+    NcclRemoteError
+        On the other processes in that case, unless all ranks have met already.
     StoreError
         If the store is lost.
     """
     part, everyone = PrefixStore(f"ncclpy/manager/{key.hex()}", store), range(nranks)
     first, *more = own
-    rendezvous = RankRendezvous(part, f"what waits for {name!r}", first, nranks, also=more)
+    if (why := _conflict(part, name, own, nranks)) is not None:
+        refuse(part, _PLACE, why, failed=True)
+        raise ValueError(say(why))
+    rendezvous = RankRendezvous(
+        part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.been(rank)]), more
+    )
     try:
         rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
     except NcclTimeout as late:
         error = NcclTimeout(say(str(late)))
         error.missing = late.missing
         raise error from None
-    peer_status = CommunicatorStatus(
-        part, name, own, nranks, owner, look, oplogs, rendezvous, ended, lambda: rendezvous.clear(_PLACE, everyone)
-    )
+
+    def clear() -> None:
+        rendezvous.clear(_PLACE, everyone)
+        with contextlib.suppress(StoreError, NcclTimeout):
+            part.delete(_FIRST)
+
+    peer_status = CommunicatorStatus(part, name, own, nranks, owner, look, oplogs, rendezvous, ended, clear)
     peer_status.listen()
     return peer_status
+
+
+def _conflict(part: Store, name: str, own: Mapping[int, int], nranks: int) -> str | None:
+    """Record the ranks of this process; return what contradicts those of others, None if nothing does.
+
+    Processes of this machine that have ended contradict nothing, nor do Managers of this process, which are not told
+    apart.
+    """
+    mine = process() | {"host": platform.node()}
+    for key, rank in [(_FIRST, next(iter(own))), *((RankRendezvous.been(rank), rank) for rank in own)]:
+        brought = json.dumps([nranks, rank, mine]).encode()
+        there = part.compare_set(key, None, brought)[1]
+        size, first, theirs = _read(there) or (nranks, rank, mine)
+        if all(theirs.get(each) == mine[each] for each in ("machine", "pid", "start")):
+            continue
+        if theirs.get("machine") == MACHINE and process_state(int(theirs["pid"]), str(theirs["start"])) == "ended":
+            part.compare_set(key, there, brought)
+            continue
+        who, this = (f"process {each.get('pid')} on {each.get('host')}" for each in (theirs, mine))
+        if key != _FIRST:
+            return (
+                f"global_rank: rank {rank} of communicator {name!r} was added twice, by {who} and by {this}. Give "
+                "each participant a rank of its own"
+            )
+        if size != nranks:
+            return (
+                f"num_global: communicator {name!r} is made with different sizes: by rank {first} of {size}, {who}, "
+                f"and by rank {rank} of {nranks}, {this}. Give all participants one num_global"
+            )
+    return None
+
+
+def _read(packed: bytes | None) -> tuple[int, int, dict[str, Any]] | None:
+    """Return what `_conflict` has recorded; None if there is nothing, or another version has written it."""
+    with contextlib.suppress(ValueError, TypeError):
+        size, rank, of = json.loads(packed or b"null")
+        if isinstance(of, dict):
+            return int(size), int(rank), of
+    return None
 
 
 def forget(peer_status: CommunicatorStatus[Any]) -> None:

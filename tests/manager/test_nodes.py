@@ -153,6 +153,40 @@ def test_missing_node_ends_the_wait_of_the_others():
     assert testing.run_processes(2, one_stays_away, each) == ["timed out", "stayed away"]
 
 
+def claims(rank, port, places):
+    """Take part as rank and of a size that belong to another process; return the error and this process's id."""
+    be_a_node(rank)
+    place, size = places[rank.rank]
+    lib, key = testing.arrays(), bytes(rank.unique_id())
+    with TCPStore("127.0.0.1", port) as store:
+        manager = ncclpy.Manager(timeout=40, store=store)
+        numbers = {"num_local": 1, "num_global": size, "global_rank": place, "communicator_key": key}
+        array = lib.argument(lib.make(np.ones(4, np.float32), rank.device))
+        work = manager.all_reduce("k", array, device=rank.device, **numbers)
+        manager.signal_multi_node_ready("k")
+        error = work.exception(30)
+        store.barrier("both have heard", rank.rank, 2)
+        manager.close()
+    return type(error).__name__, str(error), os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([(0, 2), (0, 2)], "global_rank: rank 0 of communicator"),
+        ([(1, 2), (1, 2)], "global_rank: rank 1 of communicator"),
+        ([(0, 2), (1, 3)], "with different sizes: by rank"),
+        ([(0, 3), (2, 4)], "with different sizes: by rank"),
+    ],
+)
+def test_rank_added_twice_or_with_another_size_is_an_error_in_both_processes(places, words):
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        said = testing.run_processes(2, claims, store.port, places)
+    assert sorted(kind for kind, _, _ in said) == ["NcclRemoteError", "ValueError"], said
+    for _, text, _ in said:
+        assert words in text and all(f"process {pid} on " in text for _, _, pid in said), said
+
+
 def one_of(manager, rank, size, key, name="step 0"):
     """Add rank `rank` of an all-reduce, on the device of that number, as a process with this rank alone."""
     lib = testing.arrays()

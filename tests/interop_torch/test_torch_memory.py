@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch_ranks import error_of
 
 #: Operations by name, each given a function that makes tensors of two elements; each returns its work.
 OPERATIONS = {
@@ -97,3 +98,47 @@ def shared(rank, size, how):
 @pytest.mark.parametrize("how", ["same", "view", "overlap", "strided", "parts"])
 def test_memory_that_tensors_of_one_call_share_is_reduced_once(ranks2, how):
     assert ranks2.run(shared, how) == [[2.0 * i + 1 for i in range(6)]] * 2
+
+
+#: Calls whose memory overlaps as no operation can work with, over 8 elements.
+OVERLAPPING = {
+    "all_gather_into_tensor": lambda b, peer: dist.all_gather_into_tensor(b[0:4], b[1:3]),
+    "reduce_scatter_tensor": lambda b, peer: dist.reduce_scatter_tensor(b[1:3], b[0:4]),
+    "reduce_scatter": lambda b, peer: dist.reduce_scatter(b[3:5], [b[0:2], b[2:4]]),
+    "all_to_all_single": lambda b, peer: dist.all_to_all_single(b[2:6], b[0:4]),
+    "all_to_all_single in place": lambda b, peer: dist.all_to_all_single(b, b, [4, 4], [4, 4]),
+    "all_to_all": lambda b, peer: dist.all_to_all([b[0:2], b[1:3]], [b[4:6], b[6:8]]),
+    "all_to_all in place": lambda b, peer: dist.all_to_all([b[0:2], b[2:4]], [b[0:2], b[2:4]]),
+    "all_gather of parts that differ": lambda b, peer: dist.all_gather([b[0:2], b[1:4]], b[4 : 7 - peer]),
+    "messages": lambda b, peer: dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, b, peer), dist.P2POp(dist.irecv, b, peer)]
+    ),
+}
+
+
+def overlapping(rank, size):
+    found = {}
+    for name, call in OVERLAPPING.items():
+        memory = torch.arange(8.0)
+        found[name] = error_of(lambda call=call, memory=memory: call(memory, 1 - rank)), memory.tolist()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return found, total.item()
+
+
+def test_memory_that_overlaps_is_refused(ranks2):
+    for found, total in ranks2.run(overlapping):
+        assert list(found) == list(OVERLAPPING) and total == 2.0
+        for name, (error, memory) in found.items():
+            assert "ValueError" in error and "overlap" in error and memory == list(range(8)), (name, error, memory)
+
+
+def one_place(rank, size):
+    whole = torch.zeros(4)
+    dist.all_gather([whole[0:2], whole[1:3]], torch.full((2,), rank + 1.0))
+    return whole.tolist()
+
+
+@pytest.mark.parametrize("backend", ["ncclpy", "gloo"])
+def test_parts_of_one_size_that_share_memory_are_copied_in_order(ranks2, backend):
+    assert ranks2.run(one_place, backend=backend) == [[1.0, 2.0, 2.0, 0.0]] * 2

@@ -285,15 +285,23 @@ def _where(result: dict) -> str:
 def _costly(found: dict[str, dict]) -> list[str]:
     lines = [
         textwrap.fill(
-            f"- {line.text.format(ours=ours, theirs=theirs)} Round by round: {ratio} times as long.",
+            f"- {line.text.format(ours=ours, theirs=theirs)} Round by round: {ratio} times as long"
+            f"{', though the median of all rounds is shorter' if shorter else ''}.",
             119,
             subsequent_indent="  ",
         )
         + "\n"
         for line, ours, theirs, ratio in _figures(COSTLY, found)
         if float(ratio) > 1
+        for shorter in [_is_shorter(line, found)]
     ]
     return ["## Where it costs more\n", "".join(lines)] if lines else []
+
+
+def _is_shorter(line: Line, found: dict[str, dict]) -> bool:
+    """Return whether ncclpy's median is the shorter one, which the ratio of the rounds may contradict."""
+    rows = _rows(found[line.result])
+    return summary.median(rows[line.ours]["samples"]) < summary.median(rows[line.theirs]["samples"])
 
 
 def _figures(lines: list[Line], found: dict[str, dict]) -> list[tuple[Line, str, str, str]]:

@@ -107,16 +107,22 @@ def test_one_gpu_in_place_is_marked_beside_a_loop_that_is_not():
 def made_up(ours, theirs):
     pause, loop = front.COSTLY[1].ours, front.COSTLY[1].theirs
     rows = [
-        {"rival": rival, "road": road, "measure": measure, "unit": "us", "samples": [us], "operation": "launch"}
+        {"rival": rival, "road": road, "measure": measure, "unit": "us", "samples": us, "operation": "launch"}
         for (rival, road, measure), us in ((pause, ours), (loop, theirs))
     ]
     return {"manager-gpu4": {"experiment": "manager", "settings": {"engine": "gpu"}, "rows": rows}}
 
 
 def test_higher_costs_are_reported_while_they_are_higher():
-    page = front.page(made_up(40.0, 20.0), {}, "pictures")
+    page = front.page(made_up([40.0], [20.0]), {}, "pictures")
     assert "have their operation it takes 40.0 us, a loop in C 20.0 us" in " ".join(page.split())
-    assert "## Where it costs more" not in front.page(made_up(19.0, 20.0), {}, "pictures")
+    assert "## Where it costs more" not in front.page(made_up([19.0], [20.0]), {}, "pictures")
+
+
+def test_higher_cost_with_a_shorter_median_says_so():
+    page = front.page(made_up([6.0, 7.0, 20.0], [5.0, 8.0, 9.0]), {}, "pictures")
+    assert "Round by round: 1.20 times as long, though the median of all rounds is shorter." in " ".join(page.split())
+    assert "shorter" not in front.page(made_up([40.0], [20.0]), {}, "pictures")
 
 
 def test_picture_has_room_for_short_bars_beside_a_long_one():

@@ -98,6 +98,7 @@ cdef class Work:
     cdef int _join(self, CUstream stream) except -1
     cdef bint _look(self) except -1
     cdef int _ask(self, double until, double pause) except -1
+    cdef bint _is_fenced(self) noexcept
     cdef bint _healthy(self) except -1
     cdef bint is_doubted(self) noexcept
     cdef int _wait_for(self, int state, double deadline) except -1

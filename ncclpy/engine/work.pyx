@@ -631,6 +631,11 @@ What an asynchronous operation returns.
         """Return whether its end is not to be believed now; checked after the device's query."""
         return self.handle is not None and is_doubted(self.handle)
 
+    cdef bint _is_fenced(self) noexcept:
+        """Return whether its communicator ends, so that it fails unless it is settled."""
+        cdef Handle handle = self.handle
+        return handle is not None and (handle.fenced or handle.contact == FENCED)
+
     cdef bint _healthy(self) except -1:
         """Return whether NCCL reports no error; if it does, the monitor makes the work fail."""
         cdef Handle handle = self.handle
@@ -780,6 +785,10 @@ What an asynchronous operation returns.
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
             self.reader = PyThread_get_thread_ident()
+            if self.error is not None or self._is_fenced():  # the readers to tell may have been noted before
+                self._must_end(None)
+                if self.error is not None:
+                    raise self.failure().with_traceback(None)
             self.loosen(raw)
         elif self.error is not None:
             raise self.failure().with_traceback(None)

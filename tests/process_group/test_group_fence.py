@@ -17,6 +17,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, TCPStore
 from ncclpy.coordinator.data_plane import DataPlane, store_of
+from ncclpy.engine.group_registry import KnownGroup
 from ncclpy.peers.status import End
 from ncclpy.process_group.group_status import GroupStatus
 
@@ -274,6 +275,31 @@ def test_thread_waiting_by_stream_gets_error_before_abort(host_engine):
         return "nothing was raised"
 
     assert run_groups(2, body) == ["NcclTimeout"] * 2
+
+
+def test_thread_that_has_a_stream_wait_during_the_end_gets_error(host_engine, monkeypatch):
+    """The threads that read by a stream are noted by then: the call itself raises."""
+    noted, failed = threading.Event(), KnownGroup.failed
+
+    def note(self, error):
+        failed(self, error)
+        noted.set()
+        time.sleep(0.3)  # for the call below
+
+    monkeypatch.setattr(KnownGroup, "failed", note)
+
+    def body(group):
+        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: group.error is not None, "the news")
+            return True
+        work = group.all_reduce(array, timeout=0.3)
+        assert noted.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclTimeout):
+            work.synchronize()
+        return True
+
+    assert run_groups(2, body) == [True, True]
 
 
 def test_waiting_thread_gets_error_once(host_engine):

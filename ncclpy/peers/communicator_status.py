@@ -79,7 +79,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         ]
         super().__init__(store, self._known, size, rendezvous)
         self._oplogs = oplogs
-        self._inquiries = Inquiries(self.inquire, False, self.who)
+        self._inquiries = Inquiries(self.inquire, False, self.who, self.stopped_here)
         self._leaving: threading.Thread | None = None
 
     def _look(self, rank: int) -> dict[str, Any]:

@@ -52,10 +52,12 @@ class Inquiries:
         Whether each failure is this rank's own; otherwise there is one for all ranks, which ends their group.
     who
         The rank that asks, for the log: "rank 3 of process group 'default'".
+    stopped_here
+        Returns what is known without the store, as the end of a sentence.
     """
 
-    def __init__(self, inquire: Inquire, alone: bool, who: str) -> None:
-        self._inquire, self._alone, self._who = inquire, alone, who
+    def __init__(self, inquire: Inquire, alone: bool, who: str, stopped_here: Callable[[], str]) -> None:
+        self._inquire, self._alone, self._who, self._stopped_here = inquire, alone, who, stopped_here
         self._now: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Said:
@@ -85,4 +87,5 @@ class Inquiries:
             self._now.pop("inquiry", None)
         if told:
             return asked.said
-        return f"What the other ranks do is not known: the store has not answered within {_ASKS:.3g} s", None
+        stopped = self._stopped_here()
+        return f"What the other ranks do is not known: the store has not answered within {_ASKS:.3g} s{stopped}", None

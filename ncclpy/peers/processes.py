@@ -50,6 +50,7 @@ class PeerProcesses:
         self._store, self._own, self._gone = store, own, gone
         self.here = set(own)
         self._watched: dict[int, Callable[[], object]] = {}  # by rank, what ends the watch
+        self._known: dict[int, tuple[int, str]] = {}  # by rank, pid and start time
         self._over = False
 
     def tell(self) -> None:
@@ -71,6 +72,11 @@ class PeerProcesses:
                 if int(pid) != os.getpid() and int(rank) not in self._watched:
                     self._watch(int(rank), int(pid), start)
 
+    def stopped(self) -> dict[int, int]:
+        """Return the pids of the processes that are stopped now, by rank, without a call of the store."""
+        known = sorted(self._known.items())
+        return {rank: pid for rank, (pid, start) in known if process_state(pid, start) == "stopped"}
+
     def forget(self) -> None:
         """Clear away what the processes of all machines have told: no rank reads it any more."""
         for key in self._store.keys(_TOLD):
@@ -88,7 +94,7 @@ class PeerProcesses:
             if not self._over:
                 self._gone(rank, f"its process, {pid}, has ended")
 
-        self._watched[rank] = _nothing
+        self._watched[rank], self._known[rank] = _nothing, (pid, start)
         stop = self._watched[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
         if self._over:  # meanwhile
             stop()

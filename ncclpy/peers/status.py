@@ -290,6 +290,11 @@ class StatusService:
             self._looks -= 1
             self._processes.look()
 
+    def stopped_here(self) -> str:
+        """Return which processes of this machine are stopped, as the end of a sentence, without the store."""
+        stopped = self._processes.stopped()
+        return "".join(f"; rank {rank}'s process, {pid}, is stopped" for rank, pid in stopped.items())
+
     def _answer(self, asked: bytes | None) -> None:
         with contextlib.suppress(StoreError, NcclTimeout):
             for each in self._tellers:

@@ -118,7 +118,7 @@ cdef class Lifecycle:
         cdef int rank = group_status.rank, size = group_status.size
         cdef CollectiveCheck collective_check = None
         who = f"rank {rank} of process group {self.name!r}"
-        inquiries = Inquiries(group_status.inquire, self.on_error == "report", who)
+        inquiries = Inquiries(group_status.inquire, self.on_error == "report", who, group_status.stopped_here)
         if self.check != "off" and size > 1:
             collective_check = CollectiveCheck(group_status, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
@@ -372,7 +372,8 @@ cdef class Lifecycle:
         """Add what all ranks do to an error that does not end the group; `inquire` asks them."""
         if self.size > 1 and not self.is_ended():
             who = f"rank {self.rank} of process group {self.name!r}"
-            said, states = Inquiries(inquire, True, who).ask(functools.partial(_status_of, weakref.ref(self)))
+            inquiries = Inquiries(inquire, True, who, self.group_status.stopped_here)
+            said, states = inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
             if says and said is not None:
                 add_answer(error, said, states)
             error.ranks = states

@@ -531,7 +531,8 @@ cdef class Lifecycle:
                 one.fence()
                 one.note_readers(readers)
             group_status.known.failed(error)
-            exits = exits and self.on_error in ("exit", "exit_now")
+            # SystemExit: the process ends already, and a daemon thread's call of torch's store has ended with that.
+            exits = exits and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if exits and self.on_error == "exit_now":
                 self._exit(error, group_status)
             # Before the program sees the error: if it ends then, Python waits for this thread.
@@ -603,20 +604,21 @@ cdef class Lifecycle:
         Operations that wait on the device end with the process.
         """
         cdef double deadline = now() + _EXITS
-        cdef bint goes_on = False
+        cdef bint goes_on
+        telling, outcome = None, []
+        if begun is not None:
+            begun.wait(_EXITS)
+            telling = self.tell_thread
+        agree = functools.partial(_agree_on_exit, group_status, telling, self.handle, self.rank, outcome)
+        # In a thread, as a call of a store whose server is stopped may take minutes; not a daemon, which makes no call of
+        # torch's store once Python ends.
+        agreeing = threading.Thread(target=agree, name="ncclpy-group-agree", daemon=False)
         try:
-            telling = None
-            if begun is not None:
-                begun.wait(_EXITS)
-                telling = self.tell_thread
-            if telling is not None:
-                telling.join(_EXITS)
-                goes_on = group_status.goes_on(self.handle)
-            if not goes_on:
-                group_status.confirm()
-                group_status.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
-        except Exception:  # the process ends in any case
-            _log.debug("rank %d could not wait until the others have heard of the end", self.rank, exc_info=True)
+            agreeing.start()
+            agreeing.join(_EXITS + HEARS)
+        except RuntimeError:  # no thread can be started
+            agree()
+        goes_on = outcome == [True]
         if goes_on:  # another rank has ended the group to reconfigure it, and this rank has seen only that
             self._abort_later(group_status, None, list(comms), text_of(error))
             return
@@ -862,6 +864,20 @@ cdef class _Owner(ConnectionOwner):
     cdef int connection_failed(self, Connection connection, object error) except -1:
         self.group.connection_failed(error, connection)
         return 0
+
+
+def _agree_on_exit(group_status, telling, handle, rank, outcome):
+    """Confirm the end before this process ends with it, or add True to `outcome` if the group continues instead."""
+    try:
+        if telling is not None:
+            telling.join(_EXITS)
+            if group_status.goes_on(handle):
+                outcome.append(True)
+                return
+        group_status.confirm()
+        group_status.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
+    except Exception:  # the process ends in any case
+        _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
 
 
 def _abort_when_heard(group_status, telling, comms, reason, tell_readers):

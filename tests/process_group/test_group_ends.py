@@ -520,6 +520,26 @@ def test_process_exits_without_thread_for_its_exit():
     assert "rank 1 of 2 did not come" in done.stdout, "the other ranks were not told before"
 
 
+def test_process_exits_although_its_store_does_not_answer():
+    """Torch's store does not answer while its server is stopped."""
+    done = testing.run_python(
+        """
+        import time, numpy as np, ncclpy, testing
+        from ncclpy.bootstrap import LocalStore
+        from ncclpy.process_group import lifecycle
+        from ncclpy.process_group.group_status import GroupStatus
+        GroupStatus.confirm = lambda self: time.sleep(1000)
+        lifecycle._EXITS = lifecycle.HEARS = 0.1
+        group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error="exit")
+        work = group.all_reduce(testing.arrays().argument(testing.arrays().make(np.ones(3), 0)))
+        time.sleep(30)
+        """,
+        check=False,
+        warm=True,
+    )
+    assert done.returncode == 70, done.stderr
+
+
 def test_explicit_abort_does_not_end_the_process():
     def body(group):
         if group.rank == 0:

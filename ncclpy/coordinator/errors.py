@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 
 from ncclpy.coordinator.keys import names_of, shown
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, same_class_as, seconds, spans
 from ncclpy.types import Result
 
 __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"]
@@ -50,9 +50,10 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
     return NcclAborted(f"coordinator {name!r} was ended by rank {rank}{because}")
 
 
-def has_ended(name: str, error: BaseException) -> NcclAborted:
-    """Return the error of calls of a coordinator that `error` has ended."""
-    made = NcclAborted(f"coordinator {name!r} does nothing more: {error}")
+def has_ended(name: str, error: BaseException) -> NcclError:
+    """Return the error of calls of a coordinator that `error` has ended: of the same class at the first call."""
+    kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
+    made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
     made.__cause__ = error
     error._delivered = True  # type: ignore[attr-defined]

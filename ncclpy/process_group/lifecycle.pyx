@@ -209,18 +209,21 @@ cdef class Lifecycle:
             self.check_initialised()
         if self.failure is not None:
             withdraw(self.name)
+            kind = self._class_of_later()
             self.failure._delivered = True
-            raise has_ended(self.name, self.failure, self._class_of_later())
+            raise has_ended(self.name, self.failure, kind)
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
 
     def _class_of_later(self):
-        """Return the class of what calls raise once the group has ended.
+        """Return the class of what a call raises once the group has ended.
 
-        It is the failure's own class as long as this rank has begun nothing, so that its first call shows the reason.
+        It is the failure's own class until the program has been given the failure, so that a rank that was in no
+        operation then raises the same class as the others.
         """
-        return NcclAborted if self.closed or any(self.begun().values()) else same_class_as(type(self.failure).__name__)
+        given = getattr(self.failure, "_delivered", False) or (self.failures and undelivered(self.failures) is None)
+        return NcclAborted if self.closed or given else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
         """Raise for an operation that was begun before the group was reconfigured."""

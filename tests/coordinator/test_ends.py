@@ -216,6 +216,26 @@ def test_lost_rank_is_named(controls):
     assert run_coordinators(3, body, shut=False) == [True] * 3
 
 
+def test_call_of_idle_rank_raises_class_of_failure_once(controls):
+    """A rank that had brought nothing raises the same class as the others; then its program knows of the failure."""
+
+    def body(coordinator):
+        coordinator.all_reduce("first", np.ones(1)).wait(DEADLINE)
+        ready.wait(DEADLINE)
+        if coordinator.rank == 0:
+            controls.lose(0)
+        else:
+            testing.wait_for(lambda: coordinator._session.error is not None, "the end")
+            for kind in (ncclpy.NcclRemoteError, ncclpy.NcclAborted):
+                with pytest.raises(kind, match="rank 0 is gone"):
+                    coordinator.barrier("again")
+        coordinator.close(DEADLINE)
+        return True
+
+    ready = threading.Barrier(3)
+    assert run_coordinators(3, body, shut=False) == [True] * 3
+
+
 @pytest.mark.parametrize("sizes", [[1 << 16], [1, 2, 3]])
 def test_running_operation_ends_with_lost_rank(controls, sizes):
     """Rank 1 does not launch an operation that all have brought, since it has died; unfused and fused."""

@@ -359,8 +359,9 @@ def test_close_raises_unreported_failure(host_engine, asks):
             elif asks == "error":
                 assert isinstance(group.error, ncclpy.NcclTimeout)
             elif asks == "a call":
-                with pytest.raises(ncclpy.NcclAborted):
-                    group.all_reduce(np.ones(2))
+                for kind in (ncclpy.NcclTimeout, ncclpy.NcclAborted):  # the program has the failure from the first one
+                    with pytest.raises(kind):
+                        group.all_reduce(np.ones(2))
         failed.wait(DEADLINE)
         if group.rank == 0 and asks == "nothing":
             with pytest.raises(ncclpy.NcclTimeout, match="has ended: all_reduce on device 0 was not done within"):
@@ -368,6 +369,26 @@ def test_close_raises_unreported_failure(host_engine, asks):
         group.close()  # rank 1 had no work in flight: nothing to raise
 
     run_groups(2, body)
+
+
+def test_call_of_idle_rank_raises_class_of_failure_once(host_engine):
+    """A rank that was in no operation raises the same class as the others; then its program knows of the failure."""
+
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        comm = group.communicator
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout):
+                group.all_reduce(np.ones(2), timeout=0.3).wait(DEADLINE)
+        else:
+            testing.wait_for(lambda: comm.closed, "the end")
+            with pytest.raises(ncclpy.NcclTimeout, match="was ended by rank 0 of 2"):
+                group.all_reduce(np.ones(2))
+        with pytest.raises(ncclpy.NcclAborted, match="has ended"):
+            group.all_reduce(np.ones(2))
+        return True
+
+    assert run_groups(2, body) == [True, True]
 
 
 def test_close_aborts_unfinished_operations(arrays):

@@ -60,10 +60,10 @@ Work with other ranks from one thread or several: collectives and point-to-point
         NCCL's configuration for the communicators.
     on_error : str, optional
         What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are aborted
-        on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped to stderr
-        and the process ends with status 70. ``"exit_now"``: the same at once, without an abort. ``"report"``: the
-        operation's work fails, the logger ``ncclpy.process_group`` reports it, and the group goes on: the late
-        operation may still complete.
+        on all ranks; its works, and every later call, raise. ``"exit"``: nothing is aborted; once the other ranks
+        know, the recorder is dumped to stderr and the process ends with status 70. ``"exit_now"``: the process ends at
+        once, without a dump. ``"report"``: the operation's work fails, the logger ``ncclpy.process_group`` reports it,
+        and the group goes on: the late operation may still complete.
     check : str, optional
         Whether the ranks compare operations before their launch; the same on all ranks. ``"first"``: operations with a
         new combination of name, type, count, root and operator. ``"always"``: all operations; each collective then

@@ -1,5 +1,6 @@
 """The data plane: the queue of launches, and the launches."""
 
+import copy
 import math
 import threading
 import time
@@ -693,7 +694,9 @@ cdef class DataPlane:
             for work in fused.members():
                 if work.launch is fused:  # else its launch has failed just now, and it ends with the copies in
                     work.settle(error)
-        self.group.end_with(error, text_of(error), True)
+        own = copy.copy(error)  # the group marks its error as given to the program, as its hook has been called
+        own.__cause__ = error
+        self.group.end_with(own, text_of(error), True)
 
     def close(self, timeout):
         """Wait for what was launched, and release everything."""

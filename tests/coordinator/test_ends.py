@@ -216,6 +216,27 @@ def test_lost_rank_is_named(controls):
     assert run_coordinators(3, body, shut=False) == [True] * 3
 
 
+def test_shutdown_after_a_known_loss_raises_when_own_operations_did_not_run(controls):
+    """Nothing has given the program the error before, and its array is not reduced."""
+
+    def body(coordinator):
+        coordinator.all_reduce("first", np.ones(1)).wait(DEADLINE)
+        if coordinator.rank:
+            coordinator.all_reduce("second", np.ones(1))
+        ready.wait(DEADLINE)
+        if coordinator.rank == 0:
+            controls.lose(0)
+        testing.wait_for(lambda: coordinator._session._over.is_set(), "the end")
+        if coordinator.rank:
+            with pytest.raises(ncclpy.NcclRemoteError, match=r"rank 0 is gone.*Not all ranks had brought 'second'"):
+                coordinator.close(DEADLINE)
+        coordinator.close(DEADLINE)
+        return True
+
+    ready = threading.Barrier(3)
+    assert run_coordinators(3, body, shut=False) == [True] * 3
+
+
 def test_call_of_idle_rank_raises_class_of_failure_once(controls):
     """A rank that had brought nothing raises the same class as the others; then its program knows of the failure."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -194,6 +195,12 @@ class GroupStatus(StatusService):
         if self.rank == members[0]:
             self.rendezvous.forget(f"communicator/{label}", members)
         self.look_for_processes()
+
+    def rendezvous_of(
+        self, label: str, members: list[int]
+    ) -> tuple[Callable[[float, Callable[[], bool]], bytes], Callable[[], None]]:
+        """Return the rendezvous of a communicator's ranks, for its unique id, and a call that clears it away."""
+        return functools.partial(self.unique_id, label, members), functools.partial(self.made, label, members)
 
     def gather(
         self,

@@ -34,14 +34,13 @@ from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.group_status import GroupStatus
-from ncclpy.process_group.options import check_name, check_options, end_process, has_ended, was_ended_by
+from ncclpy.process_group.options import abort_when_confirmed, check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
-from ncclpy.peers.confirmation import HEARS, TELLS as _TOLD_WITHIN
+from ncclpy.peers.confirmation import HEARS
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
 _log = logging.getLogger("ncclpy.process_group")
-
 _MAIN = "all"
 _SPLIT = "/split"  # the name of splits among the communicators of `Lifecycle.begun`
 #: Seconds for the other ranks to be told.
@@ -189,7 +188,7 @@ cdef class Lifecycle:
         number = self.commits  # failed ones count as well: the other ranks may have been there
         self.commits += 1
         try:
-            brought = self.meet(f"commit/{number}", value, seconds, _numbers)
+            brought = self.meet(f"commit/{number}", value, seconds, lambda brought: [int(each) for each in brought])
         except NcclAborted:
             self.check_usable()  # raises what has ended it
             raise
@@ -292,7 +291,7 @@ cdef class Lifecycle:
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
             _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
-            _meeting_of(self.group_status, label, members), self.timeout,
+            self.group_status.rendezvous_of(label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
         made.aborts = not made.spares
@@ -578,13 +577,13 @@ cdef class Lifecycle:
     cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have confirmed the end of the group, in a thread of its own."""
         thread = threading.Thread(
-            target=_abort_when_heard, args=(group_status, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
+            target=abort_when_confirmed, args=(group_status, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
             daemon=True,
         )
         try:
             thread.start()
         except RuntimeError:  # no thread can be started
-            _abort_when_heard(group_status, telling, comms, reason, tell_readers)
+            abort_when_confirmed(group_status, telling, comms, reason, tell_readers)
             return 0
         self.abort_thread = thread  # `end_connections` joins it
         return 0
@@ -883,21 +882,6 @@ def _agree_on_exit(group_status, telling, handle, rank, outcome):
         _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
 
 
-def _abort_when_heard(group_status, telling, comms, reason, tell_readers):
-    if telling is not None:
-        telling.join(_TOLD_WITHIN)
-    if tell_readers is not None:
-        tell_readers()  # the program may end with that
-    group_status.confirm()
-    if group_status.wait_until_confirmed(None if comms else 0.0) and comms:
-        abort_in_background(comms, reason).join()
-
-
-def _meeting_of(group_status, label, members):
-    """Return two callables: the rendezvous of a communicator's ranks, for its unique id, and clearing it away."""
-    return functools.partial(group_status.unique_id, label, members), functools.partial(group_status.made, label, members)
-
-
 def _status_of(reference):
     """Return this rank's status in a group, {} once the group is freed."""
     cdef Lifecycle group = reference()
@@ -914,7 +898,3 @@ cdef long long next_number():
     global _groups
     _groups += 1
     return _groups
-
-
-def _numbers(brought):
-    return [int(each) for each in brought]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ncclpy.core.arguments.config import Config
 from ncclpy.engine import recorder
+from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.errors import NcclAborted, NcclError, same_class_as
+from ncclpy.peers.confirmation import TELLS
+
+if TYPE_CHECKING:
+    from ncclpy.process_group.group_status import GroupStatus
 
 __all__ = [
     "Completion",
+    "abort_when_confirmed",
     "check_name",
     "check_options",
     "end_process",
@@ -116,6 +125,26 @@ def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
     return same_class_as(kind)(f"{group} was ended by {text}{'. ' + said if said else ''}")
+
+
+def abort_when_confirmed(
+    group_status: GroupStatus,
+    telling: threading.Thread | None,
+    comms: Sequence[Any],
+    reason: str,
+    tell_readers: Callable[[], object] | None,
+) -> None:
+    """Abort a group's communicators once all ranks are told of the end and have confirmed it, or cannot.
+
+    Before that, `tell_readers` raises the error in the threads that wait for the group by a stream.
+    """
+    if telling is not None:
+        telling.join(TELLS)
+    if tell_readers is not None:
+        tell_readers()  # the program may end with that
+    group_status.confirm()
+    if group_status.wait_until_confirmed(None if comms else 0.0) and comms:
+        abort_in_background(comms, reason).join()
 
 
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:

@@ -111,8 +111,8 @@ cdef class Entry:
 
 cdef Entry new_entry()
 
-# What an entry says of its operation, under the names of `Began` (peers/rank_state.py).
-cdef dict began_of(Entry entry)
+# What an entry says of its operation, under the names of `OperationInfo` (peers/rank_state.py).
+cdef dict operation_info_of(Entry entry)
 
 # The name of the method that was called, or "barrier".
 cdef str called(Entry entry)

@@ -99,7 +99,7 @@ _fill(_reductions, _texts[2])
 
 
 cdef int _write(char* at, size_t space, const ncclpy_op* what) noexcept nogil:
-    """Write an operation as JSON with the names of `Began` (peers/rank_state.py); return its length."""
+    """Write an operation as JSON with the names of `OperationInfo` (peers/rank_state.py); return its length."""
     cdef int kind = what.call & 0xffff, datatype = what.call >> 16 & 0xffff
     cdef int op = <int><unsigned int>(what.beside >> 32), root = <int><unsigned int>what.beside
     cdef const char* name = b"operation"
@@ -417,7 +417,7 @@ cdef Entry unfinished_of(long long group):
     return first
 
 
-cdef dict began_of(Entry entry):
+cdef dict operation_info_of(Entry entry):
     return {
         "operation": called(entry),
         "seq": entry.sequence,

@@ -27,7 +27,7 @@ from ncclpy.engine.work cimport Work, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.native cimport load
 from ncclpy.engine.callbacks cimport Awaited, LaunchGroup, is_plain, message
-from ncclpy.engine.recorder cimport OpLog, began_of
+from ncclpy.engine.recorder cimport OpLog, operation_info_of
 
 from ncclpy.bootstrap.store import LeaseEnded
 from ncclpy.core.runtime.stream_readers import raise_in_readers
@@ -491,7 +491,7 @@ cdef class DeviceSet(CommunicatorSet):
                     for one in gathering.participants:
                         if one.global_rank == rank:
                             # It has no sequence number before its launch.
-                            told["current"] = began_of(one.work.entry) | {"seq": self.sequence}
+                            told["current"] = operation_info_of(one.work.entry) | {"seq": self.sequence}
                             told["since"] = time.time() - (now() - one.work.entry.created)
                             return told
         return told

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ncclpy.peers.rank_state import Began, RankState
+from ncclpy.peers.rank_state import OperationInfo, RankState
 
 __all__ = ["Inquiries"]
 
@@ -22,7 +22,7 @@ _ASKS = 3.0
 
 Said = tuple[str | None, tuple[RankState, ...] | None]
 #: Finds out what all ranks do; called with the operation that this rank is in, and whether each failure is its own.
-Inquire = Callable[[Began | None, bool], Said]
+Inquire = Callable[[OperationInfo | None, bool], Said]
 
 
 class _Inquiry:
@@ -32,7 +32,7 @@ class _Inquiry:
         self.done = threading.Event()
         self.said: Said = None, None
 
-    def ask(self, inquire: Inquire, subject: Began | None, alone: bool, who: str) -> None:
+    def ask(self, inquire: Inquire, subject: OperationInfo | None, alone: bool, who: str) -> None:
         try:
             self.said = inquire(subject, alone)
         except Exception:  # the failure must be raised all the same
@@ -73,7 +73,7 @@ class Inquiries:
         if asked is mine:
             try:
                 current = look()["current"]
-                subject = None if current is None else Began(**current)
+                subject = None if current is None else OperationInfo(**current)
                 question = self._inquire, subject, self._alone, self._who
                 threading.Thread(target=mine.ask, args=question, name="ncclpy-ask", daemon=True).start()
             except Exception:  # no thread can be started, say

@@ -14,11 +14,11 @@ from typing import Any
 
 from ncclpy.engine.stack import as_stack
 
-__all__ = ["Began", "RankState"]
+__all__ = ["OperationInfo", "RankState"]
 
 
 @dataclass(frozen=True)
-class Began:
+class OperationInfo:
     """Describe an operation that a rank has begun.
 
     Attributes
@@ -104,8 +104,8 @@ class RankState:
 
     rank: int
     state: str
-    current: Began | None = None
-    finished: Began | None = None
+    current: OperationInfo | None = None
+    finished: OperationInfo | None = None
     since: float | None = None
     heard: float | None = None
     where: str | None = None
@@ -125,7 +125,9 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
         moment = time.time()
         closed = told.get("closed")
         where = None if state or closed else told.get("elsewhere", told.get("meets"))
-        current, finished = (None if told.get(key) is None else Began(**told[key]) for key in ("current", "finished"))
+        current, finished = (
+            None if told.get(key) is None else OperationInfo(**told[key]) for key in ("current", "finished")
+        )
         within = next((each for each in ("elsewhere", "launched", "behind") if each in told), "waits")
         found = "closed" if closed else within if current else "meets" if "meets" in told else "idle"
         since, at = told.get("since"), told.get("at")
@@ -156,7 +158,7 @@ def from_data(data: Any) -> tuple[RankState, ...] | None:
 
 
 def _state_of(told: dict[str, Any]) -> RankState:
-    current, finished = (None if told[key] is None else Began(**told[key]) for key in ("current", "finished"))
+    current, finished = (None if told[key] is None else OperationInfo(**told[key]) for key in ("current", "finished"))
     return RankState(
         told["rank"], told["state"], current, finished, told["since"], told["heard"], told.get("where"),
         told.get("kind"), as_stack(told.get("stack")),

@@ -28,7 +28,7 @@ from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.processes import PeerProcesses
-from ncclpy.peers.rank_state import Began, RankState, as_data, from_data
+from ncclpy.peers.rank_state import OperationInfo, RankState, as_data, from_data
 from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
 from ncclpy.peers.status_text import keep_stacks, sentence
 
@@ -317,7 +317,7 @@ class StatusService:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
         return tuple(self.reports.collect(patience))
 
-    def inquire(self, subject: Began | None, alone: bool) -> Said:
+    def inquire(self, subject: OperationInfo | None, alone: bool) -> Said:
         """Return what all ranks do, in a sentence and as data; what cannot be found out is said, without data.
 
         Parameters
@@ -329,7 +329,7 @@ class StatusService:
         """
         return self.inquire_at(None if alone else _END, subject, alone)
 
-    def inquire_at(self, place: str | None, subject: Began | None, _: bool) -> Said:
+    def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Said:
         """Do the same for a failure at a place, such as a rendezvous that ends no group; one rank asks for all."""
         try:
             if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ncclpy.engine.stack import in_short
 from ncclpy.errors import ranks, seconds, spans
-from ncclpy.peers.rank_state import Began, RankState
+from ncclpy.peers.rank_state import OperationInfo, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
@@ -73,7 +73,7 @@ class _Clause:
 
 
 def sentence(
-    group: str, states: Sequence[RankState], size: int, subject: Began | None, kind: str = "process group"
+    group: str, states: Sequence[RankState], size: int, subject: OperationInfo | None, kind: str = "process group"
 ) -> str:
     """Return what all ranks do, in one sentence: ranks that do the same are named together.
 
@@ -108,7 +108,7 @@ def sentence(
     return f"{head}{kind} {group!r}: " + "; ".join(parts) + _stacks(states)
 
 
-def keep_stacks(states: Iterable[RankState], subject: Began | None) -> tuple[RankState, ...]:
+def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> tuple[RankState, ...]:
     """Return the states, with stacks only of ranks that an operation waits for, and of `_STACKS` ranks at most.
 
     Parameters
@@ -198,7 +198,7 @@ def _counted(states: Iterable[RankState]) -> list[str]:
     return parts
 
 
-def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
+def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
     """Return a template for the ranks that do what this rank does, and its place in the sentence."""
     current = "" if state.current is None else _braces(str(state.current))
     past = "{who} {have} begun no operation yet"
@@ -244,7 +244,7 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
     return told[state.state] + ("" if state.state == "absent" else last), _ORDER.index(state.state)
 
 
-def _waits(current: Began | None, subject: Began | None) -> str:
+def _waits(current: OperationInfo | None, subject: OperationInfo | None) -> str:
     if current is None:
         return "{who} wait{s}{since}"
     if current == subject:

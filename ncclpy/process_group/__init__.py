@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ncclpy.peers.rank_state import Began, RankState
+from ncclpy.peers.rank_state import OperationInfo, RankState
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.process_group.options import Completion
 from ncclpy.process_group.recovery import Recovery
@@ -10,4 +10,4 @@ from ncclpy.process_group.recovery import Recovery
 #: `ProcessGroup.from_env` by the name that torch has for it.
 init_process_group = ProcessGroup.from_env
 
-__all__ = ["Began", "Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"]
+__all__ = ["Completion", "OperationInfo", "ProcessGroup", "RankState", "Recovery", "init_process_group"]

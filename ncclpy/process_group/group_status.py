@@ -23,7 +23,7 @@ from ncclpy.engine.group_registry import note_group
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
-from ncclpy.peers.rank_state import Began, RankState
+from ncclpy.peers.rank_state import OperationInfo, RankState
 from ncclpy.peers.reports import operations_before_close
 from ncclpy.peers.status import ENDED, End, StatusService, tell_end
 from ncclpy.process_group.clocks import Clocks
@@ -339,7 +339,7 @@ class GroupStatus(StatusService):
         """Return what this rank waits for as every service; it may also wait for a communicator."""
         return super().waits_for() or self._joins[:1]
 
-    def inquire_about(self, label: str, members: list[int], subject: Began | None, _: bool) -> Said:
+    def inquire_about(self, label: str, members: list[int], subject: OperationInfo | None, _: bool) -> Said:
         """Inquire for this rank alone, after its wait for a communicator has failed; name the missing ranks."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):

@@ -175,7 +175,7 @@ def test_reference_has_every_public_name():
     assert public - listed == set(), "missing in docs/api"
     returned = {
         "ncclpy.core.runtime.library.Library",
-        "ncclpy.process_group.Began",
+        "ncclpy.process_group.OperationInfo",
         "ncclpy.interop.torch.hooks.TorchHooks",
     }
     assert listed - public == returned, "what others return"

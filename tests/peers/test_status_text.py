@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ncclpy.peers.rank_state import Began, RankState, as_data, from_data, pack, unpack
+from ncclpy.peers.rank_state import OperationInfo, RankState, as_data, from_data, pack, unpack
 from ncclpy.peers.status_text import keep_stacks, sentence
 
-REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
-LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)
-CAST = Began("broadcast", 17, "float64", 4, None, 1)
+REDUCE = OperationInfo("all_reduce", 17, "float32", 1024, "sum", None)
+LAST = OperationInfo("all_reduce", 16, "float32", 1024, "sum", None)
+CAST = OperationInfo("broadcast", 17, "float64", 4, None, 1)
 NAME = "all_reduce #17 (float32 x 1,024, sum) of process group 'default': "
 
 SAID = {
@@ -22,7 +22,7 @@ SAID = {
         "rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s; rank 0 waits in all_reduce #17 since 30 s",
     ),
     "another count": (
-        [RankState(3, "waits", Began("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
+        [RankState(3, "waits", OperationInfo("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
         "rank 3 is in all_reduce #17 (float32 x 2,048, sum) since 1 s",
     ),
     "no call": (
@@ -95,18 +95,24 @@ SAID = {
     "absent": ([RankState(7, "absent")], "rank 7 has not made this group"),
     "unknown": ([RankState(7, "unknown")], "what rank 7 does is not known"),
     "to a peer": (
-        [RankState(1, "waits", Began("recv", 0, "float32", 4, None, 2), None, 2.0)],
+        [RankState(1, "waits", OperationInfo("recv", 0, "float32", 4, None, 2), None, 2.0)],
         "rank 1 is in recv #0 from rank 2 (float32 x 4) since 2 s",
     ),
     "a block of messages": (
-        [RankState(rank, "waits", Began("send", 0, "float32", 4, None, None), None, 2.0) for rank in (1, 2, 4)],
+        [
+            RankState(rank, "waits", OperationInfo("send", 0, "float32", 4, None, None), None, 2.0)
+            for rank in (1, 2, 4)
+        ],
         "ranks 1-2, 4 are in send #0 (float32 x 4) since 2 s",
     ),
     "parts that differ": (
-        [RankState(1, "waits", Began("all_to_all", 3, "float64", 0, None, None), None, 2.0)],
+        [RankState(1, "waits", OperationInfo("all_to_all", 3, "float64", 0, None, None), None, 2.0)],
         "rank 1 is in all_to_all #3 (float64) since 2 s",
     ),
-    "a barrier": ([RankState(1, "waits", Began("barrier", 3, "uint8", 1, "max", None))], "rank 1 is in barrier #3"),
+    "a barrier": (
+        [RankState(1, "waits", OperationInfo("barrier", 3, "uint8", 1, "max", None))],
+        "rank 1 is in barrier #3",
+    ),
 }
 
 
@@ -152,7 +158,7 @@ def test_stack_told_by_other_process_is_validated():
 
 
 def receives(rank, seq=0, step=-1):
-    return RankState(rank, "waits", Began("recv", seq, "uint8", 1, None, rank + step))
+    return RankState(rank, "waits", OperationInfo("recv", seq, "uint8", 1, None, rank + step))
 
 
 def test_sentence_of_many_ranks_is_short():
@@ -203,7 +209,7 @@ def test_sentence_merges_states_that_differ_by_peer_only():
         "#17 (float32 x 1,024, sum); ranks 1-12, 15 are in recv #0, each from the rank before it (uint8 x 1); rank 14 "
         "waits in recv #0 from rank 13"
     )
-    star = [RankState(rank, "waits", Began("send", 0, "uint8", 1, None, 9 - 2 * rank)) for rank in range(4)]
+    star = [RankState(rank, "waits", OperationInfo("send", 0, "uint8", 1, None, 9 - 2 * rank)) for rank in range(4)]
     assert sentence("g", star, 4, None).endswith("ranks 0-3 are in send #0 to ranks 3, 5, 7, 9 (uint8 x 1)")
     assert sentence("g", star[:2], 2, None).endswith(
         "rank 0 is in send #0 to rank 9 (uint8 x 1); rank 1 is in send #0 to rank 7 (uint8 x 1)"

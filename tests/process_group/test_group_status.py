@@ -25,7 +25,7 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
 from ncclpy.peers import inquiry, reports, status
-from ncclpy.peers.rank_state import Began
+from ncclpy.peers.rank_state import OperationInfo
 from ncclpy.peers.reports import Reports
 from ncclpy.process_group import lifecycle
 
@@ -74,26 +74,38 @@ def program(group, what, together):
 
 ended: dict[int, bool] = {}
 
-ROOTED = Began("broadcast", 1, "float32", 16384, None, 2)
+ROOTED = OperationInfo("broadcast", 1, "float32", 16384, None, 2)
 #: States other than "waits" and "idle".
 STATES = {"closed": "closed", "closing": "closed", "another group": "elsewhere", "a split": "meets"}
 WHERE = {"another group": "g/0", "a split": "split()"}
 
 INSTEAD = {
     "no call": ("rank 2 has finished all_reduce #0 and is in no operation since", None),
-    "another call": ("broadcast #1 (float64 x 4, root 1)", Began("broadcast", 1, "float64", 4, None, 1)),
-    "another count": ("all_reduce #1 (float32 x 2,048, sum)", Began("all_reduce", 1, "float32", 2048, "sum", None)),
-    "another type": ("all_reduce #1 (float64 x 1,024, sum)", Began("all_reduce", 1, "float64", 1024, "sum", None)),
-    "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
+    "another call": ("broadcast #1 (float64 x 4, root 1)", OperationInfo("broadcast", 1, "float64", 4, None, 1)),
+    "another count": (
+        "all_reduce #1 (float32 x 2,048, sum)",
+        OperationInfo("all_reduce", 1, "float32", 2048, "sum", None),
+    ),
+    "another type": (
+        "all_reduce #1 (float64 x 1,024, sum)",
+        OperationInfo("all_reduce", 1, "float64", 1024, "sum", None),
+    ),
+    "another op": (
+        "all_reduce #1 (float32 x 1,024, max)",
+        OperationInfo("all_reduce", 1, "float32", 1024, "max", None),
+    ),
     "another root": ("broadcast #1 (float32 x 16,384, root 2)", ROOTED),
-    "another order": ("broadcast #1 (float64 x 8,192, root 2)", Began("broadcast", 1, "float64", 8192, None, 2)),
+    "another order": (
+        "broadcast #1 (float64 x 8,192, root 2)",
+        OperationInfo("broadcast", 1, "float64", 8192, None, 2),
+    ),
     "another group": (
         "rank 2 has finished all_reduce #0 and is blocked in all_reduce #0 (float64 x 3, sum) of process group 'g/0' "
         "since",
-        Began("all_reduce", 0, "float64", 3, "sum", None),
+        OperationInfo("all_reduce", 0, "float64", 3, "sum", None),
     ),
     "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to come since", None),
-    "a send first": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
+    "a send first": ("rank 2 is in send #0 to rank 1 (float64 x 3)", OperationInfo("send", 0, "float64", 3, None, 1)),
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
     "closing": ("rank 2 has closed the group after all_reduce #0", None),
 }
@@ -115,7 +127,9 @@ def test_error_tells_what_other_rank_does(host_engine, monkeypatch, what):
         assert error.ranks[2].state == STATES.get(what, "idle" if current is None else "waits")
         assert error.ranks[2].where == WHERE.get(what)
         mine = (
-            replace(ROOTED, root=0) if what == "another root" else Began("all_reduce", 1, "float32", 1024, "sum", None)
+            replace(ROOTED, root=0)
+            if what == "another root"
+            else OperationInfo("all_reduce", 1, "float32", 1024, "sum", None)
         )
         assert error.ranks[0].current == mine
         told = rf"ranks 0-1 (wait|are) in {mine.name} (\(.*\) )?since \d"
@@ -152,7 +166,7 @@ def test_rank_held_up_by_its_own_stream_is_reported(host_engine, kind):
     told, together = [], threading.Barrier(2)
     with TCPStore("127.0.0.1", 0, serve=True) if kind == "tcp" else LocalStore() as store:
         found = run_groups(2, body, store=store, name="g")
-    assert told == [Began("all_reduce", 1, "float64", 4, "sum", None)]
+    assert told == [OperationInfo("all_reduce", 1, "float64", 4, "sum", None)]
     assert [(each.state, each.finished) for each in found] == [("idle", told[0])] * 2
 
 
@@ -244,9 +258,11 @@ def test_state(arrays, tmp_path, kind):
         for found in run_groups(2, body, store=store):
             assert [each.rank for each in found] == [0, 1]
             assert found[1].state == "idle" and found[1].current is None
-            assert found[1].finished == Began("all_reduce", 0, "float32", 8, "sum", None)
+            assert found[1].finished == OperationInfo("all_reduce", 0, "float32", 8, "sum", None)
             assert found[1].since >= 0 and found[1].heard >= 0
-            assert found[0].state == "waits" and found[0].current == Began("all_reduce", 1, "float32", 8, "sum", None)
+            assert found[0].state == "waits" and found[0].current == OperationInfo(
+                "all_reduce", 1, "float32", 8, "sum", None
+            )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ SETTLES, COUNTS = 1.5, 2.0
 #: How often the state is requested.
 TIMES = 5
 #: States that a rank has published itself.
-HEARD = ("idle", "waits", "closed")
+HEARD = ("idle", "running", "closed")
 #: A client's methods, each call of which is one operation of the server.
 OPERATIONS = ("set", "set_ephemeral", "get", "add", "compare_set", "wait", "check", "delete", "keys", "multi_get")
 

@@ -124,13 +124,13 @@ def rendezvous_of_job() -> RankRendezvous:
 def process_before(rank: int) -> str:
     """Return what is known of a rank's process, which may not have made a group yet.
 
-    ``"ended"``, ``"absent"`` if it has not reached the launcher's store, else "". An ended process is no reason to
-    stop waiting for the rank: another program of that rank may follow.
+    ``"ended"``, ``"not_joined"`` if it has not reached the launcher's store, else "". An ended process is no reason
+    to stop waiting for the rank: another program of that rank may follow.
     """
     rendezvous = _job_rendezvous
     if rendezvous is None:
         return ""
-    return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "absent"
+    return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "not_joined"
 
 
 def _end_of(store: Store) -> PrefixStore:

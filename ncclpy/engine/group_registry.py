@@ -168,10 +168,11 @@ def elsewhere(here: GroupInfo) -> dict[str, Any]:
         if not shared or each.device == here.device:
             told = each.look()
             if told.get("current") is not None and not told.get("launched"):
-                kept = {"elsewhere": each.name, "kind": each.kind}
+                kept = {"in_other_group": each.name, "kind": each.kind}
                 found.append({**kept, "current": told["current"], "since": told["since"]})
-            elif "meets" in told:
-                found.append({"meets": f"{told['meets']} of {each.kind} {each.name!r}", "since": told["since"]})
+            elif "in_rendezvous" in told:
+                where = f"{told['in_rendezvous']} of {each.kind} {each.name!r}"
+                found.append({"in_rendezvous": where, "since": told["since"]})
     return min(found, key=lambda one: float(one["since"]), default={})
 
 

@@ -17,12 +17,12 @@ typedef struct {
   uint64_t count;
   uint64_t began; /* `began` and `done`: the bits of a double, a moment of the monotonic clock */
   uint64_t done;
-  uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BEHIND */
+  uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BLOCKED_ON_INPUT */
   uint64_t beside; /* operator and root, -1 for none */
 } ncclpy_op;
 
 /* In `call`: the device cannot begin the operation yet, since what produces its input is not done. */
-#define NCCLPY_BEHIND ((uint64_t)1 << 33)
+#define NCCLPY_BLOCKED_ON_INPUT ((uint64_t)1 << 33)
 
 enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
@@ -134,8 +134,8 @@ static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, con
 }
 
 /* Notes whether an operation in flight waits for what produces its input; with the GIL. */
-static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int behind) {
-  const uint64_t call = behind ? note->what.call | NCCLPY_BEHIND : note->what.call & ~NCCLPY_BEHIND;
+static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int blocked) {
+  const uint64_t call = (note->what.call & ~NCCLPY_BLOCKED_ON_INPUT) | (blocked ? NCCLPY_BLOCKED_ON_INPUT : 0);
   if (call == note->what.call) return;
   ncclpy_oplog_turn(oplog);
   NCCLPY_PUT(note->what.call, call);

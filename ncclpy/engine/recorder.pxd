@@ -28,13 +28,13 @@ cdef extern from "ncclpy/engine/oplog.h" nogil:
     ctypedef struct ncclpy_oplog:
         ncclpy_op_list rows[2]
 
-    const uint64_t NCCLPY_BEHIND
+    const uint64_t NCCLPY_BLOCKED_ON_INPUT
 
     ncclpy_oplog* ncclpy_oplog_new()
     void ncclpy_oplog_use(ncclpy_oplog* oplog)
     void ncclpy_oplog_leave(ncclpy_oplog* oplog)
     ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what)
-    void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int behind)
+    void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int blocked)
     void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment)
     bint ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status)
     uint64_t ncclpy_bits_of(double moment)
@@ -106,7 +106,7 @@ cdef class Entry:
 
     cdef int note(self, ncclpy_oplog* oplog) except -1
     cdef int done(self, bint well, double moment) except -1
-    cdef void place(self, bint behind) noexcept
+    cdef void place(self, bint blocked) noexcept
 
 
 cdef Entry new_entry()

@@ -157,8 +157,8 @@ cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept
     at[length] = b","
     length += 1
     length += _write_or_null(at + length, space - length, b"finished", found.has_finished, &found.finished)
-    if found.has_current and found.current.call & NCCLPY_BEHIND:
-        length += snprintf(at + length, space - length, b",\"behind\":true")
+    if found.has_current and found.current.call & NCCLPY_BLOCKED_ON_INPUT:
+        length += snprintf(at + length, space - length, b",\"blocked_on_input\":true")
     lasting[0] = length
     clock_gettime(CLOCK_REALTIME, &wall)
     real = wall.tv_sec + wall.tv_nsec * 1e-9
@@ -186,7 +186,7 @@ cdef class OpLog:
     def status(self):
         """Return the status with JSON's types: ``current``, ``finished`` and ``since``.
 
-        Also ``behind``, if what produces the input of the current operation is not done.
+        Also ``blocked_on_input``, if what produces the input of the current operation is not done.
         """
         cdef char at[_STATUS_BYTES]
         cdef size_t lasting, length = _tell(self.oplog, at, sizeof(at), &lasting)  # the GIL excludes writers
@@ -269,10 +269,10 @@ cdef class Entry:
             ncclpy_oplog_end(self.oplog, self.pair, noted, well, moment)
         return 0
 
-    cdef void place(self, bint behind) noexcept:
+    cdef void place(self, bint blocked) noexcept:
         """Note in the operation log whether the device still waits for what produces the input."""
         if self.noted != NULL:
-            ncclpy_oplog_place(self.oplog, self.noted, behind)
+            ncclpy_oplog_place(self.oplog, self.noted, blocked)
 
     def _as_dict(self):
         return {

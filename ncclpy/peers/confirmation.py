@@ -69,7 +69,7 @@ class Patience:
 
     def has_for(self, rank: int, condition: str, moment: float) -> bool:
         """Return whether a rank is still waited for, by the state of its process now (`RankState.state`)."""
-        if condition in ("ended", "gone", "closed", "absent"):
+        if condition in ("ended", "lost", "closed", "not_joined"):
             return False
         if condition == "stopped":
             first, last = self._stopped.get(rank, (moment, moment))

@@ -42,7 +42,7 @@ _STILL = 0.5
 _LOOKED_FOR = 16
 #: What is said of missing ranks by their state, which is all that is known.
 _LITTLE = {
-    "absent": "not come to the launcher's store either",
+    "not_joined": "not come to the launcher's store either",
     "unknown": "come to the launcher's store, and what became of that process is not known",
 }
 
@@ -209,7 +209,7 @@ def describe_late(late: NcclTimeout) -> None:
         known = {rank: process_before(rank) for rank in missing[:_LOOKED_FOR]}
         size = environment().size
         states = tuple(
-            RankState(rank, (known.get(rank) or "unknown") if rank in missing else "waits") for rank in range(size)
+            RankState(rank, (known.get(rank) or "unknown") if rank in missing else "running") for rank in range(size)
         )
         text = str(late)  # it names the ranks with processes that have ended
         for state, words in _LITTLE.items():

@@ -71,20 +71,20 @@ class RankState:
     rank
         Which rank of the group, or of the communicator.
     state
-        ``"waits"``: it has begun `current`, which is not done. ``"behind"``: it has begun `current`, and the device
-        waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has begun
-        `current`; whether that is done is not known, of a communicator without a deadline. ``"idle"``: it is in no
-        operation of the group, and its Python runs. ``"elsewhere"``: it is in no operation of the group, but in one of
-        another group or communicator. ``"meets"``: likewise, but it waits for other ranks in a call such as `split`.
-        ``"closed"``: it has closed the group, or given up the communicator.
+        ``"running"``: it has begun `current`, which is not done. ``"blocked_on_input"``: it has begun `current`, and
+        the device waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has
+        begun `current`; whether that is done is not known, of a communicator without a deadline. ``"idle"``: it is in
+        no operation of the group, and its Python runs. ``"in_other_group"``: it is in no operation of the group, but
+        in one of another group or communicator. ``"in_rendezvous"``: likewise, but it waits for other ranks in a call
+        such as `split`. ``"closed"``: it has closed the group, or given up the communicator.
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
-        ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
-        as in a call that keeps the GIL. ``"gone"``: the store has lost it: its process has ended, or its
-        machine or the network to it is gone. ``"absent"``: it has not made this group. ``"unknown"``: nothing
+        ``"unresponsive"``: it has not answered, but its process lives as far as is known: its Python does not run,
+        as in a call that keeps the GIL. ``"lost"``: the store has lost it: its process has ended, or its
+        machine or the network to it is gone. ``"not_joined"``: it has not made this group. ``"unknown"``: nothing
         is known of it.
     current
         The first operation that it has begun and not finished, None if there is none; for a rank that did not answer,
-        by its last status. For a rank that is ``"elsewhere"``, an operation of the group `where`.
+        by its last status. For a rank that is ``"in_other_group"``, an operation of the group `where`.
     finished
         The last operation that it has finished, likewise.
     since
@@ -92,8 +92,8 @@ class RankState:
     heard
         Seconds since its last status; None if it never told one.
     where
-        For a rank that is ``"elsewhere"``, the name of the other group or communicator; for one that ``"meets"``, the
-        call: ``"split()"``, also ``"split() of process group 'other'"``. None for others.
+        For a rank that is ``"in_other_group"``, the name of the other group or communicator; for one that is
+        ``"in_rendezvous"``, the call: ``"split()"``, also ``"split() of process group 'other'"``. None for others.
     kind
         What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
     stack
@@ -124,17 +124,17 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
         told = json.loads(packed or b"{}")
         moment = time.time()
         closed = told.get("closed")
-        where = None if state or closed else told.get("elsewhere", told.get("meets"))
+        where = None if state or closed else told.get("in_other_group", told.get("in_rendezvous"))
         current, finished = (
             None if told.get(key) is None else OperationInfo(**told[key]) for key in ("current", "finished")
         )
-        within = next((each for each in ("elsewhere", "launched", "behind") if each in told), "waits")
-        found = "closed" if closed else within if current else "meets" if "meets" in told else "idle"
+        within = next((each for each in ("in_other_group", "launched", "blocked_on_input") if each in told), "running")
+        found = "closed" if closed else within if current else "in_rendezvous" if "in_rendezvous" in told else "idle"
         since, at = told.get("since"), told.get("at")
         return RankState(
             rank, state or (found if packed else "unknown"), current, finished,
             None if since is None else max(0.0, moment - since), None if at is None else max(0.0, moment - at),
-            where, told.get("kind", "process group") if where and "elsewhere" in told else None,
+            where, told.get("kind", "process group") if where and "in_other_group" in told else None,
             () if state else as_stack(told.get("stack")),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version, or damaged

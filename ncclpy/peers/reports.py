@@ -164,7 +164,7 @@ class Reports:
         begun = time.monotonic()
         number = self.store.add(ASKED)
         took = time.monotonic() - begun
-        if patience is None:  # the others answer through the same store: if it is slow, they are not silent
+        if patience is None:  # the others answer through the same store: if it is slow, they are not unresponsive
             patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
         deadline = begun + patience
         self._answer_one(number)
@@ -210,14 +210,14 @@ class Reports:
         return self.end_of(rank) != ""
 
     def end_of(self, rank: int) -> str:
-        """Return the state of a rank that can no longer take part: closed, ended or gone; "" for other ranks."""
+        """Return the state of a rank that can no longer take part: closed, ended or lost; "" for other ranks."""
         state = self._describe(rank, last=False).state
         if state not in ("closed", "ended") and self._is_gone(rank):
-            return "gone"
+            return "lost"
         return state if state in ("closed", "ended") else ""
 
     def process_of(self, rank: int) -> str:
-        """Return what is known of a rank's process without asking it: ended, gone, stopped, or something else."""
+        """Return what is known of a rank's process without asking it: ended, lost, stopped, or something else."""
         return self._describe(rank, last=True).state
 
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
@@ -235,16 +235,16 @@ class Reports:
         if told.get("closed"):
             return unpack(rank, packed, "closed")
         if not self._has_made(rank):
-            return RankState(rank, "absent" if last else "")
+            return RankState(rank, "not_joined" if last else "")
         here = told.get("process")
         state = _state_here(here)
         if state == "lives":
-            return unpack(rank, packed, "silent") if last else RankState(rank, "")
+            return unpack(rank, packed, "unresponsive") if last else RankState(rank, "")
         if state is not None:
             return unpack(rank, packed, state)
         if self._is_gone(rank):
-            return unpack(rank, packed, "gone")
-        return unpack(rank, packed, "silent" if here else "unknown") if last else RankState(rank, "")
+            return unpack(rank, packed, "lost")
+        return unpack(rank, packed, "unresponsive" if here else "unknown") if last else RankState(rank, "")
 
     @staticmethod
     def _packed(status: dict[str, Any]) -> bytes:

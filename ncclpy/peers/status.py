@@ -380,11 +380,11 @@ class StatusService:
     def condition_of(self, rank: int) -> str:
         """Return what is known of the process of a rank that has not confirmed, in the words of `RankState.state`."""
         if not self.rendezvous.has_made(rank):
-            return "absent"
+            return "not_joined"
         if self.rendezvous.is_gone(rank):
-            return "gone"
+            return "lost"
         state = self.reports.process_of(rank)
-        return "silent" if state == "gone" else state  # by its heartbeats alone: it may live, and is waited for
+        return "unresponsive" if state == "lost" else state  # by its heartbeats alone: it may live, and is waited for
 
     # Leaving.
 
@@ -420,7 +420,7 @@ class StatusService:
 def _look_around(known: GroupInfo, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the status of a rank for a question: a rank that does nothing here may wait in another group."""
     told = look()
-    if told.get("current") is None and "meets" not in told and not told.get("closed"):
+    if told.get("current") is None and "in_rendezvous" not in told and not told.get("closed"):
         told.update(elsewhere(known))
     return told
 
@@ -429,7 +429,7 @@ def _awaited(told: dict[str, Any]) -> object:
     """Return what a rank waits for, by its status; None if for nothing."""
     if told.get("launched"):  # it may be done
         return None
-    return told.get("current") or ((told["meets"], told["since"]) if "meets" in told else None)
+    return told.get("current") or ((told["in_rendezvous"], told["since"]) if "in_rendezvous" in told else None)
 
 
 def _heard(packed: bytes) -> Said:

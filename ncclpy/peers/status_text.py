@@ -28,18 +28,18 @@ _ALIKE = 3
 _STACKS, _STACKS_SAID = 8, 2
 
 #: States that no operation explains: the others wait for such a rank, and it is always named.
-_GUILTY = ("ended", "stopped", "silent", "gone", "absent", "closed", "unknown")
+_GUILTY = ("ended", "stopped", "unresponsive", "lost", "not_joined", "closed", "unknown")
 #: States in which not all ranks are named if there are many; in the others each may be waited for, and all are named.
-_MANY = ("elsewhere", "meets", "waits", "launched")
+_MANY = ("in_other_group", "in_rendezvous", "running", "launched")
 #: All states in the order of the sentence; ranks that wait in the operation that is asked about come after them.
-_ORDER = (*_GUILTY, "behind", "idle", "elsewhere", "meets", "waits", "launched")
+_ORDER = (*_GUILTY, "blocked_on_input", "idle", "in_other_group", "in_rendezvous", "running", "launched")
 #: What is said of ranks that are only counted, for one and for several.
 _COUNTED = {
-    "behind": ("waits for its stream", "wait for their streams"),
+    "blocked_on_input": ("waits for its stream", "wait for their streams"),
     "idle": ("is in no operation", "are in no operation"),
-    "elsewhere": ("is blocked in another group or communicator", "are blocked in other groups or communicators"),
-    "meets": ("waits for others to come", "wait for others to come"),
-    "waits": ("is in another operation", "are in other operations"),
+    "in_other_group": ("is blocked in another group or communicator", "are blocked in other groups or communicators"),
+    "in_rendezvous": ("waits for others to come", "wait for others to come"),
+    "running": ("is in another operation", "are in other operations"),
     "launched": ("has launched another operation, which may be done", "have launched others, which may be done"),
 }
 
@@ -120,7 +120,7 @@ def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> t
     """
     found, left = [], _STACKS
     for each in states:
-        waits = each.state in ("waits", "launched") and each.current == subject
+        waits = each.state in ("running", "launched") and each.current == subject
         if each.stack and (waits or left == 0):
             each = replace(each, stack=())
         left -= bool(each.stack)
@@ -156,7 +156,7 @@ def _merged(clauses: list[_Clause]) -> list[_Clause]:
     alike: dict[object, list[_Clause]] = {}
     for clause in clauses:
         what = clause.members[0].current
-        if clause.state == "waits" and what is not None and what.operation in ("send", "recv"):
+        if clause.state == "running" and what is not None and what.operation in ("send", "recv"):
             alike.setdefault((what.operation, what.seq, what.dtype, what.count), []).append(clause)
     for some in alike.values():
         if len(some) >= _ALIKE:
@@ -192,7 +192,7 @@ def _counted(states: Iterable[RankState]) -> list[str]:
     parts = []
     for state in sorted(left, key=_ORDER.index):
         several = len(left[state]) > 1
-        names = sorted({each.current.operation for each in left[state] if each.current}) if state == "waits" else []
+        names = sorted({each.current.operation for each in left[state] if each.current}) if state == "running" else []
         which = f" ({', '.join(names)})" if names else ""
         parts.append(f"{len(left[state])} more {'ranks' if several else 'rank'} {_COUNTED[state][several]}{which}")
     return parts
@@ -205,22 +205,22 @@ def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
     if state.finished is not None:
         past = f"{{who}} {{have}} finished {_braces(state.finished.name)}"
     waits = state.current is not None and state.current == subject
-    if state.state == "waits":
-        return _waits(state.current, subject), len(_ORDER) if waits else _ORDER.index("waits")
+    if state.state == "running":
+        return _waits(state.current, subject), len(_ORDER) if waits else _ORDER.index("running")
     if state.state not in _COUNTED:
         last = "" if state.finished is None else _braces(f" after {state.finished.name}")
         return _lost(state, last if state.state == "closed" else _heard_last(current, last))
     called = _braces(state.current.name) if state.current is not None and waits else current
     there = f"{state.kind or 'process group'} {state.where!r}"
     told = {
-        "behind": (
+        "blocked_on_input": (
             f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it "
             "has not ended)"
         ),
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
-        "elsewhere": f"{past} and {{are}} blocked in {current} of {_braces(there)}{{since}}",
-        "meets": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
+        "in_other_group": f"{past} and {{are}} blocked in {current} of {_braces(there)}{{since}}",
+        "in_rendezvous": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
     }
     return told[state.state], _ORDER.index(state.state)
 
@@ -235,13 +235,13 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
         "closed": "{who} {have} closed the {thing}",
         "ended": "{process} {have} ended",
         "stopped": "{process} {are} stopped (by SIGSTOP or a debugger)",
-        "silent": "{who} {do} not answer, and the process lives: its Python does not run (the GIL is held)",
-        "gone": "{who} cannot be reached: the process has ended, or its machine or network is gone",
-        "absent": "{who} {have} not made this {thing}",
+        "unresponsive": "{who} {do} not answer, and the process lives: its Python does not run (the GIL is held)",
+        "lost": "{who} cannot be reached: the process has ended, or its machine or network is gone",
+        "not_joined": "{who} {have} not made this {thing}",
     }
     if state.state not in told:  # of another version, perhaps
         return "what {who} {do} is not known" + last, _ORDER.index("unknown")
-    return told[state.state] + ("" if state.state == "absent" else last), _ORDER.index(state.state)
+    return told[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
 
 
 def _waits(current: OperationInfo | None, subject: OperationInfo | None) -> str:

@@ -60,7 +60,7 @@ _LOOKOUTS = 2
 _LEFT = {
     "closed": ("closed the group", 2),
     "ended": ("process ended", 5),
-    "gone": ("cannot be reached any more", 5),
+    "lost": ("cannot be reached any more", 5),
 }
 
 
@@ -103,7 +103,7 @@ class GroupStatus(StatusService):
     ----------
     before
         Called with a rank that has not made this group; returns the state of its process, as far as an earlier group
-        knows it: ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
+        knows it: ``"ended"``, ``"lost"`` or ``"stopped"``; else "".
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class GroupStatus(StatusService):
         told = self._begun()
         if told.get("current") is None:
             for what, since in self._meetings[:1]:
-                told["meets"], told["since"] = what, since
+                told["in_rendezvous"], told["since"] = what, since
         return told
 
     def publish(self) -> None:
@@ -269,11 +269,11 @@ class GroupStatus(StatusService):
         self.before, self._parent = before, (parent, members)
 
     def process_of(self, rank: int) -> str:
-        """Return what became of a rank's process, if something did: ended, gone or stopped; else ""."""
+        """Return what became of a rank's process, if something did: ended, lost or stopped; else ""."""
         if not self.rendezvous.has_made(rank):
             return self.before(rank)
         state = self.reports.process_of(rank)
-        return state if state in ("ended", "gone", "stopped") else ""
+        return state if state in ("ended", "lost", "stopped") else ""
 
     def _why_lost(self, rank: int) -> tuple[str, int] | None:
         """Return why a rank will not come to a rendezvous of this group, None if it may; see `RankRendezvous`."""
@@ -286,7 +286,7 @@ class GroupStatus(StatusService):
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
         """Collect as every service; of a rank that has not made this group say what became of it before."""
         return tuple(
-            replace(each, state=self.before(each.rank) or each.state) if each.state == "absent" else each
+            replace(each, state=self.before(each.rank) or each.state) if each.state == "not_joined" else each
             for each in super().collect(patience)
         )
 
@@ -408,7 +408,7 @@ class GroupStatus(StatusService):
         If ranks `went_on` without others, that is kept for a rank of which only the lease has ended: it may come back,
         and has to find that they did.
         """
-        lost = ("ended",) if went_on else ("ended", "gone")
+        lost = ("ended",) if went_on else ("ended", "lost")
 
         def is_gone(rank: int) -> bool:
             return self.condition_of(rank) in lost

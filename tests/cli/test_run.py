@@ -138,7 +138,7 @@ else:
     for rank in (0, 3):
         assert runs.of_rank(done.stdout, rank) == [
             f"{said}; rank 1's process has ended; rank 2 has come to the launcher's store, and what became of that "
-            "process is not known ['waits', 'ended', 'unknown', 'waits']"
+            "process is not known ['running', 'ended', 'unknown', 'running']"
         ], done.stderr
 
 

@@ -31,8 +31,8 @@ ncclpy_op operation(uint64_t number, int pair) {
 
 void check(const ncclpy_op& found, bool done) {
   const uint64_t number = found.sequence;
-  if (found.count != 3 * number || (found.call & ~NCCLPY_BEHIND) != (number ^ 0x5555) || found.beside / 2 != number ||
-      ncclpy_moment_of(found.began) != static_cast<double>(number)) {
+  if (found.count != 3 * number || (found.call & ~NCCLPY_BLOCKED_ON_INPUT) != (number ^ 0x5555) ||
+      found.beside / 2 != number || ncclpy_moment_of(found.began) != static_cast<double>(number)) {
     fail("it is torn", number);
   }
   if (done && ncclpy_moment_of(found.done) != static_cast<double>(number) + 0.5) fail("its end is torn", number);

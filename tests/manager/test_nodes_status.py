@@ -63,7 +63,7 @@ WHAT = {
     ),
     "holds the GIL": (
         "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
-        "silent",
+        "unresponsive",
         "rank 2 does not answer, and the process lives: "
         "its Python does not run (the GIL is held), last heard of after all_reduce #0",
     ),
@@ -97,7 +97,7 @@ WHAT = {
         "manager.all_reduce('second', lib.argument(lib.make(np.ones(1024, np.float32), device)), device=device,\n"
         "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\n"
         "begins()\ntime.sleep(40)  # and no signal",
-        "waits",
+        "running",
         "ranks 0-2 wait in all_reduce #1 since ",
     ),
 }
@@ -111,14 +111,14 @@ def test_error_says_what_the_other_process_does(tmp_path, what):
     program = PROGRAM + TOLD + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + TROUBLE
     if what == "killed":  # its end is noticed long before any deadline
         program = program.replace("timeout=0.5", "timeout=30")
-    if state == "silent":  # a silent rank is waited for as long as it takes to be sure
+    if state == "unresponsive":  # such a rank is waited for as long as it takes to be sure
         program = program.replace("reports.PATIENCE = 1.5", "reports.PATIENCE = 0.3")
     output = run_ranks(tmp_path, 3, program, only=[0, 1])[1]
     lines = sorted(line for line in output.splitlines() if " has Nccl" in line)
     assert len(lines) == 2, output
     for line in lines:
         kind, text = line.partition(" has ")[2].split(" | ")[:2]
-        assert kind.endswith(f"['waits', 'waits', '{state}']"), line
+        assert kind.endswith(f"['running', 'running', '{state}']"), line
         assert said in text, line
         head, found, tail = text.partition(" of communicator '")
         subjects = "all_reduce #1 (float32 x 1,024, sum)", "broadcast #1 (float32 x 4, root 2)"
@@ -204,7 +204,7 @@ def test_store_that_cannot_be_watched_still_answers():
     store.watched = False
     error, managers = one_stays_away(store)
     close(managers)
-    assert [each.state for each in error.ranks] == ["waits", "idle"], error
+    assert [each.state for each in error.ranks] == ["running", "idle"], error
     assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(error)
 
 
@@ -401,7 +401,7 @@ def test_other_works_fail_with_the_same_data_and_keys_are_not_shown_before():
     errors = [work.exception(30) for work in works]
     assert Shy.shown == 0
     assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2
-    assert errors[0].ranks is errors[1].ranks and [each.state for each in errors[0].ranks] == ["waits", "idle"]
+    assert errors[0].ranks is errors[1].ranks and [each.state for each in errors[0].ranks] == ["running", "idle"]
     said = "key a shy key, was not done within its timeout; its communicator is aborted. all_reduce #1 ("
     assert said in str(errors[0])
     assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(errors[1])
@@ -430,7 +430,7 @@ def test_rank_that_waits_for_its_siblings_is_not_the_missing_one():
     late = add(managers[0], 0, "second", timeout=0.3)
     managers[0].signal_multi_node_ready("second")
     error = late.exception(30)
-    assert [each.state for each in error.ranks] == ["waits", "waits", "idle"]
+    assert [each.state for each in error.ranks] == ["running", "running", "idle"]
     assert "ranks 0-1 wait in all_reduce #1 since " in str(error), error
     assert ": rank 2 has finished all_reduce #0 and is in no operation since " in str(error), error
     for manager in managers:

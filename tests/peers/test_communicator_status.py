@@ -191,4 +191,4 @@ def test_rank_of_another_machine_that_is_gone_ends_a_communicator_long_before_it
     """
     said = run_ranks(tmp_path, 2, textwrap.dedent(program), only=[0])[1]
     assert "NcclRemoteError" in said and "rank 1 of 2 is gone: its heartbeats in the store have stopped" in said, said
-    assert "['waits', 'gone']" in said, said
+    assert "['running', 'lost']" in said, said

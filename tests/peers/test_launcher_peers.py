@@ -74,7 +74,7 @@ WHAT = {
     "late": (SLEEPS, "idle", LATE),
     "holds the GIL": (
         "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
-        "silent",
+        "unresponsive",
         "rank {last} does not answer, and the process lives: "
         "its Python does not run (the GIL is held), last heard of" + AFTER,
     ),
@@ -113,10 +113,10 @@ def test_error_tells_what_other_rank_does(tmp_path, what):
     does, state, said = WHAT[what]
     # The end of a process is noticed long before the deadline; the other cases begin before the deadline does.
     patience = 30 if what == "killed" else 0.4
-    # The asking rank waits for the answer of a silent one for that long.
-    before = "reports.PATIENCE = 0.3" if state == "silent" else ""
+    # The asking rank waits for the answer of an unresponsive one for that long.
+    before = "reports.PATIENCE = 0.3" if state == "unresponsive" else ""
     [(_, states, text)] = lines_of(tmp_path, 2, does, patience=patience, before=before)
-    assert states == f"['waits', '{state}']", text
+    assert states == f"['running', '{state}']", text
     assert said.format(last=1) in text
     # The stack may still be inside the store's call.
     called = r"\. Python of rank 1: .*\S+:\d+ in sleeps\b"
@@ -137,7 +137,7 @@ def test_errors_of_all_ranks_say_the_same(tmp_path):
     lines = lines_of(tmp_path, 3, *WHAT["late"][:1])
     texts = {text.partition(". all_reduce #1 (")[2] for _, _, text in lines}
     assert len(texts) == 1 and "ranks 0-1 wait in all_reduce #1 since" in texts.pop(), lines
-    assert {states for _, states, _ in lines} == {"['waits', 'waits', 'idle']"}
+    assert {states for _, states, _ in lines} == {"['running', 'running', 'idle']"}
 
 
 GROUP = TROUBLE.replace(
@@ -148,7 +148,7 @@ GROUP = TROUBLE.replace(
 
 def test_error_in_group_of_calls(tmp_path):
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, GROUP)
-    assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
+    assert states == "['running', 'idle']" and LATE.format(last=1) in text, text
     assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
 
 
@@ -166,21 +166,21 @@ def test_call_ended_by_abort_is_not_finished(host_engine, tmp_path):
         "    with hangs, ncclpy.group(**options):\n        comm.send(array(4), 1)\n        comm.recv(array(4), 1)\n",
     )
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, trouble, made)
-    assert states == "['waits', 'idle']" and "rank 0 waits in recv #2 from rank 1 since" in text, text
+    assert states == "['running', 'idle']" and "rank 0 waits in recv #2 from rank 1 since" in text, text
 
 
 def test_error_in_send_and_receive(tmp_path):
     """A send and a receive count as two calls, also in sendrecv()."""
     does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PAIR)
-    assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
+    assert states == "['running', 'idle']" and LATE.format(last=1) in text, text
     assert "recv #2 from rank 1 (float32 x 512) of communicator" in text, text
     assert "rank 0 waits in recv #2 from rank 1 since" in text, text
     done = PAIR.replace("    store.get('it has begun')\n", "").replace(
         "1, **options)\n", "1, timeout=30)\n    store.get('it has begun')\n"
     )
     [(_, states, text)] = lines_of(tmp_path, 2, does, done)
-    assert states == "['waits', 'idle']", text
+    assert states == "['running', 'idle']", text
     assert "rank 1 has finished recv #2 from rank 0 and is in no" in text and "waits in all_reduce #3 since" in text
 
 
@@ -193,7 +193,7 @@ PLAN = TROUBLE.replace(
 
 def test_error_in_plan(tmp_path):
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PLAN)
-    assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
+    assert states == "['running', 'idle']" and text.count(LATE.format(last=1)) == 1, text
     assert "rank 0 waits in all_reduce #1 since" in text
 
 
@@ -201,7 +201,7 @@ def test_error_with_recorded_calls(tmp_path):
     """With a recorder around the call, the error is still explained once."""
     made = "from ncclpy.engine import recorder\nrecorder.record_all()\nmake(timeout=60)"
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, made=made)
-    assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
+    assert states == "['running', 'idle']" and text.count(LATE.format(last=1)) == 1, text
 
 
 @pytest.mark.parametrize("abort", ["at once", "after a while"])  # as on GPUs
@@ -226,7 +226,7 @@ def test_deadline_kept_by_watcher_is_explained(tmp_path, abort):
     """
     made = SOON
     [(kind, states, text)] = lines_of(tmp_path, 2, SLEEPS, slow + textwrap.dedent(trouble), made)
-    assert (kind, states) == ("NcclTimeout", "['waits', 'idle']"), text
+    assert (kind, states) == ("NcclTimeout", "['running', 'idle']"), text
     assert "rank 0 waits in all_reduce #1 since" in text and LATE.format(last=1) in text
 
 
@@ -253,7 +253,7 @@ except ncclpy.NcclRemoteError as error:
 """
     output = run_ranks(tmp_path, 3, PROGRAM + program, only=[0])[1]
     [line] = [line for line in output.splitlines() if " has Nccl" in line]
-    assert "['waits', 'launched', 'ended']" in line, line
+    assert "['running', 'launched', 'ended']" in line, line
     assert "rank 1 has launched all_reduce #0 (float32 x 2, sum), which may be done since" in line
 
 
@@ -265,7 +265,7 @@ MOMENTS = {
         "comm.all_reduce(mine, stream=stream)\nstream.synchronize()\n",
         "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
         SLEEPS,
-        "['waits', 'idle']",
+        "['running', 'idle']",
         "rank 0 waits in all_reduce #2 since ",
         "rank 1 has finished all_reduce #1 and is in no operation since ",
     ),
@@ -274,7 +274,7 @@ MOMENTS = {
         "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
         "del comm\nmine = 'ncclpy/communicator-1/status/1'\n"
         "testing.wait_for(lambda: b'\"closed\":true' in store.get(mine), 'it to be told')\n" + SLEEPS,
-        "['waits', 'closed']",
+        "['running', 'closed']",
         "rank 0 waits in all_reduce #1 since ",
         "rank 1 has closed the communicator",
     ),
@@ -285,7 +285,7 @@ MOMENTS = {
         "graph.launch()\nncclpy.synchronize(device)\n"
         "for _ in range(100):\n    time.sleep(0.1)\n    comm.all_reduce(array(3))",
         SLEEPS,
-        "['waits', 'idle']",
+        "['running', 'idle']",
         "rank 0 waits in all_reduce #3 since ",  # the capture counts as a call
         "rank 1 has finished all_reduce #2 and is in no operation since ",
     ),
@@ -350,7 +350,7 @@ def test_rank_that_is_blocked_elsewhere_is_not_called_idle(host_engine, tmp_path
     """
     made = f"make(timeout=60)\nother = {make}"
     [(_, states, text)] = lines_of(tmp_path, 2, textwrap.dedent(does), made=made)
-    assert states == "['waits', 'elsewhere']", text
+    assert states == "['running', 'in_other_group']", text
     blocked = rf"all_reduce #0 and is blocked in all_reduce #0 \(float32 x 3, sum\) of {kind} '{name}' since "
     assert re.search(f"rank 1 has finished {blocked}", text), text
 
@@ -361,7 +361,7 @@ def test_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
         "try:\n    comm.all_reduce(array(3), timeout=patience)\nexcept ncclpy.NcclError as error:\n    say(error)\n"
     )
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, trouble, "make(abortable=True)", before)
-    assert states == "['waits', 'idle']" and "rank 1 has finished all_reduce #1 and is in no operation" in text, text
+    assert states == "['running', 'idle']" and "rank 1 has finished all_reduce #1 and is in no operation" in text, text
 
 
 def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
@@ -377,7 +377,7 @@ def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
     """
     instead = "with contextlib.suppress(ncclpy.NcclError):\n    comm.broadcast(array(9), root=0)\ntime.sleep(40)"
     [(_, states, text)] = lines_of(tmp_path, 2, instead, textwrap.dedent(trouble))
-    assert states == "['waits', 'waits']" and "in all_reduce #1 " in text and "in broadcast #1 " in text, text
+    assert states == "['running', 'running']" and "in all_reduce #1 " in text and "in broadcast #1 " in text, text
 
 
 def test_lost_store_is_named_in_error(tmp_path):

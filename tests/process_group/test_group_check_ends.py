@@ -101,7 +101,7 @@ def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
             assert late.wait(DEADLINE)
             return group.all_reduce(np.ones(2)).exception(DEADLINE) if end == "deadline" else None
         first = beside(lambda: group.all_reduce(np.ones(2)).wait(DEADLINE))
-        testing.wait_for(lambda: group.state()[0].state == "waits", "the first thread to wait", DEADLINE)
+        testing.wait_for(lambda: group.state()[0].state == "running", "the first thread to wait", DEADLINE)
         if end == "deadline":
             with pytest.raises(
                 ncclpy.NcclTimeout, match="another thread still waits for the other ranks to bring what"

@@ -156,7 +156,7 @@ def test_deadline_ends_the_group_on_all_ranks(arrays, how):
                 work = group.all_reduce(array, timeout=0.5 if how == "operation" else None)
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclTimeout) and group.error is error
-        assert [(each.rank, each.state) for each in error.ranks] == [(0, "waits"), (1, "idle")]
+        assert [(each.rank, each.state) for each in error.ranks] == [(0, "running"), (1, "idle")]
         assert "rank 1 has finished all_reduce #0 and is in no operation" in str(error)
         with pytest.raises(ncclpy.NcclAborted, match="has ended") as caught:
             group.barrier()

@@ -81,7 +81,7 @@ def test_rank_of_another_machine_that_is_gone_is_known_long_before_the_deadline(
     gone = "rank 1 of process group 'default' is gone: its heartbeats in the store have stopped"
     assert said.startswith("NcclRemoteError ") and gone in said, said
     assert "rank 1 cannot be reached: the process has ended, or its machine or network is gone" in said
-    assert re.search(r"\['waits', 'gone'\]", said), said
+    assert re.search(r"\['running', 'lost'\]", said), said
 
 
 def test_survivors_recover_without_waiting_for_silent_rank(tmp_path):

@@ -14,11 +14,11 @@ import testing
 AWAY = {
     "killed": (
         "os.kill(os.getpid(), signal.SIGKILL)",
-        "gone",
+        "lost",
         "rank 1 cannot be reached: the process has ended, or its machine or network is gone, last heard of after "
         "all_reduce #0",
     ),
-    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "silent", "rank 1 does not answer"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "unresponsive", "rank 1 does not answer"),
 }
 
 
@@ -34,7 +34,7 @@ def test_error_tells_state_of_process_on_other_machine(tmp_path, what):
     program += "if group.rank == 1:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
     program += (
         "group.store.get('has begun')\n"
-        f"error = group.all_reduce(many, timeout={0.5 if state == 'silent' else 30}).exception(60)\n"
+        f"error = group.all_reduce(many, timeout={0.5 if state == 'unresponsive' else 30}).exception(60)\n"
         "print('rank', group.rank, 'has', error, error.ranks[1].state, flush=True)\n"
         "group.close()\n"
     )

@@ -356,7 +356,7 @@ def test_rank_waiting_for_comparison_gets_the_error(host_engine):
         waits = threading.Thread(target=call)
         if group.rank == 0:
             waits.start()
-            testing.wait_for(lambda: group.state()[0].state == "waits", "its call")
+            testing.wait_for(lambda: group.state()[0].state == "running", "its call")
         group.store.barrier("it waits", group.rank, 2, DEADLINE)
         group.reconfigure(everyone, uuid="on")
         if group.rank == 0:
@@ -470,7 +470,7 @@ def test_reconfigure_does_not_end_process_with_on_error_exit(host_engine, monkey
             error = group.all_reduce(np.ones(1)).exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclError)
         else:
-            testing.wait_for(lambda: group.state()[1].state == "waits", "rank 1's call")
+            testing.wait_for(lambda: group.state()[1].state == "running", "rank 1's call")
         group.reconfigure(everyone, uuid="on")
         assert group.all_reduce(np.ones(1)).result(DEADLINE)[0] == 2
         time.sleep(0.3)

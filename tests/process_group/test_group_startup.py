@@ -196,7 +196,7 @@ def test_closed_rank_is_not_waited_for_with_on_error_report(host_engine):
 
     together = threading.Barrier(2)
     error = run_groups(2, body, timeout=LONG, on_error="report")[0]
-    assert isinstance(error, ncclpy.NcclRemoteError) and states_of(error) == ["waits", "closed"]
+    assert isinstance(error, ncclpy.NcclRemoteError) and states_of(error) == ["running", "closed"]
 
 
 # A late rank is waited for until the deadline, and the error tells it apart from a closed one.
@@ -242,7 +242,7 @@ def test_connect_with_shorter_timeout_names_missing_rank(host_engine):
 def test_rank_that_never_made_the_group_is_told_apart(host_engine):
     group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.3)
     error = group.all_reduce(np.ones(2)).exception(DEADLINE)
-    assert error.missing == [1] and states_of(error) == ["waits", "absent"]
+    assert error.missing == [1] and states_of(error) == ["running", "not_joined"]
     assert "rank 1 has not made this group" in str(error)
     group.close()
 
@@ -294,7 +294,12 @@ os._exit(0)
 """
 TOLD = {
     "stopped": ("pass", "os.kill(os.getpid(), signal.SIGSTOP)", "'stopped'", "is stopped (by SIGSTOP or a debugger)"),
-    "holds the GIL": ("pass", "import ctypes; ctypes.PyDLL(None).sleep(60)", "'silent'", "its Python does not run"),
+    "holds the GIL": (
+        "pass",
+        "import ctypes; ctypes.PyDLL(None).sleep(60)",
+        "'unresponsive'",
+        "its Python does not run",
+    ),
     "killed": ("pass", "os.kill(os.getpid(), signal.SIGKILL)", "'ended'", "rank 1's process has ended"),
     "killed before": (
         "rendezvous(); os.kill(os.getpid(), signal.SIGKILL)",
@@ -302,7 +307,7 @@ TOLD = {
         "'ended'",
         "rank 1's process has ended",
     ),
-    "never there": ("os._exit(0)", "", "'absent'", "rank 1 has not made this group"),
+    "never there": ("os._exit(0)", "", "'not_joined'", "rank 1 has not made this group"),
 }
 
 
@@ -333,7 +338,7 @@ def test_from_env_timeout_tells_state_of_missing_rank(host_engine, tmp_path, cam
     """
     output = run_ranks(tmp_path, 2, program, only=[0])[1]
     line = next(line for line in output.splitlines() if "rank 0 has" in line)
-    assert f"['waits', '{'ended' if came else 'absent'}'] [1]" in line, output
+    assert f"['running', '{'ended' if came else 'not_joined'}'] [1]" in line, output
     assert ("rank 1's process has ended" in line) == came, output
 
 

@@ -75,8 +75,8 @@ def program(group, what, together):
 ended: dict[int, bool] = {}
 
 ROOTED = OperationInfo("broadcast", 1, "float32", 16384, None, 2)
-#: States other than "waits" and "idle".
-STATES = {"closed": "closed", "closing": "closed", "another group": "elsewhere", "a split": "meets"}
+#: States other than "running" and "idle".
+STATES = {"closed": "closed", "closing": "closed", "another group": "in_other_group", "a split": "in_rendezvous"}
 WHERE = {"another group": "g/0", "a split": "split()"}
 
 INSTEAD = {
@@ -124,7 +124,7 @@ def test_error_tells_what_other_rank_does(host_engine, monkeypatch, what):
     for error in filter(None, errors):
         assert said in str(error), error
         assert [each.rank for each in error.ranks] == [0, 1, 2] and error.ranks[2].current == current
-        assert error.ranks[2].state == STATES.get(what, "idle" if current is None else "waits")
+        assert error.ranks[2].state == STATES.get(what, "idle" if current is None else "running")
         assert error.ranks[2].where == WHERE.get(what)
         mine = (
             replace(ROOTED, root=0)
@@ -151,11 +151,13 @@ def test_rank_held_up_by_its_own_stream_is_reported(host_engine, kind):
                 second.all_reduce(np.ones(2)).synchronize(stream)
                 work = group.all_reduce(np.ones(4), stream=stream)
             else:
-                testing.wait_for(lambda: group.state()[1].state == "behind", "its call")
+                testing.wait_for(lambda: group.state()[1].state == "blocked_on_input", "its call")
                 told.append(group.state()[1].current)
-                testing.wait_for(lambda: b'"behind":true' in store.get("ncclpy/group/g/1/status/1"), "what it tells")
+                testing.wait_for(
+                    lambda: b'"blocked_on_input":true' in store.get("ncclpy/group/g/1/status/1"), "what it tells"
+                )
                 second.all_reduce(np.ones(2))
-                testing.wait_for(lambda: group.state()[1].state == "waits", "its stream")
+                testing.wait_for(lambda: group.state()[1].state == "running", "its stream")
                 work = group.all_reduce(np.ones(4))
             work.wait(DEADLINE)
             together.wait(DEADLINE)
@@ -189,7 +191,7 @@ def test_error_names_rank_held_up_by_its_own_stream(host_engine):
             return group.error
 
     for error in run_groups(2, body, name="g"):
-        assert [each.state for each in error.ranks] == ["waits", "behind"], error
+        assert [each.state for each in error.ranks] == ["running", "blocked_on_input"], error
         assert re.search(
             r"of process group 'g': rank 1 has begun all_reduce #1, which waits for its stream since \S+ m?s \(a "
             r"kernel, or a copy, before it has not ended\); rank 0 waits in all_reduce #1 since ",
@@ -224,7 +226,7 @@ def test_slow_store_still_gives_report_in_error(host_engine, late):
     for error in run_groups(8, body, store=store):
         assert "': ranks 4-7 have finished all_reduce #0 and are in no operation since " in str(error), error
         assert "; ranks 0-3 wait in all_reduce #1 since " in str(error), error
-        assert [each.state for each in error.ranks] == ["waits"] * 4 + ["idle"] * 4
+        assert [each.state for each in error.ranks] == ["running"] * 4 + ["idle"] * 4
     testing.wait_for(
         lambda: not [key for key in store.keys("") if "/answer/" in key], "the answers to be cleared away"
     )
@@ -260,7 +262,7 @@ def test_state(arrays, tmp_path, kind):
             assert found[1].state == "idle" and found[1].current is None
             assert found[1].finished == OperationInfo("all_reduce", 0, "float32", 8, "sum", None)
             assert found[1].since >= 0 and found[1].heard >= 0
-            assert found[0].state == "waits" and found[0].current == OperationInfo(
+            assert found[0].state == "running" and found[0].current == OperationInfo(
                 "all_reduce", 1, "float32", 8, "sum", None
             )
 
@@ -314,7 +316,7 @@ def test_rank_that_shares_no_process_is_searched_in_all_local_groups(host_engine
                 others[1].all_reduce(np.ones(2))
                 others[0].broadcast(np.ones(2))
                 mine = one.state(0.1)[0]
-                assert (mine.state, mine.where, mine.current.operation) == ("elsewhere", "second", "all_reduce")
+                assert (mine.state, mine.where, mine.current.operation) == ("in_other_group", "second", "all_reduce")
             finally:
                 for other in others:
                     other.abort()
@@ -344,7 +346,7 @@ def test_late_operation_with_on_error_report_names_late_rank(host_engine):
 
     late = threading.Event()
     first, second = run_groups(2, body, on_error="report")
-    assert second is None and [each.state for each in first.ranks] == ["waits", "idle"]
+    assert second is None and [each.state for each in first.ranks] == ["running", "idle"]
     assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
 
 
@@ -450,7 +452,7 @@ def test_begun_operation_is_reported_while_call_holds_gil(tmp_path):
     said = [line for line in output.splitlines() if "rank 1 is" in line]
     assert len(said) == 1, output
     where = r"in (broadcast #1 \(float32 x 1,024, root 1\)|all_reduce #2 \(float64 x 2, sum\)) True"
-    assert re.search("rank 1 is silent after .* " + where, said[0]), said
+    assert re.search("rank 1 is unresponsive after .* " + where, said[0]), said
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -74,7 +74,7 @@ class Rank:
     def condition(self, moment: float) -> str:
         if moment >= self.killed:
             return "ended"
-        return "stopped" if any(begin <= moment < end for begin, end in self.stops) else "silent"
+        return "stopped" if any(begin <= moment < end for begin, end in self.stops) else "unresponsive"
 
 
 class Run:

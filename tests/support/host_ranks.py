@@ -3,10 +3,10 @@
 import concurrent.futures
 import contextlib
 import os
-import threading
 import time
 import traceback
 
+import thread_ranks
 from nccl_calls import Nccl
 
 import testing
@@ -37,23 +37,7 @@ class Rank:
 def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
     """Run `body(rank, *arguments)` for each rank in threads and return the results."""
     uid = nccl.unique_id()
-    results, errors = [None] * nranks, []
-
-    def run(rank):
-        try:
-            results[rank] = body(Rank(nccl, rank, nranks, uid), *arguments)
-        except BaseException:
-            errors.append(f"rank {rank}:\n{traceback.format_exc()}")
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(nranks)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + deadline
-    for thread in threads:
-        thread.join(max(0.01, end - time.monotonic()) if not errors else 1)
-    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    assert not errors and not stuck, "\n".join([*errors, f"still running after {deadline} s: ranks {stuck}"])
-    return results
+    return thread_ranks.run_ranks(nranks, lambda rank: body(Rank(nccl, rank, nranks, uid), *arguments), deadline)
 
 
 def _serve(pipe, cores):

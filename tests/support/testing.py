@@ -7,6 +7,7 @@ this module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,6 +21,7 @@ import traceback
 from multiprocessing import forkserver
 
 import numpy as np
+import thread_ranks
 import warm_ranks
 from array_libs import DTYPES as DTYPES
 from array_libs import CupyArrays as CupyArrays
@@ -133,22 +135,14 @@ def communicators(nranks: int, **options):
 
 def close_all(comms) -> None:
     """Close communicators of one process, each in its own thread, as ranks would."""
-    threads = [threading.Thread(target=comm.close, daemon=True) for comm in comms if not comm.closed]
-    for thread in threads:
-        thread.start()
-    _join(threads, time.monotonic() + 30)
-    stuck = sum(thread.is_alive() for thread in threads)
-    if stuck:
-        abort_all(comms)
-        raise AssertionError(f"{stuck} of {len(comms)} communicators did not close within 30 s")
+    left = [comm for comm in comms if not comm.closed]
+    thread_ranks.run_ranks(len(left), lambda rank: left[rank].close(), 30.0, lambda reason: abort_all(left))
 
 
 def abort_all(comms) -> None:
     """Abort every communicator, each in its own thread, which may be left behind."""
-    threads = [threading.Thread(target=_abort, args=(comm,), daemon=True) for comm in comms if not comm.closed]
-    for thread in threads:
-        thread.start()
-    _join(threads, time.monotonic() + 10)
+    threads = thread_ranks.start([functools.partial(_abort, comm) for comm in comms if not comm.closed], "abort ")
+    thread_ranks.join(threads, time.monotonic() + 10)
 
 
 def _abort(comm):
@@ -156,11 +150,6 @@ def _abort(comm):
         comm.abort()
     except ncclpy.NcclError:
         pass  # report the failure that caused the abort instead
-
-
-def _join(threads, deadline):
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Rank:
@@ -217,49 +206,21 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
     communicator made with `Rank.init`, and each of `comms`, was aborted, so that no other rank stays stuck.
     """
     need_devices(nranks)
-    deadline = time.monotonic() + timeout
-    exchange = _Exchange(nranks, deadline)
+    exchange = _Exchange(nranks, time.monotonic() + timeout)
     ranks = [Rank(r, nranks, lambda word, r=r: exchange.share(r, word)) for r in range(nranks)]
-    results: list = [None] * nranks
-    errors: list = []
-    failed = threading.Event()
 
-    def body(rank):
-        try:
-            results[rank.rank] = fn(rank)
-            for comm in rank.comms:
-                comm.close()
-        except BaseException as error:
-            errors.append(error)
-            failed.set()
-
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank.rank}", daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads) and not failed.is_set() and time.monotonic() < deadline:
-        # The thread may have ended since is_alive(); then join() returns at once.
-        next((thread for thread in threads if thread.is_alive()), threads[0]).join(0.02)
-    stuck = [thread for thread in threads if thread.is_alive()]
-    if stuck and not failed.is_set():
-        frames = sys._current_frames()
-        where = "\n".join(
-            f"{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident]))
-            for thread in stuck
-            if thread.ident in frames
-        )
+    def abort(reason):
         abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
-        raise AssertionError(f"{len(stuck)} of {nranks} ranks not done after {timeout} s:\n{where}")
-    if errors:
-        deadline = time.monotonic() + 10
-        # Repeatedly: a rank that was inside init gets its communicator later.
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-            abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
-            _join(threads, time.monotonic() + 0.1)
-        left = [thread.name for thread in threads if thread.is_alive()]
-        if left:
-            raise AssertionError(f"a rank failed, and abort did not free {', '.join(left)}") from errors[0]
-        raise errors[0]
-    return results
+
+    return thread_ranks.run_ranks(nranks, lambda number: _call(ranks[number], fn), timeout, abort)
+
+
+def _call(rank, fn, *args):
+    """Return ``fn(rank, *args)``, after the communicators that it has made with `Rank.init` are closed."""
+    result = fn(rank, *args)
+    for comm in rank.comms:
+        comm.close()
+    return result
 
 
 def process_context():
@@ -371,10 +332,7 @@ def _child(r, nranks, pipe, fn, args):
 
     rank = Rank(r, nranks, share)
     try:
-        result = fn(rank, *args)
-        for comm in rank.comms:
-            comm.close()
-        pipe.send(("done", result))
+        pipe.send(("done", _call(rank, fn, *args)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
         os._exit(1)  # no clean-up, as the other ranks may never come
@@ -492,7 +450,7 @@ def check_takes_its_turn(comms, all_reduce, call) -> None:
         threads[1].join(0.3)
         assert not ended, "it did not wait"
         abort_all(comms)
-        _join(threads, time.monotonic() + 30)
+        thread_ranks.join(threads, time.monotonic() + 30)
     assert sorted(map(id, ended)) == sorted(map(id, (all_reduce, call)))
 
 
@@ -503,21 +461,4 @@ def without_line(text: str) -> str:
 
 def run_with_deadline(fn, timeout: float = 30.0):
     """Return ``fn()``, called in a thread; fail at the timeout. For calls that might block for ever."""
-    box: list = []
-
-    def body():
-        try:
-            box.append((fn(), None))
-        except BaseException as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if not box:
-        stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
-        raise AssertionError(f"not back after {timeout} s:\n{stack}")
-    result, error = box[0]
-    if error is not None:
-        raise error
-    return result
+    return thread_ranks.run_ranks(1, lambda rank: fn(), timeout)[0]

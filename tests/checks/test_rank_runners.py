@@ -1,12 +1,15 @@
-"""What the runner of ranks as threads, `thread_ranks`, says of ranks that fail or hang.
+"""What the runners of ranks (`thread_ranks`, `process_ranks`) say of ranks that fail or hang.
 
 `tests/core/test_fork_exit.py` has ranks that fail beside others in a barrier.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 
+import process_ranks
 import pytest
 import thread_ranks
 
@@ -46,3 +49,53 @@ def test_thread_that_does_not_end_is_shown_with_its_stack(monkeypatch, other):
     let_go.set()
     assert reasons[0] == {"hangs": "not done after 0.2 s", "fails": "rank 1 failed: 'lost'"}[other]
     assert isinstance(raised.value.__cause__, KeyError) == (other == "fails")
+
+
+def calls(number):
+    return lambda function, *arguments: function(*arguments)
+
+
+@pytest.fixture
+def processes():
+    processes = process_ranks.RankProcesses(calls)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_processes_have_environment_and_cores_of_their_start(monkeypatch, reused):
+    cores, before = {min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)
+    monkeypatch.setenv("FOR_RANKS", "1")
+    processes = process_ranks.RankProcesses(calls, reused=reused)
+    os.sched_setaffinity(0, cores)
+    try:
+        assert processes.run([(os.getenv, "FOR_RANKS"), (os.sched_getaffinity, 0)], 60) == ["1", cores]
+    finally:
+        os.sched_setaffinity(0, before)
+        processes.close(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            (int, "x"),
+            r"(?s)rank 1 failed in its process:.*in <lambda>.*ValueError: invalid literal.*rank 0 not done 2 s",
+        ),
+        ((os._exit, 3), r"rank 1 died with exit code 3\nrank 0 not done 2 s later"),
+        ((time.sleep, 60), r"^rank 0, rank 1 not done after 1 s; their processes were killed$"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_failed_process_is_reported_and_replaced(processes, call, says):
+    before = processes.run([(os.getpid,)] * 2, 60)
+    with pytest.raises(AssertionError, match=says):
+        processes.run([(time.sleep, 60), call], 1 if call[0] is time.sleep else 60)
+    after = processes.run([(os.getpid,)] * 2, 60)
+    assert not set(before) & set(after)
+    assert after == processes.run([(os.getpid,)] * 2, 60), "they are used again"
+
+
+def test_process_that_may_end_has_no_result(processes):
+    assert processes.run([(os.getpid,), (os._exit, 3)], 60, ends=[1])[1] is None
+    assert not processes.started

@@ -27,7 +27,7 @@ def ranks2(extension):
     """Return two ranks of torch.distributed, processes that run programs."""
     two = Ranks(2)
     yield two
-    two.clear()
+    two.close()
 
 
 @pytest.fixture(scope="session")
@@ -36,4 +36,4 @@ def ranks4(extension):
     testing.need_processes(4)
     four = Ranks(4)
     yield four
-    four.clear()
+    four.close()

@@ -292,7 +292,7 @@ def test_backend_of_torch_distributed_enables_native_reading(extension, host_eng
         assert one.run(reads_natively, backend=None) == [(False, False)]
         assert one.run(reads_natively) == [(True, True)]
     finally:
-        one.clear()
+        one.close()
 
 
 def test_reading_natively_twice_changes_nothing(native):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import DEADLINE
+from torch_ranks import Ranks
 
 import ncclpy
 import testing
@@ -47,21 +46,19 @@ def train(rank, step_of, on_error):
     return losses, said, dist.get_world_size()
 
 
-def job(rank, size, path, pipe):
-    os.environ["LOCAL_RANK"] = str(rank)
+def job(rank, size, folder):
     dist.init_process_group(
         "ncclpy",
-        store=dist.FileStore(path, size),
+        store=dist.FileStore(str(folder / "store"), size),
         rank=rank,
         world_size=size,
         pg_options={"on_error": "abort"},
     )
-    pipe.send("it has begun")
     died = 0.0
 
     def step_of(step):
         if step == DIES_IN and rank == LOST_RANK and dist.get_world_size() == size:
-            pipe.send(time.monotonic())
+            (folder / "killed").write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_error(error):
@@ -70,31 +67,14 @@ def job(rank, size, path, pipe):
         died = time.monotonic()
         return str(error), found
 
-    found = train(rank, step_of, on_error)
-    dist.destroy_process_group()
-    pipe.send((*found, died))
+    return *train(rank, step_of, on_error), died
 
 
 def test_three_ranks_continue_without_the_fourth(extension, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(4):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=job, args=(rank, 4, str(tmp_path / "store"), theirs), daemon=True))
-        pipes.append(ours)
-        processes[-1].start()
-    found = []
-    try:
-        for pipe in pipes:  # each imports torch, all at once
-            assert pipe.poll(2 * DEADLINE) and pipe.recv(), "a rank has not begun"
-        for pipe in pipes:
-            assert pipe.poll(DEADLINE), "a rank has not ended"
-            found.append(pipe.recv())
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
-    killed = found.pop(LOST_RANK)
+    with contextlib.closing(Ranks(4)) as ranks:
+        found = ranks.run(job, tmp_path, backend=None, ends=[LOST_RANK])
+    assert found.pop(LOST_RANK) is None
+    killed = float((tmp_path / "killed").read_text())
     for losses, (said, recovery), size, resumed in found:
         assert size == 3 and recovery.survivors == (0, 1, 3) and recovery.lost == (LOST_RANK,)
         assert "rank 2 of 4 is dead" in said, said

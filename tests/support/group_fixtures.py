@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing.connection
 import os
 import subprocess
 import sys
 import textwrap
-import time
-import traceback
 
 from group_ranks import DEADLINE
+from process_ranks import RankProcesses
 
 import ncclpy
 import testing
@@ -143,16 +141,12 @@ TOLD = (
 
 
 class Processes:
-    """Processes that are started once and run one program after the other.
-
-    After a program that failed, or that was not done in time, they are killed, and new ones are started.
-    """
+    """Processes that are started once and run one program after the other."""
 
     def __init__(self, size):
         self.size = size
-        self._started = []
-        self._store = None
         self._programs = itertools.count()
+        self._store = self._ranks = None
 
     def run(self, program, *arguments, ends=()):
         """Call ``program(world, *arguments)``, a function of a module, in each process; return the results.
@@ -160,71 +154,23 @@ class Processes:
         The result is None for the ranks in `ends`, as their processes may end in the program.
         """
         testing.need_processes(self.size)
-        if not self._started:
-            self._start()
-        number = next(self._programs)
-        for _, pipe in self._started:
-            pipe.send((number, program, arguments))
-        results, end = {}, time.monotonic() + DEADLINE
-        while len(results) < self.size:
-            waiting = [pipe for rank, (_, pipe) in enumerate(self._started) if rank not in results]
-            ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
-            for rank, (_, pipe) in enumerate(self._started):
-                if pipe in ready:
-                    try:
-                        results[rank] = pipe.recv()
-                    except (EOFError, ConnectionResetError):
-                        results[rank] = (None, None if rank in ends else "its process has ended")
-            failed = {rank: text for rank, (_, text) in results.items() if text}
-            if failed:
-                end = min(end, time.monotonic() + 2)  # the others then fail too, and their errors are included
-            if not ready:
-                missing = [rank for rank in range(self.size) if rank not in results]
-                failed |= {rank: f"not done after {DEADLINE} s" for rank in missing if not failed}
-                break
-        if failed:
-            self.close()
-            raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
-        if ends:
-            self.close()
-        return [results[rank][0] for rank in range(self.size)]
-
-    def _start(self):
-        context = testing.process_context()
-        self._store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            arguments = (dict(os.environ), _serve, rank, self.size, self._store.port, theirs)
-            process = context.Process(
-                target=testing.with_environment, args=arguments, name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._started.append((process, ours))
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+            self._ranks = RankProcesses(_begin, self.size, self._store.port)
+        return self._ranks.run([(next(self._programs), program, arguments)] * self.size, DEADLINE, ends)
 
     def close(self):
         """Kill the processes."""
-        for process, pipe in self._started:
-            process.kill()
-            process.join()
-            process.close()
-            pipe.close()
-        self._started = []
         if self._store is not None:
+            self._ranks.close()
             self._store.close()
             self._store = None
 
 
-def _serve(rank, size, port, pipe):
+def _begin(rank, size, port):
     store = TCPStore("127.0.0.1", port)
-    while True:
-        try:
-            number, program, arguments = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            world = World(rank, size, PrefixStore(f"program {number}", store), "processes")
-            answer = program(world, *arguments), None
-        except BaseException:
-            answer = None, traceback.format_exc()
-        pipe.send(answer)
+
+    def run(number, program, arguments):
+        return program(World(rank, size, PrefixStore(f"program {number}", store), "processes"), *arguments)
+
+    return run

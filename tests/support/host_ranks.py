@@ -1,15 +1,12 @@
 """Run one function as every rank, in threads or in separate processes, with a common deadline."""
 
-import concurrent.futures
 import contextlib
-import os
-import time
-import traceback
+import functools
 
+import process_ranks
 import thread_ranks
 from nccl_calls import Nccl
 
-import testing
 from ncclpy.core.runtime.search import host_engine_path
 
 DEADLINE = 60.0
@@ -36,83 +33,35 @@ class Rank:
 
 def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
     """Run `body(rank, *arguments)` for each rank in threads and return the results."""
-    uid = nccl.unique_id()
-    return thread_ranks.run_ranks(nranks, lambda rank: body(Rank(nccl, rank, nranks, uid), *arguments), deadline)
+    return _run(nccl, range(nranks), nranks, nccl.unique_id(), deadline, body, arguments)
 
 
-def _serve(pipe, cores):
-    """Serve as one of the processes: receive bodies, run each for some ranks, send back results or tracebacks."""
-    os.sched_setaffinity(0, cores)  # before the engine reads the set of cores
-    nccl = Nccl(host_engine_path())
-    while True:
-        try:
-            body, ranks, nranks, uid, arguments = pipe.recv()
-        except EOFError:  # the tests have ended
-            return
+def _run(nccl, ranks, nranks, uid, deadline, body, arguments):
+    """Run a body as some of the ranks, in threads."""
+    return thread_ranks.run_ranks(
+        len(ranks), lambda number: body(Rank(nccl, ranks[number], nranks, uid), *arguments), deadline
+    )
 
-        def run(rank, body=body, nranks=nranks, uid=uid, arguments=arguments):
-            try:
-                return rank, body(Rank(nccl, rank, nranks, uid), *arguments), None
-            except BaseException:
-                return rank, None, traceback.format_exc()
 
-        with concurrent.futures.ThreadPoolExecutor(len(ranks)) as threads:
-            pipe.send(list(threads.map(run, ranks)))
+def _begin(number):
+    return functools.partial(_run, Nccl(host_engine_path()))
 
 
 class Processes:
-    """Processes that are started once and run bodies on request; replaced after a failure.
-
-    Each has the environment and the cores of the test process at its start.
-    """
+    """Processes that are started once and run bodies on request."""
 
     def __init__(self):
-        self._context = testing.process_context()
-        self._workers = []
-
-    def _grow(self, count):
-        while len(self._workers) < count:
-            ours, theirs = self._context.Pipe()
-            arguments = (dict(os.environ), _serve, theirs, os.sched_getaffinity(0))
-            process = self._context.Process(target=testing.with_environment, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        self._processes = process_ranks.RankProcesses(_begin, name="process")
 
     def run(self, nccl, nranks, body, *arguments, deadline=DEADLINE, placement=None):
         """Run `body` as every rank; `placement[rank]` is the process of a rank, by default one per rank."""
         placement = list(placement or range(nranks))
         uid = nccl.unique_id()
-        used = sorted(set(placement))
-        self._grow(max(used) + 1)
-        for process in used:
-            ranks = [rank for rank in range(nranks) if placement[rank] == process]
-            self._workers[process][1].send((body, ranks, nranks, uid, arguments))
-        results, errors = {}, []
-        end = time.monotonic() + deadline
-        for process in used:
-            pipe = self._workers[process][1]
-            ready = pipe.poll(max(0.0, end - time.monotonic()) if not errors else 2.0)
-            if not ready:
-                errors.append(f"process {process} is still running after {deadline} s")
-                continue
-            try:
-                answers = pipe.recv()
-            except EOFError:
-                errors.append(f"process {process} died with exit code {self._workers[process][0].exitcode}")
-                continue
-            for rank, result, error in answers:
-                results[rank] = result
-                if error is not None:
-                    errors.append(f"rank {rank} in process {process}:\n{error}")
-        if errors:
-            self.close()
-        assert not errors, "\n".join(errors)
-        return [results[rank] for rank in range(nranks)]
+        ranks = [[rank for rank in range(nranks) if placement[rank] == each] for each in range(max(placement) + 1)]
+        # A process reports the stacks of ranks that are not done before it is killed.
+        requests = [(own, nranks, uid, 0.9 * deadline, body, arguments) for own in ranks]
+        results = [iter(each) for each in self._processes.run(requests, deadline)]
+        return [next(results[process]) for process in placement]
 
     def close(self):
-        for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-            process.join()
-        self._workers = []
+        self._processes.close()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import subprocess
@@ -17,10 +15,9 @@ import sys
 import textwrap
 import threading
 import time
-import traceback
-from multiprocessing import forkserver
 
 import numpy as np
+import process_ranks
 import thread_ranks
 import warm_ranks
 from array_libs import DTYPES as DTYPES
@@ -30,7 +27,7 @@ from array_libs import RawArrays as RawArrays
 from array_libs import TorchArrays as TorchArrays
 from array_libs import arrays as arrays
 from array_libs import ncclpy_dtype as ncclpy_dtype
-from paths import SUPPORT
+from paths import with_support as with_support
 
 import ncclpy
 from ncclpy.core.runtime import device as device_module
@@ -223,40 +220,6 @@ def _call(rank, fn, *args):
     return result
 
 
-def process_context():
-    """Return the multiprocessing context for the processes of tests.
-
-    They are forks of a server that has imported numpy, pytest and this module, and made no other calls: the imports
-    would take each process a third of a second of processor time. The server keeps its first environment, see
-    `with_environment`.
-    """
-    # Without PYTHONSAFEPATH the server would import sources of the current folder. LD_PRELOAD needs new processes.
-    if ncclpy.library().engine == "cuda" or sys.version_info < (3, 11) or "LD_PRELOAD" in os.environ:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "pytest", "testing"])
-    began = {"PYTHONPATH": with_support(), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in began}
-    os.environ.update(began)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
-
-
-def with_environment(environment: dict, fn, *args):
-    """Call a function, in a process of `process_context`, with the environment of the process that has started it."""
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-    return fn(*args)
-
-
 def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
     """Call ``fn(rank, *args)`` for each rank, in a separate process, and return the results in rank order.
 
@@ -264,83 +227,16 @@ def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
     killed.
     """
     need_processes(nranks)
-    context = process_context()
-    deadline = time.monotonic() + timeout
-    pipes, processes = [], []
-    for r in range(nranks):
-        ours, theirs = context.Pipe()
-        arguments = (dict(os.environ), _child, r, nranks, theirs, fn, args)
-        process = context.Process(target=with_environment, args=arguments, name=f"rank {r}", daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    processes = process_ranks.RankProcesses(_begin, nranks, reused=False)
     try:
-        return _serve(pipes, processes, deadline, timeout)
+        return processes.run([(fn, args)] * nranks, timeout)
     finally:
-        for process in processes:
-            process.join(max(0.0, min(5.0, deadline - time.monotonic())))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
+        processes.close(5.0)
 
 
-def _serve(pipes, processes, deadline, timeout):
-    """Pass the values of rank 0 on to all ranks, and collect the results."""
-    results: dict = {}
-    lost: dict = {}  # the errors of ranks without a result
-    while len(results) + len(lost) < len(pipes):
-        waiting = [pipe for r, pipe in enumerate(pipes) if r not in results and r not in lost]
-        ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
-        if not ready:
-            break
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                kind, word = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                processes[rank].join(5)
-                lost[rank] = f"the process of rank {rank} died with exit code {processes[rank].exitcode}"
-            else:
-                if kind == "share":
-                    for other in pipes:
-                        with contextlib.suppress(BrokenPipeError):  # it has ended, which recv() reports
-                            other.send(word)
-                elif kind == "failed":
-                    lost[rank] = f"rank {rank} failed in its process:\n{word}"
-                else:
-                    results[rank] = word
-        if lost:
-            # The others then fail too, and may report first: all errors are collected.
-            deadline = min(deadline, time.monotonic() + 2)
-    if lost:
-        raise AssertionError("\n".join(lost.values()))
-    if len(results) < len(pipes):
-        missing = [r for r in range(len(pipes)) if r not in results]
-        raise AssertionError(f"ranks {missing} not done after {timeout} s; their processes were killed")
-    return [results[r] for r in range(len(pipes))]
-
-
-def _child(r, nranks, pipe, fn, args):
-    def share(word):
-        if word is not None:
-            pipe.send(("share", word))
-        return pipe.recv()
-
-    rank = Rank(r, nranks, share)
-    try:
-        pipe.send(("done", _call(rank, fn, *args)))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        os._exit(1)  # no clean-up, as the other ranks may never come
-
-
-def with_support() -> str:
-    """Return the PYTHONPATH with which a program finds the modules of tests/support."""
-    return os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+def _begin(number, nranks):
+    rank = Rank(number, nranks, process_ranks.share)
+    return lambda fn, args: _call(rank, fn, *args)
 
 
 def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, check: bool = True, warm: bool = False):

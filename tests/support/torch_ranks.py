@@ -6,11 +6,10 @@ import datetime
 import functools
 import itertools
 import multiprocessing
-import multiprocessing.connection
 import os
 import tempfile
-import time
-import traceback
+
+from process_ranks import RankProcesses
 
 import ncclpy
 
@@ -18,33 +17,31 @@ import ncclpy
 DEADLINE = 60
 
 
-def _serve(rank, size, pipe, folder):
-    """Run the programs that arrive on the pipe, one after the other."""
+def _begin(rank, size, folder):
+    """Import torch; return the function that runs a program."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    pipe.send(None)
-    while True:
+
+    def run(number, backend, options, program, arguments):
+        torch.manual_seed(0)
+        store = dist.FileStore(os.path.join(folder, str(number)), size)
+        options = {"timeout": datetime.timedelta(seconds=DEADLINE / 2), **options}
+        if backend is not None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
         try:
-            number, backend, options, program, arguments = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            torch.manual_seed(0)
-            store = dist.FileStore(os.path.join(folder, str(number)), size)
-            options = {"timeout": datetime.timedelta(seconds=DEADLINE / 2), **options}
-            if backend is not None:
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
-            try:
-                found = program(rank, size, *arguments)
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-            pipe.send((found, None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
+            return program(rank, size, *arguments)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return run
+
+
+def _nothing(rank, size):
+    """Do nothing: the program with which processes import torch."""
 
 
 class Ranks:
@@ -54,70 +51,26 @@ class Ranks:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="torch-ranks-")
         self._numbers = itertools.count()
-        self._start()
+        self._processes = RankProcesses(_begin, size, self._folder.name, context=multiprocessing.get_context("spawn"))
 
-    def _start(self):
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.size, theirs, self._folder.name), name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._answers(100)
-
-    def _answers(self, deadline):
-        """Return the answer of each rank; None for a rank that has ended."""
-        end, answers = time.monotonic() + deadline, [None] * self.size
-        waiting = dict(zip(self._pipes, range(self.size), strict=True))
-        while waiting:
-            ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
-            if not ready:
-                self.close()
-                raise AssertionError(f"ranks {sorted(waiting.values())} have not answered within {deadline} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    answers[rank] = (None, "its process has ended")
-        return answers
-
-    def run(self, program, *arguments, backend="ncclpy", deadline=DEADLINE, **options):
+    def run(self, program, *arguments, backend="ncclpy", deadline=DEADLINE, ends=(), **options):
         """Run ``program(rank, size, *arguments)``, a function of a module, in each rank; return the results.
 
-        Failing groups raise here; by default they would end their processes.
+        Failing groups raise here; by default they would end their processes. The result is None for the ranks in
+        `ends` whose processes end in the program.
         """
         given = options.get("pg_options")
         if backend is not None and "ncclpy" in backend.lower() and (given is None or isinstance(given, dict)):
             options["pg_options"] = {"on_error": "abort", **(given or {})}
-        if not self._processes:
-            self._start()
-        number = next(self._numbers)
-        for pipe in self._pipes:
-            pipe.send((number, backend, options, program, arguments))
-        answers = self._answers(deadline)
-        failed = {rank: text for rank, (_, text) in enumerate(answers) if text}
-        if failed:
-            raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items()))
-        return [found for found, _ in answers]
+        if not self._processes.started:
+            self._run(100, (), None, {}, _nothing, ())
+        return self._run(deadline, ends, backend, options, program, arguments)
+
+    def _run(self, deadline, ends, *request):
+        return self._processes.run([(next(self._numbers), *request)] * self.size, deadline, ends)
 
     def close(self):
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._pipes, self._processes = [], []
-
-    def clear(self):
-        self.close()
+        self._processes.close(5.0)
         self._folder.cleanup()
 
 

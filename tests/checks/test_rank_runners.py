@@ -1,4 +1,4 @@
-"""What the runners of ranks (`thread_ranks`, `process_ranks`) say of ranks that fail or hang.
+"""What the three runners of ranks (`thread_ranks`, `process_ranks`, `warm_ranks`) say of ranks that fail or hang.
 
 `tests/core/test_fork_exit.py` has ranks that fail beside others in a barrier.
 """
@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
 
 import process_ranks
 import pytest
 import thread_ranks
+import warm_ranks
 
 
 def test_first_error_of_threads_is_raised_with_the_others_as_notes():
@@ -99,3 +102,29 @@ def test_failed_process_is_reported_and_replaced(processes, call, says):
 def test_process_that_may_end_has_no_result(processes):
     assert processes.run([(os.getpid,), (os._exit, 3)], 60, ends=[1])[1] is None
     assert not processes.started
+
+
+def test_warm_ranks_that_fail_show_codes_and_tracebacks(tmp_path):
+    program = """
+        if os.environ["RANK"] == "0":
+            raise KeyError("lost")
+        os.kill(os.getpid(), signal.SIGKILL if os.environ["RANK"] == "1" else signal.SIGSTOP)
+    """
+    codes, said = warm_ranks.run_ranks(tmp_path, 3, program, only=[0, 1])
+    assert codes == [1, -signal.SIGKILL, -signal.SIGKILL]
+    assert "program.py" in said and "KeyError: 'lost'" in said
+
+
+def test_warm_ranks_that_hang_are_killed_and_named(tmp_path):
+    program = "print('pid', os.getpid())\nif os.environ['RANK'] == '1':\n    time.sleep(60)"
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[1\] not done after 1 s:.*pid \d+.*pid \d+") as raised:
+        warm_ranks.run_ranks(tmp_path, 2, program, timeout=1)
+    pids = re.findall(r"pid (\d+)", str(raised.value))
+    assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert warm_ranks.run_ranks(tmp_path, 1, "print('again')") == ([0], "again\n")
+
+
+def test_warm_snippet_that_ends_at_once_is_not_waited_for():
+    begun = time.monotonic()
+    assert warm_ranks.run_snippet("import os\nos._exit(3)", dict(os.environ), 60) == (3, "", "")
+    assert time.monotonic() - begun < 30

@@ -7,16 +7,11 @@ prints a line for each case with a problem, and a summary, and exits with 1 if t
 from __future__ import annotations
 
 import argparse
-import atexit
-import importlib
+import contextlib
 import itertools
-import json
 import os
-import queue
 import re
-import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from warm_ranks import become
+from warm_ranks import launched, run_forks
 
 WHATS = ("kill", "raise", "absent", "stop")
 CASES = {
@@ -38,8 +33,8 @@ CASES = {
 }
 #: What the ranks of a program would import after the fork: an optimizer's first step imports torch._dynamo.
 IMPORTS = {
-    "torch_failures": ("torch", "torch._dynamo", "torch.nn.parallel", "ncclpy.interop.torch"),
-    "road_failures": ("testing",),
+    "torch_failures": ("torch", "torch._dynamo", "torch.nn.parallel", "ncclpy.interop.torch", "failure_matrix"),
+    "road_failures": ("testing", "failure_matrix"),
 }
 #: Ports below the system's ephemeral range; each run has its own, as several may run at once.
 PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
@@ -105,33 +100,6 @@ class Survivor:
         return [f"rank {self.rank}: {each}" for each in found]
 
 
-class Starter:
-    """A process that has made a program's imports and forks the ranks of a case, which begin at once."""
-
-    def __init__(self, program: str, imports: tuple[str, ...]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--start", program, *imports],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-        atexit.register(self._end)
-
-    def run(self, *order: object) -> list[tuple[int | None, float]]:
-        """Run the ranks of a case; return each exit code, None if killed here, and the time of its end."""
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def _end(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(30)
-
-
-_idle: dict[str, queue.LifoQueue[Starter]] = {program: queue.LifoQueue() for program in CASES}
-
-
 def run_case(
     program: str,
     case: str,
@@ -142,40 +110,27 @@ def run_case(
 ) -> list[Survivor]:
     """Run a case and return the other ranks; with `machines` each rank takes itself for a separate machine."""
     import ncclpy
-    from ncclpy.bootstrap import TCPStore
 
     size = 4 if machines else min(4, ncclpy.device_count())
-    try:
-        starter = _idle[program].get_nowait()
-    except queue.Empty:
-        on_gpu = ncclpy.library().engine == "cuda"
-        starter = Starter(program, IMPORTS[program] + (("torch",) if on_gpu else ()))  # torch's arrays, on GPUs
-    token, name = secrets.token_hex(8), secrets.token_hex(4)
+    on_torch = program == "torch_failures"
+    imports = IMPORTS[program]
+    if ncclpy.library().engine == "cuda":
+        imports += ("torch",)  # its arrays
+    variables = {"OMP_NUM_THREADS": "1", "ON_ERROR": on_error, "LIMIT": str(limit)}
     with (
         tempfile.TemporaryDirectory(prefix="failure-") as folder,
-        TCPStore("127.0.0.1", 0, serve=True, token=token, linger=0) as store,
+        contextlib.nullcontext(by_torchrun(size)) if on_torch else launched(size) as environments,
     ):
-        variables = {
-            "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": "1",
-            "ON_ERROR": on_error,
-            "LIMIT": str(limit),
-        }
-        if program == "torch_failures":  # rank 0 serves torch's store
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
-        else:
-            variables |= {"NCCLPY_STORE": f"127.0.0.1:{store.port}", "NCCLPY_STORE_TOKEN": token}
-            variables |= {"NCCLPY_RUN_ID": name, "TORCHELASTIC_RUN_ID": name}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
         if machines:  # then NCCL lets ranks share a GPU, and connects them by sockets
-            variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
-            own = [
-                {"RANK": str(r), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"machine-{r}"}
-                for r in range(size)
-            ]
+            variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        ranks = []
+        for rank, each in enumerate(environments):
+            each |= variables | ({"NCCL_HOSTID": f"machine-{rank}"} if machines else {})
+            ranks.append((each, f"{folder}/{rank}.out", f"{folder}/{rank}.err"))
+        others = [rank for rank in range(size) if rank != failing(size)]
+        command = Path(__file__).with_name(f"{program}.py"), case, folder
         begun = time.time()
-        ends = starter.run(case, folder, [variables | each for each in own], patience)
-        _idle[program].put(starter)
+        ends = run_forks(command, ranks, patience, only=others, how="whole", imports=imports)
         stamp = Path(folder, "stamp")
         at = float(stamp.read_text()) if stamp.exists() else begun
         return [
@@ -183,55 +138,25 @@ def run_case(
                 rank,
                 size,
                 stamp.exists(),
-                code,
-                end - at,
+                ends[rank][0],
+                ends[rank][1] - at,
                 Path(folder, f"{rank}.out").read_text().strip(),
                 Path(folder, f"{rank}.err").read_text(errors="replace"),
             )
-            for rank, (code, end) in enumerate(ends)
-            if rank != failing(size)
+            for rank in others
         ]
+
+
+def by_torchrun(size: int) -> list[dict[str, str]]:
+    """Return the environment of each rank, as torchrun would set it; rank 0 serves torch's store."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(size)}
+    common |= {"LOCAL_WORLD_SIZE": str(size)}
+    return [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def problems_of(case: str, recovers: bool, survivors: list[Survivor]) -> list[str]:
     """Return the problems of all ranks of a case."""
     return [each for survivor in survivors for each in survivor.problems(case, recovers)]
-
-
-# The functions from here on run in a starter.
-
-
-def start(imports: list[str]) -> tuple[str, str] | None:
-    """Read orders and fork; return, in a fork, its case and folder, and None at the end in the starter."""
-    for each in imports:
-        importlib.import_module(each)
-    while line := sys.stdin.readline():
-        case, folder, environments, patience = json.loads(line)
-        pids = []
-        for rank, environment in enumerate(environments):
-            pid = os.fork()
-            if pid == 0:
-                become({**os.environ, **environment}, f"{folder}/{rank}.out", f"{folder}/{rank}.err")
-                return case, folder
-            pids.append(pid)
-        sys.stdout.write(json.dumps(_ends_of(pids, patience)) + "\n")
-        sys.stdout.flush()
-    return None
-
-
-def _ends_of(pids: list[int], patience: float) -> list[tuple[int | None, float]]:
-    ends: dict[int, float] = {}
-    begun = time.time()
-    others = set(range(len(pids))) - {failing(len(pids))}
-    while len(ends) < len(others) and time.time() - begun < patience:
-        for rank in others:  # not reaped until below, so that the process id is not reused
-            if rank not in ends and os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                ends[rank] = time.time()
-        time.sleep(0.01)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return [(code if rank in ends else None, ends.get(rank, float("inf"))) for rank, code in enumerate(codes)]
 
 
 def main() -> int:
@@ -279,11 +204,5 @@ def main() -> int:
     return 1 if failed or unreached or not done else 0
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["--start"]:
-    name, *modules = sys.argv[2:]
-    path = Path(__file__).with_name(f"{name}.py")
-    if (found := start(modules)) is not None:
-        sys.argv = [str(path), *found]
-        exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
-elif __name__ == "__main__":
+if __name__ == "__main__":
     sys.exit(main())

@@ -7,10 +7,14 @@ environment of a rank of the launcher, and runs its program as ``__main__``. The
 from __future__ import annotations
 
 import atexit
+import collections
+import contextlib
+import gc
+import importlib
 import json
 import os
+import queue
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +26,19 @@ import traceback
 import warnings
 from pathlib import Path
 
-_warm: subprocess.Popen | None = None
+from paths import with_support
+
+#: What the warm process imports, unless others are named.
+IMPORTS = (
+    "encodings.idna",
+    "numpy",
+    "ncclpy.bootstrap.launched",
+    "ncclpy.host",
+    "ncclpy.peers.launcher_peers",
+    "ncclpy.process_group",
+    "testing",
+)
+_idle: dict[tuple[str, ...], queue.LifoQueue[subprocess.Popen]] = collections.defaultdict(queue.LifoQueue)
 
 
 def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None):
@@ -41,14 +57,25 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None
     variables
         More environment variables; those read at the import, such as NCCLPY_DUMP_DIR, have no effect.
     """
-    from ncclpy.bootstrap import TCPStore
-
     path = Path(folder) / "program.py"
     path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
-    token, name = secrets.token_hex(8), secrets.token_hex(4)
     outputs = [Path(folder) / f"output-{rank}" for rank in range(size)]
     for each in outputs:
         each.unlink(missing_ok=True)
+    with launched(size) as environments:
+        ranks = [({**each, **(variables or {})}, out, out) for each, out in zip(environments, outputs, strict=True)]
+        codes = [code for code, _ in run_forks([path], ranks, timeout, only=only)]
+    said = "".join(each.read_text(errors="replace") for each in outputs)
+    assert None not in codes, f"ranks {_late(codes)} not done after {timeout} s:\n{said}"
+    return codes, said
+
+
+@contextlib.contextmanager
+def launched(size):
+    """Serve a store, and yield the environment of each rank, as `ncclpy run` would set it."""
+    from ncclpy.bootstrap import TCPStore
+
+    token, name = secrets.token_hex(8), secrets.token_hex(4)
     with TCPStore("127.0.0.1", 0, serve=True, token=token, linger=0) as store:
         common = {
             "NCCLPY_STORE": f"127.0.0.1:{store.port}",
@@ -57,24 +84,16 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None
             "TORCHELASTIC_RUN_ID": name,
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": with_support(),
         }
-        common |= variables or {}
-        environments = [{**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
-        ranks = [(environment, str(output), None) for environment, output in zip(environments, outputs, strict=True)]
-        codes = _order(str(path), ranks, only, timeout)
-    said = "".join(each.read_text(errors="replace") for each in outputs)
-    assert codes is not None, f"not done after {timeout} s:\n{said}"
-    return codes, said
+        yield [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def run_program(path, variables, timeout=100.0):
     """Run a program in its folder, with warnings as errors; return its exit code and output."""
     output = Path(path).with_suffix(".output")
     output.unlink(missing_ok=True)
-    [code] = _order(str(path), [({**os.environ, **variables}, str(output), None)], None, timeout, how="strict") or [
-        None
-    ]
+    [(code, _)] = run_forks([path], [({**os.environ, **variables}, output, output)], timeout, how="strict")
     return code, output.read_text(errors="replace")
 
 
@@ -83,36 +102,48 @@ def run_snippet(code, environment, timeout):
     with tempfile.TemporaryDirectory() as folder:
         path, output, errors = (Path(folder) / name for name in ("program.py", "output", "errors"))
         path.write_text(code)
-        codes = _order(str(path), [(environment, str(output), str(errors))], None, timeout, how="whole")
+        [(ended, _)] = run_forks([path], [(environment, output, errors)], timeout, how="snippet")
         said = output.read_text(errors="replace"), errors.read_text(errors="replace")
-    assert codes is not None, f"not done after {timeout} s:\n{said[0]}\n{said[1]}"
-    return codes[0], *said
+    assert ended is not None, f"not done after {timeout} s:\n{said[0]}\n{said[1]}"
+    return ended, *said
 
 
-def _order(path, ranks, only, timeout, how=""):
-    """Have the warm process run a program for each rank; return the exit codes, None if they were not done in time."""
-    process = _started()
-    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), how]) + "\n")
-    process.stdin.flush()
-    # Unbuffered: a buffer could read early exit codes together with the process ids, unseen by select.
-    answers = process.stdout.buffer.raw
-    pids = json.loads(answers.readline())
-    if select.select([answers], [], [], timeout)[0]:
-        return json.loads(answers.readline())
-    for pid in pids:  # the warm process reaps only when the order is done, so that no process id is reused
-        os.kill(pid, signal.SIGKILL)
-    answers.readline()
-    return None
+def run_forks(command, ranks, timeout, *, only=None, how="", imports=IMPORTS):
+    """Run a program in a fork for each rank, all at once; return the exit code and the time of the end of each.
 
-
-def _started():
-    global _warm
-    if _warm is None or _warm.poll() is not None:
-        _warm = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+    Parameters
+    ----------
+    command
+        The path of the program, and its arguments.
+    ranks
+        The environment, the file for output, and the file for errors of each.
+    timeout
+        Seconds after which all are killed: the code of ranks of `only` that were not done is None.
+    only
+        The ranks that end by themselves, by default all; the others are killed when these have ended.
+    how
+        ``""`` exits without the interpreter's finalisation, ``"strict"`` also changes to the program's folder and has
+        warnings as errors; ``"whole"`` runs to the end of the interpreter, ``"snippet"`` too, like ``python -c``.
+    imports
+        The modules that the process has imported before; each set has its own processes, which are used again.
+    """
+    try:
+        process = _idle[imports].get_nowait()
+    except queue.Empty:
+        process = subprocess.Popen(
+            [sys.executable, __file__, *imports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
         )
-        atexit.register(_end, _warm)
-    return _warm
+        atexit.register(_end, process)
+    order = list(command), ranks, timeout, sorted(range(len(ranks)) if only is None else only), how
+    process.stdin.write(json.dumps(order, default=str) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline())
+    _idle[imports].put(process)
+    return answer
+
+
+def _late(codes):
+    return [rank for rank, code in enumerate(codes) if code is None]
 
 
 def _end(process):
@@ -127,49 +158,43 @@ def _end(process):
 def _serve():
     """Read orders and fork; return, in a fork, its program and how to run it; return None at the end."""
     while line := sys.stdin.readline():
-        path, ranks, only, how = json.loads(line)
+        command, ranks, timeout, only, how = json.loads(line)
         pids = []
         for environment, output, errors in ranks:
             pid = os.fork()
             if pid == 0:
-                become(environment, output, errors)
+                _become(environment, output, errors)
                 if how == "strict":
-                    os.chdir(Path(path).parent)
+                    os.chdir(Path(command[0]).parent)
                     warnings.simplefilter("error")
-                return path, how
+                return command, how
             pids.append(pid)
-        _say(pids)
-        _say(_end_of(pids, only))
+        sys.stdout.write(json.dumps(_ends_of(pids, timeout, set(only))) + "\n")
+        sys.stdout.flush()
     return None
 
 
-def _say(answer):
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def _end_of(pids, only):
-    """Return the exit codes of processes; when those in `only` have ended, the others are killed."""
-    left, killed = {pids[rank] for rank in only}, False
-    ended = set()
-    while len(ended) < len(pids):
-        # Not reaped: the id of a reaped process could belong to another one when a test kills it.
-        for pid in pids:
-            if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                ended.add(pid)
-        if left <= ended and not killed:
-            killed = True
-            for pid in set(pids) - ended:
-                os.kill(pid, signal.SIGKILL)
+def _ends_of(pids, timeout, only):
+    """Return exit codes and times of ends; when those in `only` have ended, and at the timeout, all are killed."""
+    ended, end = {}, time.monotonic() + timeout
+    while not only <= ended.keys() and time.monotonic() < end:
+        # Not reaped: the id of a reaped process could belong to another one when it is killed.
+        for rank, pid in enumerate(pids):
+            if rank not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                ended[rank] = time.time()
         time.sleep(0.002)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    late = only - ended.keys()
+    return [(None if rank in late else code, ended.get(rank, float("inf"))) for rank, code in enumerate(codes)]
 
 
-def become(environment, output, errors):
+def _become(environment, output, errors):
     """Take over an environment, and write to these files from now on."""
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, name in enumerate((os.devnull, output, errors or output)):
+    for descriptor, name in enumerate((os.devnull, output, errors)):
         opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
@@ -180,7 +205,6 @@ def become(environment, output, errors):
 def _run(path):
     """Run a program to its end; then exit without the interpreter's finalisation, which would touch all its memory."""
     code = 0
-    sys.argv = [path]
     try:
         exec(compile(Path(path).read_text(), path, "exec"), {"__name__": "__main__", "__file__": path})
         threading._shutdown()  # waits for non-daemon threads
@@ -195,24 +219,18 @@ def _run(path):
 
 
 if __name__ == "__main__":
-    import encodings.idna  # noqa: F401
-    import gc
-
-    import numpy  # noqa: F401
-
-    import ncclpy.bootstrap.launched
-    import ncclpy.host
-    import ncclpy.peers.launcher_peers
-    import ncclpy.process_group  # noqa: F401
-    import testing  # noqa: F401
-
+    for each in sys.argv[1:]:
+        importlib.import_module(each)
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, all objects
     found = _serve()
     if found is not None:
-        program, how = found
-        if how == "whole":
+        sys.argv, how = found
+        program = sys.argv[0]
+        if how == "snippet":
             sys.argv = ["-c"]
             exec(compile(Path(program).read_text(), "<string>", "exec"), vars())
+        elif how == "whole":
+            exec(compile(Path(program).read_text(), program, "exec"), vars())
         else:
             _run(program)

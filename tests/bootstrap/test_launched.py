@@ -14,6 +14,7 @@ import time
 
 import pytest
 import runs
+import thread_ranks
 from foreign_stores import free_port
 
 import ncclpy
@@ -229,33 +230,27 @@ def test_rank_and_world_size_alone_make_a_communicator_of_devices_in_order(host_
 
 def locate(names, size, seconds):
     """Locate ranks in threads on machines named by letters; return the result or the error of each rank."""
-    store, found = LocalStore(), {}
+    store = LocalStore()
 
     def be(rank):
+        threading.current_thread().name = names[rank]
         place = Place(rank, size, None, None, "torchrun")
         try:
-            found[rank] = launched._locate(
-                place, RankRendezvous(store, "this job", rank, size), time.monotonic() + seconds
-            )
+            return launched._locate(place, RankRendezvous(store, "this job", rank, size), time.monotonic() + seconds)
         except ncclpy.NcclTimeout as late:
-            found[rank] = late.missing, str(late).partition(" within")[0]
+            return late.missing, str(late).partition(" within")[0]
 
-    ranks = [threading.Thread(target=be, args=(rank,), name=name) for rank, name in enumerate(names)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    return found
+    return thread_ranks.run_ranks(len(names), be, LONG + 30)
 
 
 def test_ranks_of_each_machine_are_numbered_in_their_order(monkeypatch):
     monkeypatch.setattr(launched, "machine", lambda: threading.current_thread().name)
-    assert locate("abaa", 4, LONG) == {0: (0, 3), 1: (0, 1), 2: (1, 3), 3: (2, 3)}
+    assert locate("abaa", 4, LONG) == [(0, 3), (0, 1), (1, 3), (2, 3)]
 
 
 def test_rank_without_machine_is_same_error_on_all():
     late = "rank 2 of 3 did not come to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
-    assert locate("aa", 3, 1.0) == {0: ([2], late), 1: ([2], late)}
+    assert locate("aa", 3, 1.0) == [([2], late)] * 2
 
 
 def test_rank_and_world_size_without_address_name_missing_variables(monkeypatch):

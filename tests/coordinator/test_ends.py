@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import pytest
+import thread_ranks
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
@@ -310,7 +311,7 @@ def _no_memory(call, plane, owns, absent):
 def test_dropped_coordinator_is_reported(warning):
     meet = threading.Barrier(2)
 
-    def rank(number, store, found):
+    def rank(number):
         with device_module.using(number):
             coordinator = Coordinator((store, number, 2))
             coordinator.barrier("x").wait(DEADLINE)
@@ -326,13 +327,9 @@ def test_dropped_coordinator_is_reported(warning):
             coordinator.close(DEADLINE)
 
     store, found = LocalStore(), []
-    threads = [threading.Thread(target=rank, args=(number, store, found)) for number in range(2)]
     with warnings.catch_warnings(record=True) as caught:  # of all threads: the warning hook belongs to the process
         warnings.simplefilter(warning)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE)
+        thread_ranks.run_ranks(2, rank, DEADLINE)
     said = [str(each.message) for each in caught if each.category is ResourceWarning]
     assert warning == "error" or (len(said) == 1 and "was never closed" in said[0])
     [heard] = found

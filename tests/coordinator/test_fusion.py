@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import thread_ranks
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
@@ -207,22 +208,13 @@ def test_arrays_of_dropped_works_are_held_until_done():
 
 
 def test_different_fusion_options_are_an_error():
-    def body(coordinator):
-        raise AssertionError("it was made")
-
     store = ncclpy.bootstrap.LocalStore()
-    errors = [None, None]
 
     def rank(number):
-        try:
+        with pytest.raises(ValueError) as raised:
             ncclpy.Coordinator((store, number, 2), device=testing.device_of(number), fusion_bytes=100 + number)
-        except ValueError as error:
-            errors[number] = str(error)
+        return str(raised.value)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
+    errors = thread_ranks.run_ranks(2, rank, DEADLINE)
     assert errors[0] == errors[1]
     assert "fusion_bytes 100 on rank 0, 101 on rank 1" in errors[0]

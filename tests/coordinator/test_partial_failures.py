@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import thread_ranks
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
@@ -155,21 +156,17 @@ def test_undefined_operation_fails_its_whole_group():
     ("name", "first", "second"), [("cache", 8, 1024), ("timeout", 20.0, 30.0), ("fusion_bytes", 100, 101)]
 )
 def test_options_are_the_same_on_all_ranks(name, first, second):
-    store, found = LocalStore(), []
+    store = LocalStore()
 
     def rank(number):
         with pytest.raises(
             ValueError, match=rf"different options: {name} \S+( s)? on rank 0, \S+( s)? on rank 1"
         ) as differ:
             Coordinator((store, number, 2), device=number, **{name: second if number else first})
-        found.append(str(differ.value))
+        return str(differ.value)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(DEADLINE)
-    assert len(found) == 2 and found[0] == found[1]
+    found = thread_ranks.run_ranks(2, rank, DEADLINE)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["timeout", "stall_after"])

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import thread_ranks
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
@@ -33,7 +34,7 @@ class Changed:
 @pytest.mark.parametrize("tells", ["a clock of its own", "the control plane"])
 def test_connected_rank_that_does_not_begin_is_named_on_others(monkeypatch, tells):
     """Rank 1 sends its options only after rank 0 has given up."""
-    store, raised, given_up, opens = LocalStore(), {}, threading.Event(), session.open_control
+    store, given_up, opens = LocalStore(), threading.Event(), session.open_control
 
     def opened(*arguments, **options):
         if tells == "the control plane":
@@ -51,14 +52,10 @@ def test_connected_rank_that_does_not_begin_is_named_on_others(monkeypatch, tell
     def rank(number):
         with pytest.raises(ncclpy.NcclError) as caught:
             Coordinator((store, number, 2), device=number)
-        raised[number] = caught.value
         given_up.set()
+        return caught.value
 
-    each = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in each:
-        thread.start()
-    for thread in each:
-        thread.join(DEADLINE)
+    raised = thread_ranks.run_ranks(2, rank, DEADLINE)
     assert type(raised[0]) is ncclpy.NcclTimeout and raised[0].missing == [1]
     assert "rank 1 did not " in str(raised[0])
     assert type(raised[1]) is ncclpy.NcclAborted and f"rank 0 could not begin: {raised[0]}" in str(raised[1])

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import thread_ranks
 from coordinator_ranks import run_coordinators
 from leak_check import LASTING_MANAGER, descriptors, python_threads, settle, threads
 
@@ -54,19 +55,14 @@ def nothing_left(host_engine):
 
 def refused(size, wrong, error, **options):
     """Have all ranks fail to make a coordinator, each with its own options; return their error texts."""
-    store, said = LocalStore(), [None] * size
+    store = LocalStore()
 
     def rank(number):
         with pytest.raises(error) as raised:
             Coordinator((store, number, size), device=number, **options | wrong(number))
-        said[number] = str(raised.value)
+        return str(raised.value)
 
-    each = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
-    for thread in each:
-        thread.start()
-    for thread in each:
-        thread.join(60)
-    return said
+    return thread_ranks.run_ranks(size, rank, 60)
 
 
 def test_different_options_are_an_error_on_all(nothing_left, tmp_path):
@@ -136,7 +132,7 @@ FAILURES = {
 )
 def test_rank_that_cannot_begin_is_remote_error_on_others(nothing_left, monkeypatch, over, failure):
     options, function, why = FAILURES[failure]
-    store, together, raised = LocalStore(), threading.Barrier(3), [None] * 3
+    store, together = LocalStore(), threading.Barrier(3)
     if function is not None:
         real = getattr(*function)
 
@@ -153,22 +149,17 @@ def test_rank_that_cannot_begin_is_remote_error_on_others(nothing_left, monkeypa
             group, device = ncclpy.ProcessGroup(store, number, 3, device=number, timeout=60), {}
         with pytest.raises((OSError, ValueError, ncclpy.NcclError)) as caught:
             Coordinator(group or (store, number, 3), **device | (options if number == 1 else {}))
-        raised[number] = caught.value
         together.wait(60)
         if group is not None:
             group.close()
+        return caught.value
 
-    each = [threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in range(3)]
-    for thread in each:
-        thread.start()
-    for thread in each:
-        thread.join(60)
-    _check_all_know(raised, why)
+    _check_all_know(thread_ranks.run_ranks(3, rank, 60), why)
 
 
 def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypatch):
     """Rank 0 reads why rank 1 cannot begin and closes the connection to rank 2, which has not read the reason yet."""
-    store, raised = LocalStore(), [None] * 3
+    store = LocalStore()
     rank_2_began, rank_0_left = threading.Event(), threading.Event()
     real_call, real_begin = connections._call, session.Session.begin
 
@@ -191,16 +182,11 @@ def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypa
     def rank(number):
         with pytest.raises((OSError, ncclpy.NcclError)) as caught:
             Coordinator((store, number, 3), device=number)
-        raised[number] = caught.value
         if number == 0:
             rank_0_left.set()
+        return caught.value
 
-    each = [threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in range(3)]
-    for thread in each:
-        thread.start()
-    for thread in each:
-        thread.join(60)
-    _check_all_know(raised, "OSError: no socket")
+    _check_all_know(thread_ranks.run_ranks(3, rank, 60), "OSError: no socket")
 
 
 def _check_all_know(raised, why):

@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+import thread_ranks
 
 import ncclpy
 import testing
@@ -323,11 +324,7 @@ def test_groups_of_two_threads_are_apart(comms2, arrays):
         assert [values(arrays, part) for part in others] == [10, 10]
         outside.set()
 
-    threads = [threading.Thread(target=testing.run_with_deadline, args=(each,)) for each in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
+    thread_ranks.run_ranks(2, lambda number: (first, second)[number](), 30)
     assert [values(arrays, part) for part in parts] == [2, 2]
 
 
@@ -471,21 +468,11 @@ def test_ranks_that_disagree_raise_and_get_no_wrong_data(host_engine, comms2):
 
 
 def test_single_calls_that_disagree_raise_on_both_ranks(host_engine, comms2):
-    errors = {}
+    def call(rank):
+        with pytest.raises(ncclpy.NcclError, match="do not agree"):
+            comms2[rank].all_reduce(np.ones(4), op="max" if rank else "sum")
 
-    def call(comm):
-        try:
-            comm.all_reduce(np.ones(4), op="max" if comm.rank else "sum")
-        except ncclpy.NcclError as error:
-            errors[comm.rank] = error
-
-    threads = [threading.Thread(target=call, args=(comm,)) for comm in comms2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sorted(errors) == [0, 1]
-    assert all("do not agree" in str(error) for error in errors.values())
+    thread_ranks.run_ranks(2, call, 20)
     for comm in comms2:
         comm.abort()
 

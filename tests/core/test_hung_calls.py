@@ -9,6 +9,7 @@ import time
 import leak_check
 import numpy as np
 import pytest
+import thread_ranks
 
 import ncclpy
 import ncclpy.core.ending
@@ -182,14 +183,7 @@ def test_two_threads_on_one_communicator(comms2, arrays, turn):
                 wrong.append(arrays.read(recv))
 
     def rank(rank):
-        threads = [
-            threading.Thread(target=testing.run_with_deadline, args=(each, 30))
-            for each in [lambda: work(comms2[rank.rank])] * 2
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        thread_ranks.run_ranks(2, lambda _: work(comms2[rank.rank]), 30)
 
     testing.run_threads(2, rank, comms=comms2)
     assert not wrong

@@ -10,6 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
+import thread_ranks
 
 import ncclpy
 import testing
@@ -349,12 +350,7 @@ def test_close_while_init_is_pending_does_not_hang():
 
 def test_two_pollers_of_one_communicator():
     comms = start(2)
-    threads = [threading.Thread(target=comm.wait_ready, args=(30,), daemon=True) for comm in comms for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    assert not any(thread.is_alive() for thread in threads)
+    thread_ranks.run_ranks(6, lambda number: comms[number // 3].wait_ready(30), 40)
     testing.close_all(comms)
 
 

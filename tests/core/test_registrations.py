@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+import thread_ranks
 
 import ncclpy
 import testing
@@ -187,26 +188,18 @@ def test_registrations_end_with_the_communicator(comm1, memory, end):
 
 def test_many_threads_and_one_range(comm1, memory):
     """One thread registers while another closes the last registration: each is valid until it is closed."""
-    ready, failures = threading.Barrier(6), []
+    ready = threading.Barrier(6)
 
     def body(seed):
         choose = random.Random(seed)
         ready.wait()
-        try:
-            for _ in range(150):
-                begin = choose.choice((0, 0, 16, 32))
-                with comm1.register(memory.part(0, 4096)) as whole, comm1.register(memory.part(begin, 64)) as part:
-                    assert part.handle == whole.handle
-                    assert memory.is_registered()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(150):
+            begin = choose.choice((0, 0, 16, 32))
+            with comm1.register(memory.part(0, 4096)) as whole, comm1.register(memory.part(begin, 64)) as part:
+                assert part.handle == whole.handle
+                assert memory.is_registered()
 
-    threads = [threading.Thread(target=body, args=(seed,), daemon=True) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    thread_ranks.run_ranks(6, body, 60)
     assert not memory.is_registered()
 
 

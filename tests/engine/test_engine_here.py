@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import thread_ranks
 from manager_clients import DEADLINE, check_usable, finish, one_error, some_devices, sum_works
 
 import ncclpy
@@ -190,23 +191,13 @@ def play(manager, seed: int, steps: int) -> None:
 def test_random_programs_of_several_threads(make_manager, seed):
     """Two Managers with overlapping sets of devices: lanes make some launches, the adding threads the others."""
     some_devices(4)  # skip here: in a thread it would be a failure
-    failures: list[BaseException] = []
 
     def body(number: int) -> None:
         manager = make_manager(timeout=DEADLINE)
-        try:
-            for run in range(40 if seed else 4):
-                play(manager, seed + 10 * run + number, 40)
-        except BaseException as failure:
-            failures.append(failure)
+        for run in range(40 if seed else 4):
+            play(manager, seed + 10 * run + number, 40)
 
-    threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(testing.LONG if seed else 100)
-        assert not thread.is_alive(), "a program does not come to its end"
-    assert not failures, failures
+    thread_ranks.run_ranks(2, body, testing.LONG if seed else 100)
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import numpy as np
 import pytest
+import thread_ranks
 
 import ncclpy
 import testing
@@ -344,22 +344,12 @@ def test_plan_keeps_its_streams(ranks):
 
 def test_threads_may_launch_one_plan(ranks):
     plan = recorded(ranks.all_reduce)
-    failures = []
 
-    def body():
-        try:
-            for _ in range(50):
-                plan.launch()
-        except BaseException as error:
-            failures.append(error)
+    def body(number):
+        for _ in range(50):
+            plan.launch()
 
-    threads = [threading.Thread(target=body, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    thread_ranks.run_ranks(4, body, 30)
     assert ranks.received() == [3, 3]
 
 

@@ -26,6 +26,7 @@ import time
 import leak_check
 import numpy as np
 import pytest
+import thread_ranks
 from group_fixtures import Processes, in_threads
 from group_ranks import DEADLINE
 
@@ -274,22 +275,17 @@ def test_nccl_window_registration(run):
 
 
 def two_groups_from_two_threads(world):
-    results = {}
+    names = ("left", "right")[:: 1 if world.rank else -1]
 
-    def use(name):
-        with world.group(name=name) as group:
+    def use(number):
+        with world.group(name=names[number]) as group:
             array = world.array(np.ones(10, np.float32))
             for _ in range(20):
                 world.call(group.all_reduce, array).wait(DEADLINE)
-            results[name] = float(world.lib.read(array)[0])
+            return float(world.lib.read(array)[0])
 
-    threads = [threading.Thread(target=use, args=(name,)) for name in ("left", "right")]
-    for thread in threads[:: 1 if world.rank else -1]:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    return results
+    return thread_ranks.run_ranks(2, use, DEADLINE)
 
 
 def test_two_groups_interleaved_from_two_threads(run):
-    assert run(two_groups_from_two_threads) == [{"left": 2.0**20, "right": 2.0**20}] * 2
+    assert run(two_groups_from_two_threads) == [[2.0**20] * 2] * 2

@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+import thread_ranks
 from group_ranks import DEADLINE, run_groups
 
 import ncclpy
@@ -76,6 +77,7 @@ def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
     """The first rank to give up tells all ranks, also those that arrive later."""
 
     def body(rank):
+        said = None
         if rank == late:
             assert given_up.wait(DEADLINE)
         timeout = 0.3 if rank == 1 else 20 * DEADLINE
@@ -83,17 +85,12 @@ def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
             try:
                 group.all_reduce(np.ones(3)).wait(DEADLINE)
             except ncclpy.NcclError as error:  # of the work, or of the call if the group ended before it
-                said[rank] = str(error)
+                said = str(error)
             given_up.set()
+        return said
 
-    store, given_up, said = LocalStore(), threading.Event(), {}
-    ranks = [threading.Thread(target=body, args=(rank,)) for rank in (0, 1, 2)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(DEADLINE)
-    assert sorted(said) == [0, 1, 2]
-    for text in said.values():
+    store, given_up = LocalStore(), threading.Event()
+    for text in thread_ranks.run_ranks(3, body, DEADLINE):
         assert f"ranks {late}, 3 of 4 did not come" in text.replace("2-3", "2, 3")
 
 

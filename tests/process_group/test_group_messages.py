@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import thread_ranks
 from group_ranks import DEADLINE, run_groups
 from warm_ranks import run_ranks
 
@@ -190,7 +191,6 @@ def test_several_threads_wait_for_messages_of_several_peers():
         others = [rank for rank in range(3) if rank != group.rank]
         for peer in others:
             group.connect([peer])
-        came = {}
 
         def talk(peer):
             got = np.zeros(1)
@@ -198,14 +198,9 @@ def test_several_threads_wait_for_messages_of_several_peers():
                 calls = [lambda: group.send(np.full(1, float(i)), peer), lambda: group.recv(got, peer)]  # noqa: B023
                 for call in calls[:: 1 if group.rank < peer else -1]:
                     call().wait(DEADLINE)
-            came[peer] = got[0]
+            return got[0]
 
-        threads = [threading.Thread(target=talk, args=(peer,), daemon=True) for peer in others]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE / 2)
-        return came == dict.fromkeys(others, 99.0)
+        return thread_ranks.run_ranks(2, lambda number: talk(others[number]), DEADLINE / 2) == [99.0, 99.0]
 
     assert run_groups(3, body, check="always") == [True] * 3
 

@@ -7,6 +7,7 @@ import random
 import threading
 
 import numpy as np
+import thread_ranks
 
 import ncclpy
 import testing
@@ -28,29 +29,18 @@ def from_threads(calls, threads: int = 4, seed: int = 0) -> list:
     for item in order:
         waiting.put(item)
     given: list = [None] * len(order)
-    errors: list[BaseException] = []
     begin = threading.Barrier(threads)
 
-    def body():
+    def body(_):
         begin.wait(DEADLINE)
-        while not errors:
+        while True:
             try:
                 number, call = waiting.get_nowait()
             except queue.Empty:
                 return
-            try:
-                given[number] = call()
-            except BaseException as error:
-                errors.append(error)
+            given[number] = call()
 
-    started = [threading.Thread(target=body, daemon=True) for _ in range(threads)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join(DEADLINE)
-        assert not thread.is_alive(), "a call that adds a participant does not return"
-    if errors:
-        raise errors[0]
+    thread_ranks.run_ranks(threads, body, DEADLINE)
     return given
 
 

@@ -2,10 +2,10 @@
 
 import ctypes
 import os
-import threading
 
 import numpy as np
 import pytest
+import thread_ranks
 from driver_calls import Gate
 from host_checks import blocked, in_thread, join, refused, start, wait_for, wait_ready
 from host_ranks import as_threads
@@ -363,19 +363,9 @@ def test_suspend_releases_memory(nccl, processes):
 
 def test_split_of_a_shrunk_communicator_works_after_its_parent_closed(nccl, comms):
     """A split inside a shrunk communicator, whose parent was closed before."""
-    children = [None] * 4
-
-    def work(rank):
-        if rank != 3:
-            children[rank] = shrink(nccl, comms[rank], [3])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    children = thread_ranks.run_ranks(3, lambda rank: shrink(nccl, comms[rank], [3]), 20)
     grand = [in_thread(nccl.split, children[rank], 0, -rank) for rank in range(3)]
     made = [join(thread) for thread in grand]
     assert [nccl.get("ncclCommUserRank", comm) for comm in made] == [2, 1, 0]
-    for comm in [*made, *children[:3]]:
+    for comm in [*made, *children]:
         nccl.ncclCommDestroy(comm)

@@ -8,10 +8,10 @@ import fcntl
 import os
 import pickle
 import struct
-import threading
 
 import numpy as np
 import pytest
+import thread_ranks
 from host_checks import in_thread, join, start, wait_for
 from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, SYSTEM, NcclError
 
@@ -383,22 +383,13 @@ def test_a_death_is_noticed_without_descriptors(nccl):
 
 def test_threads_join_at_once_through_one_table(nccl):
     """Hundreds of ids made, used and freed at the same time."""
-    failures = []
 
     def many(device):
-        try:
-            nccl.driver.use(device)
-            for _ in range(200):
-                uid = nccl.unique_id()
-                nccl.ncclCommDestroy(nccl.init(1, uid, 0))
-                with pytest.raises(NcclError):
-                    nccl.init(1, uid, 0)
-        except BaseException as error:
-            failures.append(error)
+        nccl.driver.use(device)
+        for _ in range(200):
+            uid = nccl.unique_id()
+            nccl.ncclCommDestroy(nccl.init(1, uid, 0))
+            with pytest.raises(NcclError):
+                nccl.init(1, uid, 0)
 
-    threads = [threading.Thread(target=many, args=(device,)) for device in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    thread_ranks.run_ranks(6, many, 100)

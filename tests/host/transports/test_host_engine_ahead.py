@@ -4,12 +4,12 @@ limit.
 
 import contextlib
 import random
-import threading
 import time
 
 import numpy as np
 import pytest
 import rank_programs as bodies
+import thread_ranks
 from driver_calls import Gate
 from host_checks import blocked, in_thread, join
 from nccl_calls import INVALID_USAGE, SUM, NcclError
@@ -456,7 +456,6 @@ def test_random_sequences_with_random_roots_give_right_results(nccl, streams, se
         )
         for counts in [(1, 2, 16, 17, 500, 1500, 40_000)] * rounds
     ]
-    errors = []
 
     def run(rank):
         pauses = random.Random(seed * nranks + rank)
@@ -484,16 +483,9 @@ def test_random_sequences_with_random_roots_give_right_results(nccl, streams, se
                 expected = nranks * value + sum(range(nranks))
             nccl.driver.cuStreamSynchronize(stream)
             sent.fill(-1)  # the buffer is its own again
-            if not (received == expected).all():
-                errors.append((rank, i, kind, root, count))
-                return
+            assert (received == expected).all(), (rank, i, kind, root, count)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(nranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors and not any(thread.is_alive() for thread in threads)
+    thread_ranks.run_ranks(nranks, run, 60)
     for comm in comms:
         try:
             nccl.ncclCommDestroy(comm)

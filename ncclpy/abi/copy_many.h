@@ -1,7 +1,7 @@
 /* The table of copies that one kernel makes, the kernel's only parameter.
  *
- * Each block of threads copies one chunk of one copy. On GPUs the kernel is that of coordinator/copy_kernel.py, in
- PTX; the * host engine iterates over the table itself. */
+ * Each thread block copies one chunk of one copy. On GPUs coordinator/copy_kernel.py has the kernel, in PTX; the host
+ * engine iterates over the table itself. */
 #ifndef NCCLPY_COPY_MANY_H
 #define NCCLPY_COPY_MANY_H
 

@@ -37,9 +37,10 @@ _open: weakref.WeakSet[FileStore] = weakref.WeakSet()
 class FileStore(Store):
     """Keep keys in files of a folder, for processes that share a file system and need no address.
 
-    A value is written to a file beside its place and renamed, so that readers see it whole. Writers take turns by a
-    lock of the file system, which is released when its process ends. The store exists as long as a process has it
-    open: the last one to close it deletes it, and the next one to open it deletes what killed processes have left.
+    A value is written to a temporary file in the folder, which is then renamed, so that readers see the value whole.
+    Writers take turns by a lock of the file system, which is released when the process that holds it ends. The store
+    exists as long as a process has it open: the last process to close it deletes it, and the next process to open it
+    deletes what killed processes have left.
 
     On a file system of this machine, inotify wakes waiting threads; elsewhere they poll the folder 50 times a second.
     A network file system has to pass locks on to its server, as NFS does unless it is mounted with ``nolock``.
@@ -65,7 +66,7 @@ class FileStore(Store):
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
         self._turn = threading.RLock()
-        # Part of the names of unfinished files; it differs from that of an earlier process with the same pid.
+        # Part of the names of unfinished files. The random part differs if a later process gets the same pid.
         self._mine = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
@@ -100,16 +101,16 @@ class FileStore(Store):
             except (FileExistsError, NotADirectoryError) as error:
                 there = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
                 if isinstance(error, FileExistsError) and not there:
-                    continue  # makedirs has met a folder that the last process to close it has deleted since
+                    continue  # the folder existed in makedirs, but the last process to close the store has deleted it
                 raise StoreError(f"{self}: {error.filename!r} is a file, and a store is a folder") from None
             except FileNotFoundError:
-                continue  # the last process to close it has just deleted it
+                continue  # the last process to close the store has just deleted it
             try:
                 with self._locked(deadline):
                     if _same_file(self._lock_fd, mark):
                         self._take_part()
                         return
-                # Closed only once it is unlocked: another thread's lock may get the descriptor's number at once.
+                # Close the descriptor only after unlocking: another thread may get its number at once, for a lock.
                 self._let_go()
             except BaseException:
                 self._let_go()
@@ -133,7 +134,7 @@ class FileStore(Store):
             if left:
                 log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
             self._clear()
-            with contextlib.suppress(FileExistsError):  # it could not be deleted
+            with contextlib.suppress(FileExistsError):  # _clear() could not delete it
                 os.mkdir(self._keys_folder, 0o700)
         self._check_folder(self._keys_folder)
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
@@ -150,7 +151,7 @@ class FileStore(Store):
                     with contextlib.suppress(OSError):
                         os.rmdir(self.path)
         except NcclTimeout:
-            pass  # another process that closes it later deletes it
+            pass  # the process that closes the store last deletes it
         finally:
             self._let_go()
 
@@ -199,7 +200,7 @@ class FileStore(Store):
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError, ValueError):  # it was closed
+                with contextlib.suppress(OSError, ValueError):  # close() has closed the descriptor
                     fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
             self._turn.release()

@@ -1,12 +1,13 @@
 """A rendezvous in a store that only keeps keys: each rank increments a count, and the last one wakes the others.
 
 A name may be used for one rendezvous after another, so it has rounds. The keys of a round begin with the name and the
-round's number. A rank puts its value under such a key and adds 1 to the count; the rank that brings the count to
-`size` begins the next round, packs the values into one and sets it, which wakes the others. A rank that leaves early
-subtracts 1, but only while the count is below `size`: so either the rendezvous has taken place, for all ranks, or that
-rank was not part of it. If it leaves at its deadline it also records that, so that ranks with a deadline a moment
-later do not name it as the rank that is missing. The number of a rank's operations does not depend on
-`size`, except for the last rank to arrive, which reads all values.
+round's number. A rank sets a key of the round to its value and adds 1 to the count. The rank that brings the count to
+`size` packs the values into one, begins the next round, and sets the packed value, which wakes the others.
+
+A rank that leaves early subtracts 1, but only while the count is below `size`: so either all ranks have met, or the
+rank that left was not counted. A rank that leaves at its deadline also records that, so that ranks whose deadline is a
+moment later report it as late, and not as missing. The number of a rank's operations does not depend on `size`,
+except for the last rank to arrive, which reads all values.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def _await(
     try:
         found: bytes | None = store._get(round_ + "done", deadline)
     except StoreError:
-        raise  # closed or lost: there is nothing to leave
+        raise  # the store is closed or lost: the count cannot be changed
     except BaseException:  # raised by a signal handler
         _leave(store, round_, mine, size, time.monotonic() + 1.0)
         raise
     if found is None:
-        store._append(round_ + "late", b"%d " % rank, around)  # before it is no longer listed as arrived
+        store._append(round_ + "late", b"%d " % rank, around)  # before _leave() deletes its value
         if not _leave(store, round_, mine, size, around):
             found = store._get(round_ + "done", around)  # the others arrived at the last moment
     if found is None:

@@ -13,7 +13,7 @@ namespace connection_thread {
 bool add(const std::shared_ptr<Client>& client);
 void remove(Client* client);
 
-// Has the connection thread ask the clients for their pace again, as one of them now needs ticks more often.
+// Has the connection thread ask all clients again for the interval between ticks, which has become shorter for one.
 void look_again();
 
 // Sets whether incoming bytes (`readable`) and space to send (`writable`) on a connection wake the connection thread.

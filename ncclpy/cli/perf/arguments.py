@@ -1,4 +1,4 @@
-"""The arguments of one run of ``ncclpy perf``, and the sizes that it goes through."""
+"""The arguments of one run of ``ncclpy perf``, and the sizes that it measures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Arguments:
 
     Attributes
     ----------
-    datatypes, ops, roots
-        The names to run through; a root of -1 means every rank.
+    datatypes, ops
+        Names; every combination is measured.
+    root
+        The root's rank; -1 measures every rank as the root.
     """
 
     collective: str
@@ -138,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
-    """Return the `Arguments` of a parsed command line; arguments that contradict end in ``parser.error``."""
+    """Return the `Arguments` of a parsed command line; call ``parser.error`` if arguments contradict each other."""
     usual = parse_size("32M")
     minbytes = min(usual, given.maxbytes or usual) if given.minbytes is None else given.minbytes
     maxbytes = max(usual, minbytes) if given.maxbytes is None else given.maxbytes

@@ -1,4 +1,4 @@
-"""The report: the printed head, one line for each size, the foot; the JSON file with all of it; the picture."""
+"""The report of a run: the printed header, table and summary; the JSON file with all of them; the plot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rank:
     name: str
 
     def line(self) -> str:
-        """Return the line of the head that shows this rank, as nccl-tests prints it."""
+        """Return the line for this rank in the header, as nccl-tests prints it."""
         return (
             f"#  Rank {self.rank:2d} Group  0 Pid {self.pid:6d} on {self.hostname:>10s} device {self.device:2d} "
             f"[{self.pci_bus_id}] {self.name}"
@@ -39,7 +39,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Side:
-    """The figures out of place, or in place.
+    """What was measured out of place, or in place.
 
     Attributes
     ----------
@@ -204,7 +204,7 @@ class Report:
         }
 
     def save(self, error: str | None = None) -> None:
-        """Write the JSON file, if one was asked for; after an error it has the results so far, and the error."""
+        """Write the JSON file, if one was asked for; after an error the file has the results so far, and the error."""
         if self.arguments.json is not None:
             self.arguments.json.write_text(json.dumps(self.document(error), indent=1) + "\n")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ncclpy.cli.run import guard
 
-#: Identifies the run: in each rank's environment, by which the last processes of a run are found.
+#: Environment variable of each rank with the ids of its runs: by it, processes that a run has left are found.
 RUN = "NCCLPY_RUN_ID"
 # Exit codes of a shell, for programs that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -53,10 +53,10 @@ class Rank:
         self._process = process
 
     def look(self) -> bool:
-        """Note how the process has ended; return whether it has ended since the last look."""
+        """Note how the process has ended; return whether it has ended since the last call."""
         if self.code is not None:
             return False
-        # Left unreaped, so that no other process gets its id before all that is left of its session was ended.
+        # Not reaped yet (WNOWAIT): no other process may get the id until the rest of the session has been killed.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
             return False
@@ -86,7 +86,7 @@ class Ranks:
     """All processes of one launcher, and the guard that ends them if the launcher cannot."""
 
     def __init__(self) -> None:
-        # Appended to the ids of the runs that this one is part of: their launchers find its processes too.
+        # In a run within another run the id follows the outer one's, so the outer launcher finds these processes too.
         self.id = secrets.token_hex(8)
         self.mark = "/".join(filter(None, [os.environ.get(RUN), self.id]))
         self.all: list[Rank] = []
@@ -132,20 +132,20 @@ class Ranks:
 
     @property
     def running(self) -> list[Rank]:
-        """Those that have not ended yet."""
+        """The ranks that have not ended yet."""
         return [rank for rank in self.all if rank.code is None]
 
     def look(self) -> list[Rank]:
-        """Return those that have ended since the last look."""
+        """Return the ranks that have ended since the last call."""
         return [rank for rank in self.all if rank.look()]
 
     def send(self, number: int, *, group: bool = True) -> None:
-        """Send a signal to all that run."""
+        """Send a signal to all ranks that have not ended."""
         for rank in self.all:
             rank.send(number, group=group)
 
     def end(self) -> list[int]:
-        """Kill all that is left of the run, including what ranks have started; return what could not be killed."""
+        """Kill all processes of the run, including those that ranks have started; return those that remain."""
         stuck = guard.kill({rank.pid for rank in self.all}, self.id)
         for rank in self.all:
             if rank.pid not in stuck:
@@ -154,7 +154,7 @@ class Ranks:
         return stuck
 
     def close(self) -> None:
-        """Let the guard end: nothing is left for it."""
+        """Tell the guard that the run has left no process, and wait until it has ended."""
         self._tell_guard(guard.DONE)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ncclpy.cli.trace.dump import Difference, Dump, DumpError, read
 
-#: How many bytes are read in the time that a process needs to start.
+#: Bytes of dumps that one process reads in the time that another needs to start; more are read by several processes.
 _ALONE = 30_000_000
 _MOST_PROCESSES = 16
 
@@ -79,9 +79,10 @@ def _read(path: Path) -> Dump | DumpError:
 
 
 def align(dumps: Iterable[Dump]) -> None:
-    """Shift the times of processes with one monotonic clock alike, since their wall clock may have been set meanwhile.
+    """Set each dump's `shift`, which is the same for all processes with one monotonic clock.
 
-    Clocks that were compared through a store are shifted by the measured difference, others by their wall clocks.
+    It is the median of their wall minus their monotonic clocks, as the wall clock may have been set between two dumps.
+    For clocks that were compared through a store, the measured differences replace it.
     """
     clocks: dict[str, list[Dump]] = {}
     for dump in dumps:
@@ -95,7 +96,7 @@ def align(dumps: Iterable[Dump]) -> None:
 
 
 def _align_compared(clocks: dict[str, list[Dump]]) -> None:
-    """Shift the times of processes by the differences of their clocks to one clock that all were compared with."""
+    """Set the shift of the clocks that were compared with one other clock, by the measured differences to it."""
     found: dict[str, dict[str, Difference]] = {}
     for clock, dumps in clocks.items():
         for one in (group.difference for dump in dumps for group in dump.groups):

@@ -45,8 +45,8 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Tree:
     """Find the parents and children of all ranks; rank 0 is the root.
 
-    The lowest ranks of the machines are its leaders and form one tree; the ranks of each machine form another one
-    under their leader. The depth of each tree is the logarithm of its size.
+    The lowest rank of each machine is its leader. The leaders form one tree, and the ranks of each machine form
+    another one under their leader. The depth of each tree is the logarithm of its size.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def _read_place(packed: bytes) -> dict[str, Any]:
 
 
 def _own_addresses(store: Store) -> list[str]:
-    """Return addresses at which other machines reach this one: that of the route to the store, or the host name's."""
+    """Return addresses at which other machines reach this one: on the route to the store, or of the host name."""
     host = getattr(store, "host", None) or getattr(getattr(store, "store", None), "host", None)
     if isinstance(host, str):
         for family, address in resolve(host, 9, time.monotonic() + _HANDSHAKE):
@@ -313,7 +313,7 @@ class _Ears:
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
-                    continue  # it has ended before it was accepted
+                    continue  # the connection has ended before it was accepted
                 if not callers:
                     self._why = f": connections cannot be accepted: {error.strerror}"
                     time.sleep(_SLICE)
@@ -340,7 +340,7 @@ def _hang_up(callers: dict[int, _Caller], caller: _Caller) -> None:
 
 
 def _sharpen(line: socket.socket) -> None:
-    """Have small frames sent at once, and a lost machine noticed."""
+    """Make a connection nonblocking; over TCP, send small frames at once and notice a lost machine."""
     line.setblocking(False)
     if line.family != socket.AF_UNIX:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -375,7 +375,7 @@ def _call(
                 line.settimeout(max(0.01, min(_HANDSHAKE, deadline - time.monotonic())))
                 line.connect(address)
                 _check_user(line)
-                line.settimeout(max(0.01, deadline - time.monotonic()))  # it may have its own parent to call first
+                line.settimeout(max(0.01, deadline - time.monotonic()))  # the parent connects to its own parent first
                 nonce, number = secrets.token_bytes(_NONCE), rank.to_bytes(4, "little")
                 line.sendall(number + nonce + _proof(token, number, _receive(line, _NONCE)))
                 if not hmac.compare_digest(_receive(line, _PROOF), _proof(token, b"parent", nonce)):

@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 _log = logging.getLogger("ncclpy.coordinator")
 
-#: Prefix of the reason of an end after which some ranks may not have launched what all have brought.
+#: Prefix of the reason if some ranks may not have launched an operation that other ranks have: it would never finish.
 _TORN = "\0"
 #: Seconds that the reading thread waits at a time while no frame arrives.
 _LONG = 3600.0
 #: Seconds for all ranks to arrive at the beginning, unless a timeout is given.
 _BEGINS = 300.0
-#: Seconds for what is launched to end, when the coordinator ends.
+#: Seconds that launched operations have to finish when the coordinator ends.
 _DRAINS = 60.0
-#: Seconds to wait for the record that says why the control plane has ended; it has arrived by then.
+#: Most seconds to wait for the record that says why the control plane has ended; it arrives sooner.
 _TOLD = 10.0
-#: Seconds of a wait between checks whether the session has ended; and whether it is about to end.
+#: Seconds between checks whether the session has ended, during a wait; and, in `explain`, whether it is ending.
 _SLICE, _SOON = 0.1, 0.01
 
 
@@ -141,7 +141,8 @@ class Session:
         self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
         self._lock = threading.RLock()  # a signal handler may call this object again
         self._closing: tuple[int, str] | None = None
-        # The waits in progress; and those of which the result came when no thread waited any more, for a later call.
+        # The waits in progress (`_joining`, `_defining`), and the waits whose result has arrived and was not taken yet
+        # (`_joined`, `_defined`): if the thread has stopped waiting, a later call takes it.
         self._joining: _Wait[int] | None = None
         self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
@@ -150,7 +151,7 @@ class Session:
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
-        self._orderly = False  # ended by a shutdown, on all ranks
+        self._orderly = False  # whether it was ended by a shutdown on all ranks
         self.unfinished: list[str] = []  # the operations that were pending when it ended
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
@@ -182,7 +183,7 @@ class Session:
 
     @property
     def pending(self) -> int:
-        """How many operations wait for other ranks."""
+        """The number of operations that wait for other ranks."""
         return sum(len(member.pending) for member in list(self._members.values()))
 
     # Beginning.
@@ -241,7 +242,7 @@ class Session:
             raise ValueError(
                 f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have"
             )
-        if self._joined is not None:  # the wait for it was left, and all have joined since
+        if self._joined is not None:  # join() ended early, by a deadline or a signal, and all have joined since
             with self._lock:
                 self._joined = None
                 self._set_gate()
@@ -252,13 +253,13 @@ class Session:
         self._gate.shut = any(each is not None for each in why_not)
 
     def fail_late(self, member: ProcessSetWorker) -> None:
-        """Fail operations that were brought while the session ended, which its end may have missed."""
+        """Fail the operations that were brought while the session ended, and which `_end` may not have seen."""
         if self.error is not None:
             for late in member.pending.take_all():
                 late.fail(self.error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise what has ended the session, or is about to, if that is why the control plane has refused a call."""
+        """Raise the error that ends the session, if that end is why the control plane refused a call with `error`."""
         if not isinstance(error, NcclError) or error.__cause__ is not None:
             return
         end = time.monotonic() + _TOLD
@@ -268,7 +269,7 @@ class Session:
             self.check()
 
     def _ask(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Call the control plane; raise what has ended the session if it refuses for that."""
+        """Call the control plane; if it refuses because the session ends, raise the error that ends it."""
         try:
             method(*arguments)
         except NcclError as error:
@@ -276,17 +277,17 @@ class Session:
             raise
 
     def _ask_once(self, what: _Wait[Any], method: Callable[..., None], *arguments: Any) -> None:
-        """Call the control plane for a wait, unless another thread has."""
+        """Make the call whose result `what` waits for, unless another thread has made it."""
         with what.asking:
             if not what.is_asked and not what.there.is_set():
-                with contextlib.suppress(Asked):  # a signal handler raised before the next line, an earlier time
+                with contextlib.suppress(Asked):  # an earlier call was interrupted before the next line
                     self._ask(method, *arguments)
                 what.is_asked = True
 
     def join(self, timeout: float | None) -> int:
         """Bring nothing more until all ranks have joined; return the rank that joined last."""
         with self._lock:
-            joining = self._joined or self._joining  # an earlier wait was left, at its deadline or by a signal handler
+            joining = self._joined or self._joining  # of an earlier join(), which a deadline or a signal has ended
             if joining is None:
                 self.check()
                 joining = self._joining = _Wait[int]()
@@ -307,7 +308,7 @@ class Session:
         """Return this rank in a new process set, once all of its members have asked for it."""
         with self._lock:
             self.check()
-            # If an earlier wait was left, or another thread waits, it is for the same set.
+            # An earlier call that ended early, or another thread, may have asked for this set already.
             waiting = self._defined.get(members) or self._defining.setdefault(members, _Wait[ProcessSetWorker]())
         self._ask_once(waiting, self._control.define, members)
         if not self._wait(waiting, timeout):
@@ -326,12 +327,12 @@ class Session:
         Return False if not all leave in time.
         """
         joining = self._joining
-        if joining is not None:  # the wait for the join was left; until all have joined nothing can be brought
+        if joining is not None:  # join() ended early; until all have joined nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
             try:
                 self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
-            except ValueError:  # another thread has joined meanwhile, which is that thread's to report
+            except ValueError:  # another thread has called join(), and that call reports the result
                 return True
             return self._wait(self._all_leave, timeout) and self._all_leave.is_all
         return True
@@ -342,7 +343,7 @@ class Session:
             self._control.shutdown(drain, reason)
 
     def abandon(self, reason: str) -> None:
-        """End a session that could not begin, and wait until all is released, also if no rank answers."""
+        """End a session that could not begin, and wait until everything is released, even if no rank answers."""
         with contextlib.suppress(NcclError):  # it is ending already
             self.shut_down(False, reason)
         if not self.wait_until_over(_TOLD):
@@ -350,7 +351,7 @@ class Session:
             self.wait_until_over(_TOLD)
 
     def wait_until_over(self, timeout: float | None) -> bool:
-        """Wait until the session has ended and all is released; return False if that takes longer."""
+        """Wait until the session has ended and everything is released; return False if `timeout` passes first."""
         if threading.current_thread() is self._reader:  # called by a finaliser, in the thread that releases it
             return True
         return self._over.wait(None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout)
@@ -388,7 +389,7 @@ class Session:
                     break
                 if frame:
                     self._follow(frame)
-        except BaseException as error:  # a defect of this library; no thread may wait for ever because of it
+        except BaseException as error:  # a defect of this library; without this, threads would wait forever
             failure = NcclError(f"coordinator {self.name!r}: reading the control plane failed: {error!r}")
             failure.__cause__ = error
             self.trouble(failure)
@@ -401,7 +402,7 @@ class Session:
         """Execute the records of one frame."""
         self._counts.add("frames")
         ready: dict[int, list[Ready]] = {}
-        elsewhere = set()  # sets with a launch in which this rank has nothing left to do
+        elsewhere = set()  # process sets with an operation for which this rank launches nothing
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
@@ -524,9 +525,9 @@ class Session:
             mine.tell(made)
 
     def _look_for_cause(self) -> None:
-        """Find out why the session ends before it has begun: the store has the reason of a rank that could not begin.
+        """If the session ends before it has begun, read from the store why another rank could not begin.
 
-        The other ranks leave when they read the reason, so the end of their connections may arrive here first.
+        Ranks that have read the reason close their connections, which this rank may notice before it reads the reason.
         """
         if self._cause is None and not self._began.there.is_set():
             with contextlib.suppress(NcclError):
@@ -578,7 +579,7 @@ class Session:
         self._over.set()
 
 
-#: The keys of operations that are not the user's.
+#: The keys of the session's own operations.
 _OURS = (BEGINNING, LEAVING)
 
 _FOLLOW: dict[str, Callable[..., None]] = {

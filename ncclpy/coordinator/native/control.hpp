@@ -3,9 +3,8 @@
 //
 // A thread that brings an operation sends the frame upwards itself. Received frames are processed by the thread that
 // waits for the next one in next(), as it would have to be woken for the frame in any case. The Control's own thread
-// processes them while no thread has called next() for long, and at the end of the Control. The one of the two that
-// processes frames is called the attending thread.
-// While nothing is brought, both wake only for heartbeats.
+// processes them if no thread has called next() for some time, and at the end of the Control. Whichever of the two
+// processes frames is called the attending thread. While nothing is brought, both wake only for heartbeats.
 #pragma once
 
 #include <poll.h>
@@ -48,7 +47,7 @@ class Control : public std::enable_shared_from_this<Control> {
 
   Brought bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
 
-  // The same if the mutex is free; else it returns false, and nothing has been done.
+  // bring(), if the mutex is free; else returns false and changes nothing.
   bool try_bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable,
                  Brought& brought);
 
@@ -63,8 +62,8 @@ class Control : public std::enable_shared_from_this<Control> {
   // Takes the next frame's records; waits for them until the time `until`.
   Next next(std::vector<Record>& records, double until);
 
-  // Says goodbye and ends the thread; with `wait`, waits for the thread's end. The others take this rank for lost,
-  // unless all have ended.
+  // Says goodbye and ends the thread; with `wait`, waits for the thread's end. If the coordinator has not ended on all
+  // ranks, the other ranks consider this one lost.
   void close(bool wait);
 
  private:
@@ -101,16 +100,16 @@ class Control : public std::enable_shared_from_this<Control> {
   const bool many_cores_;
   store::Mutex<NCCLPY_LOCK_COORDINATOR> mutex_;
   store::Condition news_;    // for threads that wait for frames
-  store::Condition relief_;  // for the Control's thread: no thread attends
+  store::Condition relief_;  // for the Control's thread: there is no attending thread
   Node node_;
   std::vector<Link> links_;
   store::Descriptor nudge_;
   std::deque<std::vector<Record>> told_;
-  double asleep_until_ = 0;  // the attending thread
-  bool asleep_ = false;      // it sleeps, or is about to
+  double asleep_until_ = 0;  // when the attending thread wakes
+  bool asleep_ = false;      // the attending thread sleeps, or is about to
   double attended_ = -1e9;   // when a thread that waits for frames last attended
   size_t readers_ = 0;       // threads that wait for frames
-  bool attending_ = false;   // a thread attends: it is in step(), or about to be
+  bool attending_ = false;   // a thread is in step(), or about to call it
   // Used by the attending thread.
   std::vector<char> scratch_;
   std::vector<pollfd> polled_;

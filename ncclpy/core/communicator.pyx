@@ -74,7 +74,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -100,7 +101,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -126,7 +128,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -154,7 +157,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -192,7 +196,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -215,8 +220,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, stream=None, timeout=None):
         """Send part i of `send` to rank i and receive part i of `recv` from it (`ncclAlltoAll`).
 
-        Parts of different sizes, by lists or by counts, are a group of sends and receives, as everything is before
-        NCCL 2.28.
+        Parts of different sizes, by lists or by counts, are a group of sends and receives; before NCCL 2.28 every
+        all-to-all is.
 
         Parameters
         ----------
@@ -230,7 +235,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -265,7 +271,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -298,7 +305,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation o
@@ -323,11 +331,12 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             What is sent.
         peer : int or None
             The rank that receives; with None, as MPI's ``PROC_NULL``, the call does nothing. Sends and receives that
-            need each other belong into one ``ncclpy.group()``.
+            wait for each other belong in one ``ncclpy.group()``.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s
         cdef Operation o
@@ -351,7 +360,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View r
         cdef Operation o
@@ -373,12 +383,13 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         send, recv : buffer
             What is sent, and where the data arrive, of any sizes and types; they must not overlap.
         dest, source : int or None
-            The rank that receives, and the one that sends. What they call, `sendrecv` or not, must be as much. With
-            None, as MPI's ``PROC_NULL``, nothing is sent, or received.
+            The rank to send to, and the rank to receive from. They must receive and send as many elements, by
+            `sendrecv` or by other calls. With None, as MPI's ``PROC_NULL``, nothing is sent, or nothing received.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
         cdef Operation there, here
@@ -404,7 +415,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks have
             called.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef Operation o
         check_alive(self)
@@ -432,7 +444,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
-            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+            Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
+            with ``timeout`` or ``abortable``, or that is nonblocking.
 
         Raises
         ------

@@ -53,7 +53,7 @@ cdef class Window:
     cdef long long kept  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
-    # Whether the group that makes it has not ended; or, with `uses`, whether the open group has calls that use it.
+    # Whether the group that makes it is still open; or, with `uses`, whether the open group has calls that use it.
     cdef bint recorded(self, bint uses) noexcept
     # Raise unless a call on this communicator may use it.
     cdef int check_usable(self, Handle comm) except -1

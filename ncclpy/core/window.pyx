@@ -158,7 +158,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
-                    run_if_wanted(comm.precall_hook, comm.raw)  # the hook may register a larger range, to share
+                    run_if_wanted(comm.precall_hook, comm.raw)  # it may register a larger range, to share
                 result = comm.registrations.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )
@@ -183,7 +183,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         return self.comm is None
 
     def close(self):
-        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration; twice does nothing."""
+        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration; a second call does nothing."""
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef bint gone = True
@@ -217,7 +217,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
 
 cdef class HeldRanges:
-    """Use registered ranges in addition to the `Registration` objects, for captured operations."""
+    """Keep ranges registered for captured operations, even if their `Registration` objects are closed."""
 
     def __dealloc__(self):
         free(self.numbers)
@@ -264,8 +264,8 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses):
     return held
 
 
-# On the host engine, by communicator and address: the memory of this process's windows, as long as an object keeps it.
-# A rank that reads another rank's part keeps it.
+# On the host engine: the `_Kept` of each window part of this process, by communicator and address. It lives as long as
+# the window is registered or a buffer of `Window.peer` reads it.
 _parts = weakref.WeakValueDictionary()
 
 
@@ -320,7 +320,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         try:
             make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
         except NcclError:
-            if comm.state == READY:  # NCCL has refused it; after an abort it may be registered
+            if comm.state == READY:  # NCCL has refused the window; after an abort it may be registered
                 comm.unkeep(self.kept)
             raise
         comm.resources.add(self)
@@ -334,7 +334,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             free(self.cell)
 
     cdef bint recorded(self, bint uses) noexcept:
-        """Return whether the group that makes the window has not ended; with `uses`, if the open group uses it."""
+        """Return whether the group that makes the window is still open; with `uses`, if the open group uses it."""
         cdef Group group = self.group if not uses else current_group()
         return group is not None and group.writes_to(self)
 
@@ -498,10 +498,10 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
 
 cdef class _Part:
-    """Keep a rank's part of a window mapped, as far as that is possible, for a buffer that reads it."""
+    """Keep a rank's part of a window mapped for the buffer that reads it; on GPUs nothing can keep it."""
 
     cdef void* held  # by the host engine
-    cdef _Kept memory  # of a rank of this process
+    cdef _Kept memory  # if the rank is in this process
 
     def __dealloc__(self):
         if self.held != NULL:

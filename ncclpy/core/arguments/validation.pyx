@@ -1,16 +1,17 @@
 """From the buffers of a call to a checked operation: counts, parts, what must match, and which memory overlaps.
 
-Counts are in the array's own elements, and a type has the name from the array's library, not that of the NCCL type
-which carries it: int16 and uint16 are the same bytes to NCCL. Within a process types are compared by their flavours,
-between processes by their names. A coordinator knows an array by its name and shape; the shape gives the count.
+Counts are in the array's own elements, and types have the names that the array's library gives them. NCCL may send
+different types as one type (int16 and uint16 are the same bytes to it). Therefore types are compared by their flavours
+within a process, and by their names between processes. A coordinator compares names and shapes of arrays; the shape
+gives the count.
 
 NCCL checks none of this. If the memory of `send` and `recv` overlaps otherwise than in NCCL's in-place layout, or if
 two operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
 
 NCCL's collectives take one buffer with parts of one size. A collective with other parts becomes a group: of broadcasts
-for an all-gather, of reduces for a reduce-scatter, of sends and receives for the rest. Of a gather and a scatter only
-the root makes a group here, if its parts are not adjacent: the other ranks make the same calls in either case (see
-`operation`).
+for an all-gather, of reduces for a reduce-scatter, of sends and receives for the rest. In a gather or a scatter only
+the root makes a group here, and only if its parts are not adjacent: the other ranks make the same calls in either case
+(see `operation`).
 
 The rules of every collective are here, for a communicator's calls and for the Manager's participants. A buffer that
 violates them raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
@@ -226,8 +227,8 @@ cdef class Extents:
         """Return whether one place writes memory that another uses; `first` and `second` receive the two ranges."""
         cdef size_t i
         cdef Extent* row
-        cdef Extent* written = NULL  # of the ranges before, the written and the read one that reach farthest
-        cdef Extent* read = NULL
+        cdef Extent* written = NULL  # the earlier written range with the highest end
+        cdef Extent* read = NULL  # the earlier range that is only read, with the highest end
         cdef Extent* before
         _sort(self.rows, self.count)
         for i in range(self.count):
@@ -243,14 +244,14 @@ cdef class Extents:
                     self.first, self.second = self.second, self.first
                 return True
             if row.writes:
-                written = row  # written ranges before it end before it starts
+                written = row  # earlier written ranges end before this one starts, else they would clash
             elif read == NULL or row.end > read.end:
                 read = row
         return False
 
 
-# Digests of groups that were checked, at their value modulo the size; a later one replaces an earlier one. Any thread
-# may write: a word is written atomically.
+# A table of digests of groups that were checked. A digest's index is its value modulo the table's size; a later digest
+# replaces an earlier one at the same index. Any thread may write: a word is written atomically.
 cdef enum:
     _KNOWN = 1024
 
@@ -686,7 +687,7 @@ cdef bint _has_stream(const View* view) noexcept:
 
 
 cdef int _read(VectorCollective vector, object buffer, View* view, str argument, bint receives) except -1:
-    """Read a buffer; its framework determines the stream for stream=None unless an earlier buffer's does."""
+    """Read a buffer. `vector.view`, for stream=None, is the first buffer that has a stream, or else the first one."""
     read_on_device(buffer, view, argument, vector.device)
     if receives:
         writable(view, argument)

@@ -1,9 +1,9 @@
-/* What a rank has begun in a process group and not finished, and what it has finished last. Written under the GIL;
-   read by threads without the GIL, which never wait for a writer.
+/* The operations that a rank has begun in a process group and not finished, and the one that it has finished last.
+   Written under the GIL; read by threads without the GIL, which never wait for a writer.
 
-   Operations in flight are a list, in the order in which they have begun. The version is odd during a write; a reader
-   that sees that, or a changed version, reads again. Notes are reused, and freed only with the operation log, since a
-   reader might look at them. */
+   Operations in flight are a list, in the order in which they have begun. The version is a sequence lock: it is odd
+   during a write, and a reader that sees an odd version, or a changed one after reading, reads again. Notes are
+   reused, and freed only with the operation log, since a reader may still read them. */
 #ifndef NCCLPY_ENGINE_OPLOG_H
 #define NCCLPY_ENGINE_OPLOG_H
 
@@ -18,7 +18,7 @@ typedef struct {
   uint64_t began; /* `began` and `done`: the bits of a double, a moment of the monotonic clock */
   uint64_t done;
   uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BLOCKED_ON_INPUT */
-  uint64_t beside; /* operator and root, -1 for none */
+  uint64_t beside; /* operator in the high half, root in the low half; -1 for none */
 } ncclpy_op;
 
 /* In `call`: the device cannot begin the operation yet, since what produces its input is not done. */
@@ -26,11 +26,11 @@ typedef struct {
 
 enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
-/* An operation in flight; or a spare note: then `after` is the next spare note. */
+/* An operation in flight; or a spare note, whose `after` is the next spare note. */
 typedef struct ncclpy_note {
   ncclpy_op what;
   struct ncclpy_note *before, *after;
-  uint64_t order; /* its number among the row's operations, in the order in which they have begun, from 1 */
+  uint64_t order; /* the operation's number in its list, from 1, in the order of the beginnings */
 } ncclpy_note;
 
 typedef struct {
@@ -142,7 +142,8 @@ static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, in
   ncclpy_oplog_turn(oplog);
 }
 
-/* Notes the end of an operation, once; with the GIL. `done` is false if it has failed, for example. */
+/* Notes the end of an operation, once; with the GIL. `done` is false if it was not completed, for example if it has
+   failed. */
 static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment) {
   ncclpy_op_list* row = &oplog->rows[pair];
   ncclpy_oplog_turn(oplog);
@@ -166,7 +167,7 @@ static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* 
   oplog->spare = note;
 }
 
-/* Reads one row, possibly during a write: then it returns garbage, but from the operation log's own memory. */
+/* Reads one list. During a write the result is garbage, but only memory of the operation log is read. */
 static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status* found) {
   const ncclpy_note* first = NCCLPY_GET(row->first);
   found->has_current = first != NULL;

@@ -39,21 +39,21 @@ struct FutexEvent {
   void sleep(uint32_t seen);
 };
 
-// The cores that the calling thread may use. An empty set if they cannot be found out; ranks then count as more than
-// cores.
+// The cores that the calling thread may use. An empty set if they cannot be determined: Spin then assumes more ranks
+// than cores.
 cpu_set_t own_cores();
 
 // Spins for as long as spinning has recently succeeded. Two ranks that share a core cannot succeed, even if another
 // core is free: the spinning rank holds up the rank that it waits for. Several threads may use one Spin.
 //
-// The scheduler leaves such ranks on their core as long as they yield to each other, and each operation takes the time
-// of both. A sleep does not always separate them: to Linux in a virtual machine an idle core looks like one that the
-// host has taken away, so a woken thread is not placed there. A thread that has got its core back late several times
-// therefore moves itself to another one.
+// The scheduler leaves two ranks on one core as long as they yield to each other, and each operation takes the time of
+// both. A sleep does not always separate them: in a virtual machine Linux cannot tell an idle core from one that the
+// host has taken away, so it does not place a woken thread there. A thread that got its core back late from several
+// yields therefore moves itself to another core.
 class Spin {
  public:
-  // With more ranks than cores spinning only delays the others, so there is no poll at all. Until set_cores() all
-  // ranks are assumed to have this thread's cores.
+  // With more ranks than cores spinning only delays the other ranks, so until() does not poll at all. Until
+  // set_cores() all ranks are assumed to have this thread's cores.
   explicit Spin(int ranks);
   // Sets the cores that each rank may use: launchers may bind each rank to a core of its own.
   void set_cores(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
@@ -94,11 +94,11 @@ class Spin {
   std::atomic<int> late_needed_{few_late};  // late returns before the thread moves
 };
 
-// Yields before the first sleep. A rank on the same core needs a few microseconds to reach its barrier, which is what
-// a sleep and a wake-up cost. With many ranks one round through all of them takes as many yields.
+// Yields before the first sleep. A rank on the same core reaches its barrier within a few microseconds, and a sleep
+// with its wake-up costs as much. With many ranks on a core a round through all of them takes one yield for each.
 constexpr int yields = 100;
-// With a core for each rank, yields continue for as long as a rank is busy with 1 MB: on a virtual machine waking a
-// core takes half of that time.
+// With a core for each rank, a waiting rank yields for as long as another rank needs for 1 MB, and then sleeps: on a
+// virtual machine waking a core takes half of that time.
 constexpr std::chrono::microseconds yield_for{300};
 
 // Returns when `done()` is true. `done` is called again after every notification of `changed`, so it must cover abort
@@ -130,7 +130,7 @@ void wait_until(FutexEvent& changed, Done done) {
   sleep_until(changed, done);
 }
 
-// As above, after spinning.
+// As wait_until() without a Spin, after spinning.
 template <class Done>
 void wait_until(FutexEvent& changed, Spin& spin, Done done) {
   if (spin.until(done)) return;

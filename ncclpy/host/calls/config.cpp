@@ -106,7 +106,7 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::
   std::memcpy(static_cast<void*>(config), given, size);
   if (config->magic != NCCL_API_MAGIC)
     return fail(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
-  // A field that the caller's release did not have holds its struct's padding.
+  // In the struct of an older release the place of a newer field may be padding: such fields count as undefined.
   const int from = int(config->version);
   if (from < version(2, 14, 0)) config->blocking = undefined;
   if (from < version(2, 17, 0)) {

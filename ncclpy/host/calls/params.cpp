@@ -1,6 +1,6 @@
-// Parameters: settings of the environment, or of a call for the whole process. NCCL's own variables control its
-// transports and algorithms, which the host engine does not have, except two that override configurations
-// (config.cpp); the keys here are the engine's.
+// Parameters: settings of the whole process, made by the environment or by a call. NCCL's own variables control
+// transports and algorithms that the host engine does not have, except for two that override configurations
+// (config.cpp). The parameters here are the engine's own.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -53,7 +53,7 @@ const Parameter* find(const char* key) {
   return nullptr;
 }
 
-// The parameter of a handle, which is its address.
+// The parameter of a handle: a handle is the parameter's address.
 ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const void* out, const Parameter** parameter) {
   NCCLPY_TRY(check_pointer(out, function, "out"));
   for (const Parameter& one : parameters) {

@@ -1,4 +1,4 @@
-// Errors are permanent, and a dead rank takes precedence over all others; ncclInProgress is temporary.
+// Errors are permanent, and a dead rank's error takes precedence over all others; ncclInProgress is temporary.
 #include "health.hpp"
 
 #include <mutex>
@@ -44,7 +44,7 @@ ncclResult_t Health::poll() {
 
 void Health::pretend_busy(uint64_t polls, double seconds) {
   std::lock_guard lock(mutex_);
-  // The poll that ends the state counts as well.
+  // `polls` polls return ncclInProgress; the next poll, which ends the state, is counted as well.
   busy_polls_ = polls > 0 ? polls + 1 : 0;
   busy_until_ = std::chrono::steady_clock::now() +
                 std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));

@@ -1,4 +1,4 @@
-// Reports which ranks have arrived at what a communicator waits for and which have not, for error texts of deadlines.
+// Reports, for error texts of deadlines, which ranks have arrived where a communicator waits, and which have not.
 #pragma once
 
 #include <string>

@@ -122,15 +122,15 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<std::uint64_t> queued_{0};       // number of the last task queued
   std::atomic<std::uint64_t> finished_{0};     // number of the last task done
   std::atomic<bool> running_{false};           // a worker or a helper runs a task
-  std::uint64_t fenced_ = 0;                   // the legacy stream's last task with a fence in this stream
+  std::uint64_t fenced_ = 0;                   // the last task of the legacy stream that this stream waits for
   int waiting_ = 0;                            // number of threads that sleep on progress_
   std::vector<CompletionCallback> callbacks_;
   bool has_worker_ = false;                    // a worker is here, or is being woken
   std::uint64_t last_uninterruptible_ = 0;     // number of the last task that is not interruptible
   bool lazy_ = false;
-  std::uint64_t awaited_number_ = 0;           // number of the last task at the queue's end that was waited for
+  std::uint64_t awaited_number_ = 0;           // last task that was waited for when it was the queue's last
   int prompt_waits_ = 0;                       // prompt waits in a row, each for the last task of the queue
-  int prompt_waits_needed_ = 8;                // that make the stream lazy
+  int prompt_waits_needed_ = 8;                // as many prompt waits in a row make the stream lazy
   bool swept_ = false;                         // the sweeper has this stream on its list
   std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
 };

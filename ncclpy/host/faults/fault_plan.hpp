@@ -12,9 +12,9 @@ namespace ncclpy::host {
 struct Fault {
   enum Action { error, busy, delay, hang, kill, corrupt, actions };
   Action action = error;
-  ncclResult_t result = ncclSystemError;  // of error
-  double seconds = -1;                    // of delay, hang, busy; negative: no end
-  uint64_t polls = 0;                     // of busy, if it has no duration
+  ncclResult_t result = ncclSystemError;  // for error
+  double seconds = -1;                    // for delay, hang, busy; negative: no end
+  uint64_t polls = 0;                     // for busy without `seconds`
 };
 
 // One rule of a plan: where, when, what.
@@ -34,7 +34,7 @@ struct Rule {
 // Parses a plan. The error says which part is not understood, and what is allowed.
 ncclResult_t parse_plan(const std::string& text, std::vector<Rule>* rules);
 
-// The name, without "nccl", by which rules know a call. Calls that are equivalent for a user share one name.
+// The name of a call in rules, without "nccl". Calls that are equivalent for a user share one name.
 std::string site_of(const std::string& call);
 
 const char* name_of(Fault::Action action);

@@ -20,7 +20,7 @@ void count_abandoned(Segment& segment, int rank, uint64_t collectives);
 bool is_corrupted(Segment& segment, int rank, uint64_t number);
 // Consumes one message that the peer has abandoned, if there is one: the message is then over on this side as well.
 bool take_abandoned_message(std::atomic<uint32_t>& abandoned);
-// Stores the bytes that are received instead of data.
+// Fills memory with the bytes that a corrupted operation delivers instead of data.
 void overwrite_with_garbage(void* memory, size_t bytes);
 
 }  // namespace ncclpy::host

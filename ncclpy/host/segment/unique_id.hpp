@@ -49,7 +49,7 @@ struct alignas(64) IdEntry {
   // The low byte is a Phase; the rest counts the ids for which the entry was used.
   std::atomic<uint64_t> word{0};
   std::atomic<uint64_t> nonce[2];
-  std::atomic<uint64_t> memory{0};  // of the first rank: its pid, and in the low half the descriptor
+  std::atomic<uint64_t> memory{0};  // the first rank's pid in the high half, its descriptor in the low half
   std::atomic<uint32_t> nranks{0};  // as the first rank passed it
 };
 
@@ -88,7 +88,7 @@ class Meeting {
   void* mapping_ = nullptr;  // of another process's table
   int32_t maker_ = 0;
   unsigned char nonce_[16] = {};
-  uint64_t word_ = 0;  // with the phase `offered`
+  uint64_t word_ = 0;  // the entry's word in the phase `offered`
   Descriptor memory_;
 };
 

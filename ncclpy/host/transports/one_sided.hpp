@@ -6,17 +6,17 @@
 
 namespace ncclpy::host {
 
-// Waits for the first operation's signals. Reports as awaited also the ranks of later operations that lack
-// signals.
+// Waits for the signals of operations[0], a wait_signal. Meanwhile the report of stragglers also names the ranks that
+// owe signals to the later operations.
 void wait_for_signal(Comm& comm, const Operation* operations, size_t count);
 
 // Copies the data, if any. Returns false if the peer has deregistered its part: then no signal may be given.
 bool run_put(Comm& comm, const Operation& operation);
-// Signals the peer; after a put, that its data have arrived.
+// Signals the peer. After run_put() the signal means that the data have arrived.
 void give_signal(Comm& comm, const Operation& operation);
 
 // Runs the waits among the operations: returns when each peer has given as many signals as were waited for in total,
-// or when the communicator stops. `tell` is called with the call word of each wait.
+// or when the communicator stops. Before each wait `tell` is called with its call word (call_kind.hpp).
 template <class Tell>
 void wait_for_signals(Comm& comm, const Operation* operations, size_t count, Tell tell) {
   for (size_t i = 0; i < count; i++) {

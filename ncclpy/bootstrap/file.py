@@ -31,7 +31,7 @@ log = logging.getLogger("ncclpy")
 
 MARK, ALIVE, KEYS, UNFINISHED = "ncclpy-store", "alive", "keys", "new-"
 
-_open: weakref.WeakSet[FileStore] = weakref.WeakSet()
+_open_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
 class FileStore(Store):
@@ -65,42 +65,42 @@ class FileStore(Store):
         super().__init__(timeout)
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
-        self._turn = threading.RLock()
+        self._thread_lock = threading.RLock()
         # Part of the names of unfinished files. The random part differs if a later process gets the same pid.
-        self._mine = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._unfinished_id = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
-        _open.add(self)  # before it opens descriptors that a forked child has to close
-        self._enter(self._deadline(None))
+        _open_stores.add(self)  # before it opens descriptors that a forked child has to close
+        self._open_folder(self._deadline(None))
         self._local = is_local(self.path)
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
 
-    def _look(self) -> None:
-        super()._look()
-        refuse_reentry(self, self._turn)
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        refuse_reentry(self, self._thread_lock)
 
     # Opening and closing.
 
-    def _enter(self, deadline: float) -> None:
+    def _open_folder(self, deadline: float) -> None:
         """Join the store; the first process deletes what an earlier run has left."""
         mark = os.path.join(self.path, MARK)
         while True:
             try:
                 os.makedirs(self.path, 0o700, exist_ok=True)
                 self._check_folder(self.path)
-                others = os.listdir(self.path)
-                if others and MARK not in others:
+                entries_found = os.listdir(self.path)
+                if entries_found and MARK not in entries_found:
                     raise StoreError(
-                        f"{self}: the folder holds something else than a store ({others[0]!r}); choose another"
+                        f"{self}: the folder holds something else than a store ({entries_found[0]!r}); choose another"
                     )
                 self._lock_fd = open_own(mark, os.O_RDWR | os.O_CREAT)
             except ForeignFile as error:
                 raise StoreError(f"{self}: {error}") from None
             except (FileExistsError, NotADirectoryError) as error:
-                there = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
-                if isinstance(error, FileExistsError) and not there:
+                is_file = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
+                if isinstance(error, FileExistsError) and not is_file:
                     continue  # the folder existed in makedirs, but the last process to close the store has deleted it
                 raise StoreError(f"{self}: {error.filename!r} is a file, and a store is a folder") from None
             except FileNotFoundError:
@@ -108,12 +108,12 @@ class FileStore(Store):
             try:
                 with self._locked(deadline):
                     if _same_file(self._lock_fd, mark):
-                        self._take_part()
+                        self._mark_as_open()
                         return
                 # Close the descriptor only after unlocking: another thread may get its number at once, for a lock.
-                self._let_go()
+                self._close_descriptors()
             except BaseException:
-                self._let_go()
+                self._close_descriptors()
                 raise
 
     def _check_folder(self, path: str) -> None:
@@ -124,15 +124,15 @@ class FileStore(Store):
                 "user may write to it: give the path of one that is not there yet, or make it (mkdir -m 700)"
             )
 
-    def _take_part(self) -> None:
+    def _mark_as_open(self) -> None:
         try:
             self._alive_fd = open_own(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT)
         except ForeignFile as error:
             raise StoreError(f"{self}: {error}") from None
         if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
-            left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
-            if left:
-                log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
+            leftovers = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
+            if leftovers:
+                log.warning("%s: taking away %d keys of a run that did not end well", self, len(leftovers))
             self._clear()
             with contextlib.suppress(FileExistsError):  # _clear() could not delete it
                 os.mkdir(self._keys_folder, 0o700)
@@ -140,7 +140,7 @@ class FileStore(Store):
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
 
     def _close(self) -> None:
-        _open.discard(self)
+        _open_stores.discard(self)
         try:
             with self._locked(time.monotonic() + 5.0, closing=True):
                 if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
@@ -153,7 +153,7 @@ class FileStore(Store):
         except NcclTimeout:
             pass  # the process that closes the store last deletes it
         finally:
-            self._let_go()
+            self._close_descriptors()
 
     def _clear(self) -> None:
         """Delete all keys, and the unfinished files of killed processes."""
@@ -163,7 +163,7 @@ class FileStore(Store):
                 if name.startswith(UNFINISHED):
                     os.unlink(os.path.join(self.path, name))
 
-    def _let_go(self) -> None:
+    def _close_descriptors(self) -> None:
         for fd in (self._lock_fd, self._alive_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):
@@ -179,11 +179,11 @@ class FileStore(Store):
     @contextlib.contextmanager
     def _locked(self, deadline: float, closing: bool = False) -> Iterator[None]:
         """Hold the lock that lets one thread of one process write."""
-        while not self._turn.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
+        while not self._thread_lock.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
             if self._closed and not closing:
                 raise StoreError(f"{self} was closed")
             if time.monotonic() >= deadline:
-                raise self._stuck()
+                raise self._lock_timeout()
         try:
             pause = 50e-6
             while True:
@@ -194,7 +194,7 @@ class FileStore(Store):
                 # Polled: the kernel restarts a blocking flock() after a signal, so it could be neither timed out nor
                 # interrupted.
                 if time.monotonic() >= deadline:
-                    raise self._stuck()
+                    raise self._lock_timeout()
                 time.sleep(pause)
                 pause = min(pause * 1.5, 5e-3)
             try:
@@ -203,14 +203,14 @@ class FileStore(Store):
                 with contextlib.suppress(OSError, ValueError):  # close() has closed the descriptor
                     fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
-            self._turn.release()
+            self._thread_lock.release()
 
-    def _stuck(self) -> NcclTimeout:
+    def _lock_timeout(self) -> NcclTimeout:
         return NcclTimeout(
             f"{self}: another process holds the lock {os.path.join(self.path, MARK)!r} for too long; it may be stopped"
         )
 
-    def _taken_away(self, meanwhile: str) -> StoreError:
+    def _removed_error(self, meanwhile: str) -> StoreError:
         if self._closed:
             return StoreError(f"{self} was closed while {meanwhile}")
         return StoreError(f"{self}: the folder was removed")
@@ -222,13 +222,13 @@ class FileStore(Store):
         path = self._file(key)
         try:
             with self._opened(path) as file:
-                name, value = self._key_in(file, path), file.read(MAX_VALUE + 1)
+                name, value = self._read_key(file, path), file.read(MAX_VALUE + 1)
         except FileNotFoundError:
             if self._closed:
                 raise StoreError(f"{self} was closed while {key!r} was asked for") from None
             return None
         if name != _utf8(key) or len(value) > MAX_VALUE:
-            raise self._damaged(path)
+            raise self._damaged_error(path)
         return value
 
     def _opened(self, path: str) -> BinaryIO:
@@ -237,22 +237,22 @@ class FileStore(Store):
         except ForeignFile as error:
             raise StoreError(f"{self}: {error}, and is not of this store") from None
 
-    def _key_in(self, file: BinaryIO, path: str) -> bytes:
+    def _read_key(self, file: BinaryIO, path: str) -> bytes:
         """Read the key, which precedes the value in a file."""
         length = file.read(4)
         key = file.read(min(struct.unpack("<I", length)[0], MAX_KEY)) if len(length) == 4 else None
         if key is None or len(key) < struct.unpack("<I", length)[0]:
-            raise self._damaged(path)
+            raise self._damaged_error(path)
         return key
 
-    def _damaged(self, path: str) -> StoreError:
+    def _damaged_error(self, path: str) -> StoreError:
         return StoreError(
             f"{self}: {path} is damaged: another program has written to it, or the file system lost a part"
         )
 
     def _write(self, key: str, value: bytes) -> None:
         name = _utf8(key)
-        beside = os.path.join(self.path, f"{UNFINISHED}{self._mine}-{next(self._numbers)}")
+        beside = os.path.join(self.path, f"{UNFINISHED}{self._unfinished_id}-{next(self._numbers)}")
         try:
             with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(struct.pack("<I", len(name)) + name)
@@ -314,18 +314,18 @@ class FileStore(Store):
         missing = self._missing(keys)
         if not missing:
             return []
-        news = FolderWatch(self._keys_folder, self._local)
+        watcher = FolderWatch(self._keys_folder, self._local)
         try:
             while True:
                 missing = self._missing(keys)
                 if not missing or time.monotonic() >= deadline:
                     return missing
-                news.wait(deadline, SLICE)
+                watcher.wait(deadline, SLICE)
                 os.stat(self._keys_folder)
         except FileNotFoundError:
-            raise self._taken_away(f"{keys[0]!r} was waited for") from None
+            raise self._removed_error(f"{keys[0]!r} was waited for") from None
         finally:
-            news.close()
+            watcher.close()
 
     def _missing(self, keys: list[str]) -> list[str]:
         if self._closed:
@@ -344,12 +344,12 @@ class FileStore(Store):
         try:
             entries = os.scandir(self._keys_folder)
         except FileNotFoundError:
-            raise self._taken_away("keys were listed") from None
+            raise self._removed_error("keys were listed") from None
         with entries:
             for entry in entries:
                 try:
                     with self._opened(entry.path) as file:
-                        key = self._key_in(file, entry.path)
+                        key = self._read_key(file, entry.path)
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 if key.startswith(wanted):
@@ -378,8 +378,8 @@ def _try_lock(fd: int, how: int) -> bool:
 
 def _forked() -> None:
     """Close the parent's descriptors in a forked child: a copy would keep the parent's store alive after its death."""
-    for store in list(_open):
-        store._let_go()
+    for store in list(_open_stores):
+        store._close_descriptors()
 
 
 os.register_at_fork(after_in_child=_forked)

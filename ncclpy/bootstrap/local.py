@@ -59,8 +59,8 @@ class LocalStore(Store):
         self._sleepers: dict[str, set[_Sleeper]] = {}
         self._watches: list[weakref.ref[Queue]] = []
 
-    def _look(self) -> None:
-        super()._look()
+    def _check_usable(self) -> None:
+        super()._check_usable()
         refuse_reentry(self, self._lock)
 
     def _put(self, key: str, value: bytes | None) -> None:

@@ -34,9 +34,9 @@ class PrefixStore(Store):
     def __repr__(self) -> str:
         return f"PrefixStore({self.prefix!r}, {self.store!r})"
 
-    def _look(self) -> None:
-        super()._look()
-        self.store._look()
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        self.store._check_usable()
 
     def _under(self, key: str) -> str:
         return as_key(self._before + key)

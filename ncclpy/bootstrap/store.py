@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ncclpy.bootstrap.store_arguments import (
     MAX_VALUE,
-    MEETINGS,
+    RENDEZVOUS_PREFIX,
     TIMEOUT,
     Bytes,
     LeaseEnded,
@@ -181,7 +181,7 @@ class Store:
             Whether the key is deleted when this store is closed, or its process or host has ended. Stores that cannot
             detect that end raise `StoreError`; `TCPStore` can.
         """
-        self._look()
+        self._check_usable()
         key, value = as_key(key), as_value(value)
         if ephemeral:
             self._set_ephemeral(key, value, self._deadline(None))
@@ -198,7 +198,7 @@ class Store:
         timeout
             Seconds to wait; None: the store's `timeout`.
         """
-        self._look()
+        self._check_usable()
         seconds = as_seconds(timeout, self.timeout)
         value = self._get(as_key(key), time.monotonic() + seconds)
         if value is None:
@@ -215,7 +215,7 @@ class Store:
         number
             What is added. The sum has 64 bits: a larger sum raises `StoreError` and changes nothing.
         """
-        self._look()
+        self._check_usable()
         number = as_count(number, "number")
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"number: {number} has more than 64 bits")
@@ -233,7 +233,7 @@ class Store:
         desired
             The new value; None deletes the key.
         """
-        self._look()
+        self._check_usable()
         return self._compare_set(
             as_key(key),
             None if expected is None else as_value(expected, "expected"),
@@ -251,7 +251,7 @@ class Store:
         value
             The bytes to append. The bytes of one call stay together.
         """
-        self._look()
+        self._check_usable()
         self._append(as_key(key), as_value(value), self._deadline(None))
 
     def wait(self, keys: Iterable[str], timeout: float | None = None) -> None:
@@ -264,7 +264,7 @@ class Store:
         timeout
             Seconds to wait; None: the store's `timeout`.
         """
-        self._look()
+        self._check_usable()
         wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
         missing = self._wait(wanted, time.monotonic() + seconds)
         if missing:
@@ -278,7 +278,7 @@ class Store:
         keys
             The keys; for no keys the result is True.
         """
-        self._look()
+        self._check_usable()
         return self._check(as_keys(keys), self._deadline(None))
 
     def delete(self, key: str) -> bool:
@@ -289,7 +289,7 @@ class Store:
         key
             The key.
         """
-        self._look()
+        self._check_usable()
         return self._delete(as_key(key), self._deadline(None))
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -300,9 +300,11 @@ class Store:
         prefix
             What the keys begin with; "" matches all keys.
         """
-        self._look()
+        self._check_usable()
         found = self._keys(as_key(prefix), self._deadline(None))
-        return sorted(key for key in found if not key.startswith(MEETINGS) or prefix.startswith(MEETINGS))
+        return sorted(
+            key for key in found if not key.startswith(RENDEZVOUS_PREFIX) or prefix.startswith(RENDEZVOUS_PREFIX)
+        )
 
     def multi_get(self, keys: Iterable[str], timeout: float | None = None) -> list[bytes]:
         """Return the values of several keys, once each has one, in one round trip where the store can.
@@ -314,7 +316,7 @@ class Store:
         timeout
             Seconds to wait for all keys; None: the store's `timeout`.
         """
-        self._look()
+        self._check_usable()
         wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
         values = self._multi_get(wanted, time.monotonic() + seconds)
         missing = [key for key, value in zip(wanted, values, strict=True) if value is None]
@@ -330,7 +332,7 @@ class Store:
         items
             A dict, or pairs of key and value. Other ranks may see some of the keys before the rest.
         """
-        self._look()
+        self._check_usable()
         pairs = items.items() if isinstance(items, Mapping) else items
         self._multi_set([(as_key(key), as_value(value)) for key, value in pairs], self._deadline(None))
 
@@ -363,7 +365,7 @@ class Store:
         timeout
             Seconds to wait; None: the store's `timeout`.
         """
-        self._look()
+        self._check_usable()
         name, value = as_key(name), as_value(value)
         rank, size = as_count(rank, "rank"), as_count(size, "size")
         if size < 1 or not 0 <= rank < size:
@@ -381,7 +383,7 @@ class Store:
             Called with each `Change` in a thread of the watch's own. None: changes are taken with `Watch.next`, until
             the watch is closed or is no longer referenced.
         """
-        self._look()
+        self._check_usable()
         watch = self._watch(as_key(prefix))
         if callback is not None:
             try:
@@ -433,7 +435,7 @@ class Store:
     def __reduce__(self):
         raise not_copied(self, "make one in each process, which meet by their address or path")
 
-    def _look(self) -> None:
+    def _check_usable(self) -> None:
         """Raise unless this thread of this process can use the store now."""
         if self._closed:
             raise StoreError(f"{self} is closed")

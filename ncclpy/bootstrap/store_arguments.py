@@ -12,7 +12,7 @@ from ncclpy.errors import seconds as as_text
 __all__ = [
     "MAX_KEY",
     "MAX_VALUE",
-    "MEETINGS",
+    "RENDEZVOUS_PREFIX",
     "TIMEOUT",
     "Bytes",
     "LeaseEnded",
@@ -40,7 +40,7 @@ TIMEOUT = 300.0
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
 #: Prefix of the keys of a rendezvous, in stores that only keep keys.
-MEETINGS = "\0meeting/"
+RENDEZVOUS_PREFIX = "\0meeting/"
 
 
 class StoreError(NcclError):

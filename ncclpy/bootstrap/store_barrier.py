@@ -17,7 +17,7 @@ import struct
 import time
 from typing import Any
 
-from ncclpy.bootstrap.store_arguments import MEETINGS, StoreError, absent_ranks, decode, ranks_of
+from ncclpy.bootstrap.store_arguments import RENDEZVOUS_PREFIX, StoreError, absent_ranks, decode, ranks_of
 
 __all__ = ["gather"]
 
@@ -27,30 +27,30 @@ Store = Any  # a `Store`; the module store imports this one
 def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
     """Hold a rendezvous of all ranks in a store; return the values of all, by rank."""
     deadline = time.monotonic() + timeout
-    around = max(deadline, time.monotonic() + 5.0)  # for operations of a single round trip
-    base = f"{MEETINGS}{name}\0"
-    number = store._compare_set(base + "round", None, b"0", around)[1]
+    io_deadline = max(deadline, time.monotonic() + 5.0)  # for operations of a single round trip
+    base = f"{RENDEZVOUS_PREFIX}{name}\0"
+    number = store._compare_set(base + "round", None, b"0", io_deadline)[1]
     round_ = f"{base}{decode(_number, number or b'0', store, base + 'round')}/"
-    sized, agreed = store._compare_set(round_ + "size", None, b"%d" % size, around)
-    if not sized and agreed != b"%d" % size:
+    is_first, agreed = store._compare_set(round_ + "size", None, b"%d" % size, io_deadline)
+    if not is_first and agreed != b"%d" % size:
         raise StoreError(f"{store}: rank {rank} came to {name!r} as one of {size}, others as of {_text(agreed)}")
     mine = f"{round_}value/{rank}"
-    if not store._compare_set(mine, None, value, around)[0]:
+    if not store._compare_set(mine, None, value, io_deadline)[0]:
         raise StoreError(f"{store}: rank {rank} is at {name!r} already: two processes or threads have the same rank")
-    come = store._add(round_ + "count", 1, around)
-    if come == size:
-        packed = _end(store, base, round_, size, around)
+    arrived = store._add(round_ + "count", 1, io_deadline)
+    if arrived == size:
+        packed = _finish_round(store, base, round_, size, io_deadline)
     else:
-        if come == 1:  # the ranks that were late before have all left
-            store._delete(round_ + "late", around)
-        packed = _await(store, name, round_, rank, size, timeout, deadline, around)
-    if store._add(round_ + "left", 1, around) == size:
+        if arrived == 1:  # the ranks that were late before have all left
+            store._delete(round_ + "late", io_deadline)
+        packed = _await(store, name, round_, rank, size, timeout, deadline, io_deadline)
+    if store._add(round_ + "left", 1, io_deadline) == size:
         for key in ("done", "count", "left", "size", "late"):
-            store._delete(round_ + key, around)
+            store._delete(round_ + key, io_deadline)
     return decode(functools.partial(_unpacked, size), packed, store, round_ + "done")
 
 
-def _end(store: Store, base: str, round_: str, size: int, deadline: float) -> bytes:
+def _finish_round(store: Store, base: str, round_: str, size: int, deadline: float) -> bytes:
     """End the round: publish the values of all ranks, which wakes the others, and return them packed."""
     keys = [f"{round_}value/{rank}" for rank in range(size)]
     values = [value or b"" for value in store._multi_get(keys, deadline)]
@@ -63,7 +63,7 @@ def _end(store: Store, base: str, round_: str, size: int, deadline: float) -> by
 
 
 def _await(
-    store: Store, name: str, round_: str, rank: int, size: int, timeout: float, deadline: float, around: float
+    store: Store, name: str, round_: str, rank: int, size: int, timeout: float, deadline: float, io_deadline: float
 ) -> bytes:
     """Return the values that the last rank to arrive has packed."""
     mine = f"{round_}value/{rank}"
@@ -75,11 +75,11 @@ def _await(
         _leave(store, round_, mine, size, time.monotonic() + 1.0)
         raise
     if found is None:
-        store._append(round_ + "late", b"%d " % rank, around)  # before _leave() deletes its value
-        if not _leave(store, round_, mine, size, around):
-            found = store._get(round_ + "done", around)  # the others arrived at the last moment
+        store._append(round_ + "late", b"%d " % rank, io_deadline)  # before _leave() deletes its value
+        if not _leave(store, round_, mine, size, io_deadline):
+            found = store._get(round_ + "done", io_deadline)  # the others arrived at the last moment
     if found is None:
-        raise _who_is_absent(store, name, round_, rank, size, timeout, around)
+        raise _absent_error(store, name, round_, rank, size, timeout, io_deadline)
     return found
 
 
@@ -87,21 +87,21 @@ def _leave(store: Store, round_: str, mine: str, size: int, deadline: float) -> 
     """Take this rank out of the count; return False if all have arrived meanwhile."""
     count = b"1"
     while True:
-        come = decode(_number, count, store, round_ + "count")
-        if come >= size:
+        arrived = decode(_number, count, store, round_ + "count")
+        if arrived >= size:
             return False
-        left, now = store._compare_set(round_ + "count", count, b"%d" % (come - 1), deadline)
+        left, now = store._compare_set(round_ + "count", count, b"%d" % (arrived - 1), deadline)
         if left:
             store._delete(mine, deadline)
             return True
         count = now or b"0"
 
 
-def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
-    there = ranks_of(store._keys(round_ + "value/", deadline)) | {rank}
-    said = store._compare_set(round_ + "late", None, None, deadline)[1] or b""
-    late = set(decode(_numbers, said, store, round_ + "late"))
-    absent = [each for each in range(size) if each not in there]
+def _absent_error(store, name, round_, rank, size, timeout, deadline):
+    present = ranks_of(store._keys(round_ + "value/", deadline)) | {rank}
+    packed_late = store._compare_set(round_ + "late", None, None, deadline)[1] or b""
+    late = set(decode(_numbers, packed_late, store, round_ + "late"))
+    absent = [each for each in range(size) if each not in present]
     return absent_ranks(
         store,
         name,
@@ -113,11 +113,11 @@ def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
 
 
 def _unpacked(size: int, packed: bytes) -> list[bytes]:
-    """Return the values of `size` ranks, as `_end` packs them."""
-    come, *lengths = struct.unpack_from(f"<Q{size}Q", packed)
+    """Return the values of `size` ranks, as `_finish_round` packs them."""
+    arrived, *lengths = struct.unpack_from(f"<Q{size}Q", packed)
     at = 8 + 8 * size
-    if come != size or at + sum(lengths) != len(packed):
-        raise ValueError(f"the values of {come} ranks, with {sum(lengths)} bytes")
+    if arrived != size or at + sum(lengths) != len(packed):
+        raise ValueError(f"the values of {arrived} ranks, with {sum(lengths)} bytes")
     values = []
     for length in lengths:
         values.append(packed[at : at + length])

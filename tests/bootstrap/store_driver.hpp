@@ -76,7 +76,7 @@ inline void shake_hands(int fd, std::string_view token) {
   const std::string greetings = mine + receive(fd, kGreeting);
   const std::string known = proof("client", token, greetings);
   CHECK(send(fd, known.data(), known.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(known.size()));
-  CHECK(same(receive(fd, 4 + kDigest + 8).substr(4, kDigest), proof("server", token, greetings)));
+  CHECK(equal_in_constant_time(receive(fd, 4 + kDigest + 8).substr(4, kDigest), proof("server", token, greetings)));
 }
 
 }  // namespace ncclpy::store

@@ -181,7 +181,7 @@ def test_rank_of_another_machine_that_is_gone_ends_a_communicator_long_before_it
             time.sleep(0.01)
         store.barrier("all beat", rank, 2)
         if rank == 1:
-            with store._turn:  # no thread has the lock of the store meanwhile
+            with store._thread_lock:  # no thread has the lock of the store meanwhile
                 os.kill(os.getpid(), signal.SIGSTOP)
         try:
             comm.all_reduce(np.ones(2))

@@ -36,8 +36,8 @@ def run(tmp_path, program, *, size=2, ranks_a_machine=1, only=None):
 
 BEAT = "ncclpy/group/default/1/beat/"
 #: SIGSTOP stands for the end of a machine, since the host engine, unlike NCCL, reports a killed process.
-#: Under `_turn` no thread holds the store's file lock.
-STOPS = "with store._turn: os.kill(os.getpid(), signal.SIGSTOP)"
+#: Under `_thread_lock` no thread holds the store's file lock.
+STOPS = "with store._thread_lock: os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def test_rank_of_another_machine_that_is_gone_ends_the_wait_for_a_communicator(tmp_path):

@@ -291,7 +291,7 @@ uint64_t Client::tell(const std::string& asked, Publisher publisher) {
   say(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
   tells_ = true;
   lock.unlock();
-  connection_thread::look_again();  // it has to tick more often
+  connection_thread::update_tick_interval();  // it has to tick more often
   return id;
 }
 

@@ -74,7 +74,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void tick(double time, double away);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
-  double pace() const { return tells_ ? std::min(heartbeat_ / 4, Publisher::kPace) : heartbeat_ / 4; }
+  double tick_interval() const { return tells_ ? std::min(heartbeat_ / 4, Publisher::kPace) : heartbeat_ / 4; }
 
  private:
   struct Slot {

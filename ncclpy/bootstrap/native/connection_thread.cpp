@@ -75,7 +75,7 @@ void* run(void* argument) {
         next_tick = time + 10;
         for (auto& [pointer, client] : it.clients) {
           all.push_back(client);
-          next_tick = std::min(next_tick, time + client->pace());
+          next_tick = std::min(next_tick, time + client->tick_interval());
         }
         due = next_tick;
       }
@@ -135,7 +135,7 @@ void remove(Client* client) {
   }
 }
 
-void look_again() {
+void update_tick_interval() {
   const uint64_t one = 1;
   if (write(connection_thread().news.get(), &one, sizeof one) < 0) {
     // It is awake.

@@ -14,7 +14,7 @@ bool add(const std::shared_ptr<Client>& client);
 void remove(Client* client);
 
 // Has the connection thread ask all clients again for the interval between ticks, which has become shorter for one.
-void look_again();
+void update_tick_interval();
 
 // Sets whether incoming bytes (`readable`) and space to send (`writable`) on a connection wake the connection thread.
 void watch(Client* client, bool readable, bool writable);

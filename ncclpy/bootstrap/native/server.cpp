@@ -326,7 +326,8 @@ size_t Server::meet(Connection& connection, std::string_view bytes) {
   }
   if (bytes.size() < kDigest) return 0;
   if (shut_) return 0;  // send_unproved_away() follows
-  const bool right = same(bytes.substr(0, kDigest), proof("client", options_.token, connection.greetings));
+  const bool right =
+      equal_in_constant_time(bytes.substr(0, kDigest), proof("client", options_.token, connection.greetings));
   char numbers[12];
   put_u32(numbers, static_cast<uint32_t>(right ? Verdict::welcome : Verdict::wrong_token));
   put_u64(numbers + 4, right ? connection.id - kFirstConnection : 0);

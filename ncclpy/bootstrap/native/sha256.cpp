@@ -17,7 +17,7 @@ constexpr uint32_t kRounds[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-uint32_t turn(uint32_t x, int bits) { return (x >> bits) | (x << (32 - bits)); }
+uint32_t rotate_right(uint32_t x, int bits) { return (x >> bits) | (x << (32 - bits)); }
 
 void compress(uint32_t (&state)[8], const unsigned char* block) {
   uint32_t w[64];
@@ -26,16 +26,16 @@ void compress(uint32_t (&state)[8], const unsigned char* block) {
            uint32_t{block[4 * i + 3]};
   }
   for (int i = 16; i < 64; i++) {
-    const uint32_t a = turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ (w[i - 15] >> 3);
-    const uint32_t b = turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ (w[i - 2] >> 10);
+    const uint32_t a = rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ (w[i - 15] >> 3);
+    const uint32_t b = rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ (w[i - 2] >> 10);
     w[i] = w[i - 16] + a + w[i - 7] + b;
   }
   uint32_t s[8];
   std::memcpy(s, state, sizeof s);
   for (int i = 0; i < 64; i++) {
-    const uint32_t e = turn(s[4], 6) ^ turn(s[4], 11) ^ turn(s[4], 25);
+    const uint32_t e = rotate_right(s[4], 6) ^ rotate_right(s[4], 11) ^ rotate_right(s[4], 25);
     const uint32_t t = s[7] + e + ((s[4] & s[5]) ^ (~s[4] & s[6])) + kRounds[i] + w[i];
-    const uint32_t a = turn(s[0], 2) ^ turn(s[0], 13) ^ turn(s[0], 22);
+    const uint32_t a = rotate_right(s[0], 2) ^ rotate_right(s[0], 13) ^ rotate_right(s[0], 22);
     const uint32_t u = a + ((s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]));
     for (int j = 7; j > 0; j--) s[j] = s[j - 1];
     s[4] += t;
@@ -72,7 +72,7 @@ std::string hmac(std::string_view key, std::string_view message) {
   return sha256(outer + sha256(inner.append(message)));
 }
 
-bool same(std::string_view a, std::string_view b) {
+bool equal_in_constant_time(std::string_view a, std::string_view b) {
   if (a.size() != b.size()) return false;
   unsigned char differ = 0;
   for (size_t i = 0; i < a.size(); i++) differ |= static_cast<unsigned char>(a[i] ^ b[i]);

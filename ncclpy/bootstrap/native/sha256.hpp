@@ -13,6 +13,6 @@ std::string sha256(std::string_view data);
 std::string hmac(std::string_view key, std::string_view message);
 
 // Compares in a time that does not depend on where the two differ.
-bool same(std::string_view a, std::string_view b);
+bool equal_in_constant_time(std::string_view a, std::string_view b);
 
 }  // namespace ncclpy::store

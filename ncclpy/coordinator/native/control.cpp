@@ -57,20 +57,20 @@ Control::Control(const Place& place, const Options& options, Peer parent, const 
     Link& link = links_.emplace_back();
     link.rank = parent.rank;
     link.fd = store::Descriptor(parent.fd);
-    link.heard = link.said = time;
+    link.last_received = link.last_queued = time;
   }
   for (size_t i = 0; i < children.size(); ++i) {
     Link& link = links_.emplace_back();
     link.rank = place.children[i].first;
     link.child = static_cast<int>(i);
     link.fd = store::Descriptor(children[i]);
-    link.heard = link.said = time;
+    link.last_received = link.last_queued = time;
   }
 }
 
 bool Control::start() {
-  nudge_ = store::Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!nudge_) return false;
+  wake_fd_ = store::Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!wake_fd_) return false;
   auto* const self = new std::shared_ptr<Control>(shared_from_this());
   running_ = store::start_thread(thread_, "ncclpy-coord", main, self);
   if (!running_) delete self;
@@ -82,44 +82,44 @@ bool Control::start() {
 Brought Control::bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
                        bool joinable) {
   const Lock lock(mutex_);
-  return take(group, key, fixed, own, joinable);
+  return bring_locked(group, key, fixed, own, joinable);
 }
 
 bool Control::try_bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
                         bool joinable, Brought& brought) {
   const Lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  brought = take(group, key, fixed, own, joinable);
+  brought = bring_locked(group, key, fixed, own, joinable);
   return true;
 }
 
-Brought Control::take(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
-                      bool joinable) {
+Brought Control::bring_locked(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
+                              bool joinable) {
   const double time = now();
   before_last_ = last_brought_;
   last_brought_ = time;
   const Brought brought = node_.bring(group, key, fixed, own, joinable, time);
   if (brought != Brought::taken) return brought;
-  if (time - brought_ >= kTogether) {
-    brought_ = time;
+  if (time - sent_at_ >= kTogether) {
+    sent_at_ = time;
     flush(time);
-    if (asleep_ && readers_ > 0) nudge();  // to be awake when the response arrives
-  } else if (due_ == 0) {  // sent then, with what was brought by then, or by launched()
-    due_ = brought_ + kTogether;
-    if (attending_ && asleep_until_ > due_) nudge();
+    if (asleep_ && readers_ > 0) wake_attendant();  // to be awake when the response arrives
+  } else if (send_due_ == 0) {  // sent then, with what was brought by then, or by launched()
+    send_due_ = sent_at_ + kTogether;
+    if (attending_ && asleep_until_ > send_due_) wake_attendant();
   }
   return brought;
 }
 
 // Puts together what was brought and is not sent yet, before anything else changes: its bits stand for what the slots
 // hold now.
-void Control::gathered() {
-  if (due_ != 0) node_.settle();
+void Control::settle_brought() {
+  if (send_due_ != 0) node_.settle();
 }
 
 Brought Control::join() {
   const Lock lock(mutex_);
-  gathered();
+  settle_brought();
   const Brought joined = node_.join();
   flush(now());
   return joined;
@@ -127,14 +127,14 @@ Brought Control::join() {
 
 void Control::shut_down(bool drain, const std::string& reason) {
   const Lock lock(mutex_);
-  gathered();
+  settle_brought();
   node_.shut_down(drain, reason);
   flush(now());
 }
 
 void Control::launched(uint32_t group) {
   const Lock lock(mutex_);
-  gathered();
+  settle_brought();
   node_.launched(group);
   flush(now());
 }
@@ -150,32 +150,33 @@ Counters Control::counters() {
 }
 
 bool Control::is_in_burst(double time) const {
-  return time - before_last_ < 2 * kTogether && time - last_brought_ < kTogether && time - told_since_ < kUndisturbed;
+  return time - before_last_ < 2 * kTogether && time - last_brought_ < kTogether &&
+         time - frames_since_ < kUndisturbed;
 }
 
 Control::Next Control::next(std::vector<Record>& records, double until) {
   Lock lock(mutex_);
   ++readers_;
-  if (attending_) nudge();  // the attending thread, which leaves attending to this one
+  if (attending_) wake_attendant();  // the attending thread, which leaves attending to this one
   Next found = Next::nothing;
   for (;;) {
     const double time = now();
-    const bool bursts = !told_.empty() && is_in_burst(time);
-    if (!told_.empty() && !bursts) {
-      records = std::move(told_.front());
-      told_.pop_front();
-      told_since_ = time;
+    const bool bursts = !frames_.empty() && is_in_burst(time);
+    if (!frames_.empty() && !bursts) {
+      records = std::move(frames_.front());
+      frames_.pop_front();
+      frames_since_ = time;
       found = Next::frame;
       break;
     }
-    if (told_.empty() && (node_.ended() || stopping_)) {
+    if (frames_.empty() && (node_.ended() || stopping_)) {
       found = Next::over;
       break;
     }
     const double left = until - time;
     if (left <= 0 && !bursts) break;
     if (attending_ || !running_) {
-      news_.wait_for(lock, std::chrono::duration<double>(bursts ? kTogether : std::min(left, 3600.0)));
+      frame_ready_.wait_for(lock, std::chrono::duration<double>(bursts ? kTogether : std::min(left, 3600.0)));
       continue;
     }
     attending_ = true;
@@ -192,10 +193,10 @@ Control::Next Control::next(std::vector<Record>& records, double until) {
     attending_ = asleep_ = false;
   }
   --readers_;
-  attended_ = now();
+  last_attended_ = now();
   if (readers_ > 0 || stopping_) {
-    news_.notify_all();
-    relief_.notify_all();
+    frame_ready_.notify_all();
+    unattended_.notify_all();
   }
   return found;
 }
@@ -210,14 +211,14 @@ void Control::close(bool wait) {
       for (Link& link : links_) {
         if (link.broken) continue;
         put_length(link.out, kGoodbye);
-        push(link);
+        send_queued(link);
       }
     }
     if (running_ && !wait) pthread_detach(thread_);
     running_ = false;
-    news_.notify_all();
-    relief_.notify_all();
-    nudge();
+    frame_ready_.notify_all();
+    unattended_.notify_all();
+    wake_attendant();
   }
   if (joins) pthread_join(thread_, nullptr);
 }
@@ -226,43 +227,43 @@ void Control::close(bool wait) {
 
 void Control::flush(double time, bool attends) {
   bool tells = false;
-  due_ = 0;
+  send_due_ = 0;
   node_.settle();
   for (Link& link : links_) {
-    for (const std::string& frame : link.child < 0 ? node_.up : node_.down) say(link, frame, time);
-    if (!link.out.empty()) push(link);
+    for (const std::string& frame : link.child < 0 ? node_.up : node_.down) enqueue(link, frame, time);
+    if (!link.out.empty()) send_queued(link);
   }
   node_.up.clear();
   node_.down.clear();
   if (!node_.told.empty()) {
-    if (told_.empty()) told_since_ = time;
-    for (auto& frame : node_.told) told_.push_back(std::move(frame));
+    if (frames_.empty()) frames_since_ = time;
+    for (auto& frame : node_.told) frames_.push_back(std::move(frame));
     node_.told.clear();
     tells = true;
   }
   if (tells || node_.ended()) {
-    news_.notify_all();
-    if (attending_ && readers_ > 0 && !attends) nudge();  // the attending thread waits for frames
+    frame_ready_.notify_all();
+    if (attending_ && readers_ > 0 && !attends) wake_attendant();  // the attending thread waits for frames
   }
   const double soon = options_.timeout > 0 ? std::min(options_.timeout, options_.stall_after) : options_.stall_after;
-  if (attending_ && asleep_until_ > time + soon + 1e-3 && node_.pending()) nudge();
+  if (attending_ && asleep_until_ > time + soon + 1e-3 && node_.pending()) wake_attendant();
 }
 
-void Control::say(Link& link, std::string_view frame, double time) {
+void Control::enqueue(Link& link, std::string_view frame, double time) {
   if (link.broken) return;
   put_length(link.out, static_cast<uint32_t>(frame.size()));
   link.out.append(frame);
-  link.said = time;
+  link.last_queued = time;
 }
 
-void Control::push(Link& link) {
+void Control::send_queued(Link& link) {
   while (!link.broken && link.sent < link.out.size()) {
     const ssize_t n =
         send(link.fd.get(), link.out.data() + link.sent, link.out.size() - link.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0) {
       link.sent += static_cast<size_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      nudge();  // the attending thread sends the rest when there is space
+      wake_attendant();  // the attending thread sends the rest when there is space
       return;
     } else if (errno != EINTR) {
       link.broken = true;  // the attending thread reads what arrived before, and finds the end
@@ -272,14 +273,14 @@ void Control::push(Link& link) {
   link.sent = 0;
 }
 
-void Control::nudge() {
+void Control::wake_attendant() {
   const uint64_t one = 1;
-  if (nudge_ && write(nudge_.get(), &one, sizeof(one)) < 0) return;  // the eventfd is full, and so the thread wakes
+  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // the eventfd is full: the thread wakes
 }
 
 // Receiving; by the attending thread.
 
-void Control::lose(Link& link, const std::string& why) {
+void Control::drop_link(Link& link, const std::string& why) {
   link.fd.close();
   link.broken = true;
   if (link.child < 0) {
@@ -300,15 +301,15 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
     return n > 0;
   }
   if (n <= 0) {
-    gathered();
-    lose(link, link.goodbye ? "has closed its coordinator"
-               : failed != 0 && failed != ECONNRESET ? std::string("cannot be reached: ") + strerror(failed)
-                                                     : "has ended, or its machine");
+    settle_brought();
+    drop_link(link, link.goodbye ? "has closed its coordinator"
+                    : failed != 0 && failed != ECONNRESET ? std::string("cannot be reached: ") + strerror(failed)
+                                                          : "has ended, or its machine");
     flush(time, true);
     return false;
   }
-  gathered();
-  link.heard = time;
+  settle_brought();
+  link.last_received = time;
   link.in.append(scratch.data(), static_cast<size_t>(n));
   size_t at = 0;
   std::string wrong;
@@ -336,7 +337,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
     }
   }
   link.in.erase(0, at);
-  if (!wrong.empty()) lose(link, "has sent what is no frame of the control plane: " + wrong);
+  if (!wrong.empty()) drop_link(link, "has sent what is no frame of the control plane: " + wrong);
   flush(time, true);
   return wrong.empty();
 }
@@ -350,7 +351,7 @@ void* Control::main(void* self) {
     const Lock lock(control.mutex_);
     control.stopping_ = true;
     for (Link& link : control.links_) link.fd.close();
-    control.news_.notify_all();
+    control.frame_ready_.notify_all();
   }
   return nullptr;
 }
@@ -368,16 +369,16 @@ void Control::attend() {
   for (;;) {
     {
       Lock lock(mutex_);
-      while (!stopping_ && (attending_ || readers_ > 0 || now() - attended_ < beat))
-        relief_.wait_for(lock, std::chrono::duration<double>(std::min(beat, 3600.0)));
-      while (stopping_ && attending_) relief_.wait_for(lock, std::chrono::duration<double>(kFarewell));
+      while (!stopping_ && (attending_ || readers_ > 0 || now() - last_attended_ < beat))
+        unattended_.wait_for(lock, std::chrono::duration<double>(std::min(beat, 3600.0)));
+      while (stopping_ && attending_) unattended_.wait_for(lock, std::chrono::duration<double>(kFarewell));
       attending_ = true;
       if (stopping_) return;
     }
     step(now() + beat, false);
     const Lock lock(mutex_);
     attending_ = asleep_ = false;
-    if (readers_ > 0) news_.notify_all();
+    if (readers_ > 0) frame_ready_.notify_all();
   }
 }
 
@@ -419,37 +420,37 @@ void Control::step(double until, bool reads) {
     const double time = now();
     if (scratch_.empty()) {
       scratch_.resize(kScratch);
-      last_ = time;
+      last_step_ = time;
     }
-    if (time - last_ > 2 * beat) {  // this process was stopped, or its machine: the others may have sent meanwhile
-      for (Link& link : links_) link.heard = std::max(link.heard, time - beat);
+    if (time - last_step_ > 2 * beat) {  // this process or its machine was stopped: the others may have sent meanwhile
+      for (Link& link : links_) link.last_received = std::max(link.last_received, time - beat);
     }
-    last_ = time;
+    last_step_ = time;
     until = std::min({until, time + beat, node_.look(time)});
     for (Link& link : links_) {
       if (!link.fd) continue;
-      if (time - link.said >= beat) say(link, {}, time);
-      if (time - link.heard >= options_.silence && !node_.ended()) {
+      if (time - link.last_queued >= beat) enqueue(link, {}, time);
+      if (time - link.last_received >= options_.silence && !node_.ended()) {
         char words[64];
-        snprintf(words, sizeof(words), "has been silent for %.0f s", time - link.heard);
-        lose(link, words);
+        snprintf(words, sizeof(words), "has been silent for %.0f s", time - link.last_received);
+        drop_link(link, words);
       }
     }
-    if (due_ == 0 || time >= due_) flush(time, true);
-    if (due_ != 0) until = std::min(until, due_);
-    if (reads && !told_.empty()) {
+    if (send_due_ == 0 || time >= send_due_) flush(time, true);
+    if (send_due_ != 0) until = std::min(until, send_due_);
+    if (reads && !frames_.empty()) {
       if (!is_in_burst(time)) return;
       until = std::min(until, time + kTogether);  // for more operations; perhaps nothing arrives that ends the wait
     }
     polled_.clear();
-    which_.clear();
-    polled_.push_back({nudge_.get(), POLLIN, 0});
+    polled_links_.clear();
+    polled_.push_back({wake_fd_.get(), POLLIN, 0});
     for (size_t i = 0; i < links_.size(); ++i) {
       Link& link = links_[i];
       if (!link.fd) continue;
       const bool writes = !link.broken && !link.out.empty();
       polled_.push_back({link.fd.get(), static_cast<short>(POLLIN | (writes ? POLLOUT : 0)), 0});
-      which_.push_back(i);
+      polled_links_.push_back(i);
     }
     asleep_until_ = until;
     asleep_ = true;
@@ -473,14 +474,14 @@ void Control::step(double until, bool reads) {
   if (ready <= 0) return;
   const double time = now();
   if (polled_[0].revents != 0) {
-    uint64_t nudges = 0;
-    if (::read(nudge_.get(), &nudges, sizeof(nudges)) < 0) nudges = 0;
+    uint64_t wakes = 0;
+    if (::read(wake_fd_.get(), &wakes, sizeof(wakes)) < 0) wakes = 0;
   }
   for (size_t i = 1; i < polled_.size(); ++i) {
-    Link& link = links_[which_[i - 1]];
+    Link& link = links_[polled_links_[i - 1]];
     if ((polled_[i].revents & POLLOUT) != 0) {
       const Lock lock(mutex_);
-      push(link);
+      send_queued(link);
     }
     if ((polled_[i].revents & ~POLLOUT) != 0) read(link, scratch_, time);
   }

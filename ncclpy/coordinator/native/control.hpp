@@ -74,7 +74,7 @@ class Control : public std::enable_shared_from_this<Control> {
     std::string in;   // used by the attending thread
     std::string out;
     size_t sent = 0;
-    double heard = 0, said = 0;
+    double last_received = 0, last_queued = 0;
     bool goodbye = false;
     bool broken = false;
   };
@@ -87,38 +87,39 @@ class Control : public std::enable_shared_from_this<Control> {
   void say_goodbye();
   void step(double until, bool reads);
   bool is_in_burst(double now) const;
-  Brought take(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
-  void gathered();
+  Brought bring_locked(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
+                       bool joinable);
+  void settle_brought();
   void flush(double now, bool attends = false);
-  void push(Link& link);
-  void say(Link& link, std::string_view frame, double now);
+  void send_queued(Link& link);
+  void enqueue(Link& link, std::string_view frame, double now);
   bool read(Link& link, std::vector<char>& scratch, double now);
-  void lose(Link& link, const std::string& why);
-  void nudge();
+  void drop_link(Link& link, const std::string& why);
+  void wake_attendant();
 
   const Options options_;
   const bool many_cores_;
   store::Mutex<NCCLPY_LOCK_COORDINATOR> mutex_;
-  store::Condition news_;    // for threads that wait for frames
-  store::Condition relief_;  // for the Control's thread: there is no attending thread
+  store::Condition frame_ready_;  // for threads that wait for frames
+  store::Condition unattended_;   // for the Control's thread: there is no attending thread
   Node node_;
   std::vector<Link> links_;
-  store::Descriptor nudge_;
-  std::deque<std::vector<Record>> told_;
-  double asleep_until_ = 0;  // when the attending thread wakes
-  bool asleep_ = false;      // the attending thread sleeps, or is about to
-  double attended_ = -1e9;   // when a thread that waits for frames last attended
-  size_t readers_ = 0;       // threads that wait for frames
-  bool attending_ = false;   // a thread is in step(), or about to call it
+  store::Descriptor wake_fd_;
+  std::deque<std::vector<Record>> frames_;
+  double asleep_until_ = 0;      // when the attending thread wakes
+  bool asleep_ = false;          // the attending thread sleeps, or is about to
+  double last_attended_ = -1e9;  // when a thread that waits for frames last attended
+  size_t readers_ = 0;           // threads that wait for frames
+  bool attending_ = false;       // a thread is in step(), or about to call it
   // Used by the attending thread.
   std::vector<char> scratch_;
   std::vector<pollfd> polled_;
-  std::vector<size_t> which_;
-  double last_ = 0;
+  std::vector<size_t> polled_links_;
+  double last_step_ = 0;
   double last_brought_ = 0, before_last_ = 0;
-  double told_since_ = 0;    // when the first frame arrived that no thread has taken
-  double brought_ = 0;       // when an operation was last sent at once
-  double due_ = 0;           // when to send the operations brought since then, 0 for none
+  double frames_since_ = 0;  // when the first frame arrived that no thread has taken
+  double sent_at_ = 0;       // when an operation was last sent at once
+  double send_due_ = 0;      // when to send the operations brought since then, 0 for none
   bool running_ = false, stopping_ = false;
   pthread_t thread_{};
 };

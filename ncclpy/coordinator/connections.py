@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Tree", "open_control"]
 
 #: Most children of a rank on its machine, and most child machines of a machine.
-_FAN = 8
+_FAN_OUT = 8
 #: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
 _HANDSHAKE, _SLICE = 5.0, 0.1
 _NONCE, _PROOF = 16, 32
 #: Most connections with an unfinished handshake, besides the expected ones: the oldest is closed for a newer one.
-_STRANGERS = 32
+_MAX_UNPROVEN = 32
 #: Errors of accept() for lack of a resource that closing a connection releases.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -63,7 +63,7 @@ class Tree:
         for members in (leaders, *places.values()):
             for position, rank in enumerate(members):
                 if position:
-                    self.parents[rank] = members[(position - 1) // _FAN]
+                    self.parents[rank] = members[(position - 1) // _FAN_OUT]
         self.children: list[list[int]] = [[] for _ in machines]
         for rank, parent in enumerate(self.parents):
             if parent is not None:
@@ -126,9 +126,9 @@ def open_control(
     """
     deadline = time.monotonic() + patience
     with contextlib.ExitStack() as stack:
-        ears = _Ears(store, size)
-        stack.callback(ears.close)
-        mine = json.dumps({"machine": machine(), **ears.told}).encode()
+        listener = _Listener(store, size)
+        stack.callback(listener.close)
+        mine = json.dumps({"machine": machine(), **listener.published}).encode()
         rendezvous = RankRendezvous(store, f"coordinator {name!r}", rank, size)
         combine = rendezvous.combined("meet", _read_place)
         met = rendezvous.meet("meet", range(size), f"to connect coordinator {name!r}", mine, combine, patience, wanted)
@@ -137,11 +137,11 @@ def open_control(
         above = None
         parent = tree.parents[rank]
         if parent is not None:
-            line = _call(places[parent], places[rank], rank, parent, deadline, wanted)
-            stack.callback(line.close)
-            above = (parent, line)
-        heard = ears.hear(tree.children[rank], deadline, wanted)
-        children = [(child, tree.below(child), heard[child].detach()) for child in tree.children[rank]]
+            sock = _connect_to_parent(places[parent], places[rank], rank, parent, deadline, wanted)
+            stack.callback(sock.close)
+            above = (parent, sock)
+        connected = listener.accept_children(tree.children[rank], deadline, wanted)
+        children = [(child, tree.below(child), connected[child].detach()) for child in tree.children[rank]]
         return Control(
             rank,
             size,
@@ -156,10 +156,10 @@ def open_control(
 
 def _read_place(packed: bytes) -> dict[str, Any]:
     """Return the addresses at which a rank listens, and its machine."""
-    told = json.loads(packed)
-    bytes.fromhex(told["token"]), bytes.fromhex(told.get("local", ""))
-    addresses = [(str(host), int(port)) for host, port in told.get("addresses", [])]
-    return {**told, "machine": str(told["machine"]), "addresses": addresses}
+    published = json.loads(packed)
+    bytes.fromhex(published["token"]), bytes.fromhex(published.get("local", ""))
+    addresses = [(str(host), int(port)) for host, port in published.get("addresses", [])]
+    return {**published, "machine": str(published["machine"]), "addresses": addresses}
 
 
 def _own_addresses(store: Store) -> list[str]:
@@ -179,27 +179,27 @@ def _proof(token: bytes, who: bytes, nonce: bytes) -> bytes:
     return hmac.new(token, who + nonce, hashlib.sha256).digest()
 
 
-def _receive(line: socket.socket, length: int) -> bytes:
+def _receive(sock: socket.socket, length: int) -> bytes:
     """Return `length` bytes; each piece must arrive within the connection's timeout."""
     got = b""
     while len(got) < length:
-        more = line.recv(length - len(got))
+        more = sock.recv(length - len(got))
         if not more:
             raise OSError("the other end has closed the connection")
         got += more
     return got
 
 
-def _check_user(line: socket.socket) -> None:
+def _check_user(sock: socket.socket) -> None:
     """Raise OSError if another user's process is at the other end of a socket of this machine."""
-    if line.family == socket.AF_UNIX:
+    if sock.family == socket.AF_UNIX:
         size = struct.calcsize("3i")
-        _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         if user != os.geteuid():
             raise OSError(f"the other end is a process of user {user}, this one of user {os.geteuid()}")
 
 
-class _Caller:
+class _UnprovenConnection:
     """A connection that has not yet proved that it is from a rank of this coordinator.
 
     Raises
@@ -208,146 +208,152 @@ class _Caller:
         From its methods, if the connection is not from such a rank; the caller then closes it.
     """
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self.until = time.monotonic() + _HANDSHAKE
-        self._nonce, self._said = secrets.token_bytes(_NONCE), b""
+        self._nonce, self._received = secrets.token_bytes(_NONCE), b""
 
     def begin(self) -> None:
-        self.line.setblocking(False)
-        _check_user(self.line)
-        self.line.send(self._nonce)
+        self.sock.setblocking(False)
+        _check_user(self.sock)
+        self.sock.send(self._nonce)
 
     def step(self, token: bytes, children: list[int]) -> int | None:
         """Read what has arrived; return the child that has proved itself, or None while more must arrive."""
         length = 4 + _NONCE + _PROOF
-        more = self.line.recv(length - len(self._said))
+        more = self.sock.recv(length - len(self._received))
         if not more:
             raise OSError("the other end has closed the connection")
-        self._said += more
-        if len(self._said) < length:
+        self._received += more
+        if len(self._received) < length:
             return None
-        number, theirs, proof = self._said[:4], self._said[4 : 4 + _NONCE], self._said[4 + _NONCE :]
+        number, theirs, proof = self._received[:4], self._received[4 : 4 + _NONCE], self._received[4 + _NONCE :]
         rank = int.from_bytes(number, "little")
         if rank not in children or not hmac.compare_digest(proof, _proof(token, number, self._nonce)):
-            raise OSError("it does not belong here")
-        self.line.send(_proof(token, b"parent", theirs))
-        _sharpen(self.line)
+            raise OSError("the connection is not from a child of this rank")
+        self.sock.send(_proof(token, b"parent", theirs))
+        _set_options(self.sock)
         return rank
 
 
-class _Ears:
+class _Listener:
     """The sockets at which a rank listens for its children."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._sockets: list[socket.socket] = []
         self._token = secrets.token_bytes(_PROOF)
-        self._why = ""  # what kept connections from being accepted
-        self.told: dict[str, object] = {"token": self._token.hex()}
+        self._accept_error = ""  # what kept connections from being accepted
+        self.published: dict[str, object] = {"token": self._token.hex()}
         if size == 1:
             return
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sockets.append(local)
         local.bind("")  # a name that the kernel chooses
         local.listen(256)
-        self.told["local"] = bytes(local.getsockname()).hex()
+        self.published["local"] = bytes(local.getsockname()).hex()
         for host in _own_addresses(store):
             with contextlib.suppress(OSError):
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 address = (host, 0, 0, 0) if family == socket.AF_INET6 else (host, 0)
                 self._sockets += listen(host, [(family, address)])
-                addresses = self.told.setdefault("addresses", [])
+                addresses = self.published.setdefault("addresses", [])
                 assert isinstance(addresses, list)
                 addresses.append([host, self._sockets[-1].getsockname()[1]])
 
-    def hear(self, children: list[int], deadline: float, wanted: Callable[[], bool]) -> dict[int, socket.socket]:
+    def accept_children(
+        self, children: list[int], deadline: float, wanted: Callable[[], bool]
+    ) -> dict[int, socket.socket]:
         """Return a connection to each child, once all have connected.
 
         The handshakes are served side by side, so a connection that sends nothing delays no other.
         """
-        heard: dict[int, socket.socket] = {}
-        callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
+        connected: dict[int, socket.socket] = {}
+        unproven: dict[int, _UnprovenConnection] = {}  # by descriptor, the oldest first
         for each in self._sockets:
             each.setblocking(False)
         try:
-            while len(heard) < len(children):
-                missing = [child for child in children if child not in heard]
-                _look(deadline, wanted, missing, self._why)
-                for late in [each for each in callers.values() if time.monotonic() >= each.until]:
-                    _hang_up(callers, late)
+            while len(connected) < len(children):
+                missing = [child for child in children if child not in connected]
+                _check_wait(deadline, wanted, missing, self._accept_error)
+                for late in [each for each in unproven.values() if time.monotonic() >= each.until]:
+                    _drop(unproven, late)
                 listeners = {each.fileno(): each for each in self._sockets}
-                ready = await_readable([*listeners, *callers], _SLICE)
-                for caller in [callers[each] for each in ready if each in callers]:
-                    self._serve(caller, callers, heard, children)
+                ready = await_readable([*listeners, *unproven], _SLICE)
+                for connection in [unproven[each] for each in ready if each in unproven]:
+                    self._serve(connection, unproven, connected, children)
                 for listener in [listeners[each] for each in ready if each in listeners]:
-                    self._accept(listener, callers, len(missing) + _STRANGERS)
+                    self._accept(listener, unproven, len(missing) + _MAX_UNPROVEN)
         except BaseException:
-            for line in heard.values():
-                line.close()
+            for sock in connected.values():
+                sock.close()
             raise
         finally:
-            for caller in callers.values():
-                caller.line.close()
-        return heard
+            for connection in unproven.values():
+                connection.sock.close()
+        return connected
 
     def _serve(
-        self, caller: _Caller, callers: dict[int, _Caller], heard: dict[int, socket.socket], children: list[int]
+        self,
+        connection: _UnprovenConnection,
+        unproven: dict[int, _UnprovenConnection],
+        connected: dict[int, socket.socket],
+        children: list[int],
     ) -> None:
         """Read from a connection, which becomes a child's or is closed."""
         try:
-            rank = caller.step(self._token, [child for child in children if child not in heard])
+            rank = connection.step(self._token, [child for child in children if child not in connected])
         except BlockingIOError:
             return
         except OSError:
-            _hang_up(callers, caller)
+            _drop(unproven, connection)
             return
         if rank is not None:
-            heard[rank] = callers.pop(caller.line.fileno()).line
+            connected[rank] = unproven.pop(connection.sock.fileno()).sock
 
-    def _accept(self, listener: socket.socket, callers: dict[int, _Caller], most: int) -> None:
+    def _accept(self, listener: socket.socket, unproven: dict[int, _UnprovenConnection], most: int) -> None:
         """Accept the connections that wait at a socket; keep at most `most` with an unfinished handshake."""
         for _ in range(most):
             try:
-                line, _ = listener.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     continue  # the connection has ended before it was accepted
-                if not callers:
-                    self._why = f": connections cannot be accepted: {error.strerror}"
+                if not unproven:
+                    self._accept_error = f": connections cannot be accepted: {error.strerror}"
                     time.sleep(_SLICE)
                     return
-                _hang_up(callers, next(iter(callers.values())))
+                _drop(unproven, next(iter(unproven.values())))
                 continue
-            self._why = ""
-            caller = callers[line.fileno()] = _Caller(line)
+            self._accept_error = ""
+            connection = unproven[sock.fileno()] = _UnprovenConnection(sock)
             try:
-                caller.begin()
+                connection.begin()
             except OSError:
-                _hang_up(callers, caller)
-            if len(callers) > most:
-                _hang_up(callers, next(iter(callers.values())))
+                _drop(unproven, connection)
+            if len(unproven) > most:
+                _drop(unproven, next(iter(unproven.values())))
 
     def close(self) -> None:
         for each in self._sockets:
             each.close()
 
 
-def _hang_up(callers: dict[int, _Caller], caller: _Caller) -> None:
-    del callers[caller.line.fileno()]
-    caller.line.close()
+def _drop(unproven: dict[int, _UnprovenConnection], connection: _UnprovenConnection) -> None:
+    del unproven[connection.sock.fileno()]
+    connection.sock.close()
 
 
-def _sharpen(line: socket.socket) -> None:
+def _set_options(sock: socket.socket) -> None:
     """Make a connection nonblocking; over TCP, send small frames at once and notice a lost machine."""
-    line.setblocking(False)
-    if line.family != socket.AF_UNIX:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _look(deadline: float, wanted: Callable[[], bool], missing: list[int], why: str = "") -> None:
+def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int], why: str = "") -> None:
     if not wanted():
         raise NcclAborted("the coordinator has ended while its ranks connected")
     if time.monotonic() >= deadline:
@@ -356,7 +362,7 @@ def _look(deadline: float, wanted: Callable[[], bool], missing: list[int], why: 
         raise late
 
 
-def _call(
+def _connect_to_parent(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
     """Return a connection to the parent, by the first address at which it proves to be that rank."""
@@ -370,20 +376,20 @@ def _call(
     begun = time.monotonic()
     while True:
         for family, address in ways:
-            line = socket.socket(family, socket.SOCK_STREAM)
+            sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                line.settimeout(max(0.01, min(_HANDSHAKE, deadline - time.monotonic())))
-                line.connect(address)
-                _check_user(line)
-                line.settimeout(max(0.01, deadline - time.monotonic()))  # the parent connects to its own parent first
+                sock.settimeout(max(0.01, min(_HANDSHAKE, deadline - time.monotonic())))
+                sock.connect(address)
+                _check_user(sock)
+                sock.settimeout(max(0.01, deadline - time.monotonic()))  # the parent connects to its own parent first
                 nonce, number = secrets.token_bytes(_NONCE), rank.to_bytes(4, "little")
-                line.sendall(number + nonce + _proof(token, number, _receive(line, _NONCE)))
-                if not hmac.compare_digest(_receive(line, _PROOF), _proof(token, b"parent", nonce)):
+                sock.sendall(number + nonce + _proof(token, number, _receive(sock, _NONCE)))
+                if not hmac.compare_digest(_receive(sock, _PROOF), _proof(token, b"parent", nonce)):
                     raise OSError("another program listens there")
-                _sharpen(line)
-                return line
+                _set_options(sock)
+                return sock
             except OSError as error:
-                line.close()
+                sock.close()
                 why["this machine" if family == socket.AF_UNIX else str(address)] = str(error)
         if time.monotonic() >= deadline:
             late = NcclTimeout(
@@ -392,5 +398,5 @@ def _call(
             )
             late.missing = [parent]
             raise late
-        _look(deadline, wanted, [parent])
+        _check_wait(deadline, wanted, [parent])
         time.sleep(0.02)

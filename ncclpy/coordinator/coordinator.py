@@ -164,7 +164,7 @@ class Coordinator(Operations):
                 machines = session.begin()
                 here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
                 self.local_rank, self.local_size = here.index(self.rank), len(here)
-                self._submitter = self._submitter_of(session, session.everyone, epoch)
+                self._submitter = self._submitter_of(session, session.all_ranks, epoch)
                 self._session, self._epoch = session, epoch
             except BaseException as error:
                 session.abandon(f"rank {self.rank} could not begin: {error}")
@@ -229,7 +229,7 @@ class Coordinator(Operations):
             return self._session
         with self._turn:
             if number_of(self._group) != self._epoch:
-                self._session.trouble(RuntimeError("its process group goes on with other ranks"))
+                self._session.fail_all_ranks(RuntimeError("its process group goes on with other ranks"))
                 self._session.wait_until_over(_TIMEOUT)
                 self._begin()
         return self._session
@@ -364,8 +364,8 @@ class Coordinator(Operations):
                 "were pending"
             )
         self._end()
-        if session.left is not None:
-            raise session.left
+        if session.release_error is not None:
+            raise session.release_error
         error = session.error
         if drain and error is not None and session.unfinished and (ends_here or undelivered([error])):
             raise did_not_run(error, session.unfinished)
@@ -406,7 +406,7 @@ class Coordinator(Operations):
             return
         if self.error is None:
             said = f"{self!r}, made at {self._site}, was never closed"
-            self._session.trouble(RuntimeError("its coordinator was dropped without close()"))
+            self._session.fail_all_ranks(RuntimeError("its coordinator was dropped without close()"))
             warnings.warn(said, ResourceWarning, source=self, stacklevel=2)  # which may be an error
 
     def __reduce__(self) -> Any:

@@ -32,17 +32,17 @@ T = TypeVar("T")
 _log = logging.getLogger("ncclpy.coordinator")
 
 #: Prefix of the reason if some ranks may not have launched an operation that other ranks have: it would never finish.
-_TORN = "\0"
+_UNFINISHABLE = "\0"
 #: Seconds that the reading thread waits at a time while no frame arrives.
-_LONG = 3600.0
+_READ_SLICE = 3600.0
 #: Seconds for all ranks to arrive at the beginning, unless a timeout is given.
-_BEGINS = 300.0
+_BEGIN_TIMEOUT = 300.0
 #: Seconds that launched operations have to finish when the coordinator ends.
-_DRAINS = 60.0
+_DRAIN_TIMEOUT = 60.0
 #: Most seconds to wait for the record that says why the control plane has ended; it arrives sooner.
-_TOLD = 10.0
+_REASON_TIMEOUT = 10.0
 #: Seconds between checks whether the session has ended, during a wait; and, in `explain`, whether it is ending.
-_SLICE, _SOON = 0.1, 0.01
+_SLICE, _END_SLICE = 0.1, 0.01
 
 
 def open_control(
@@ -59,7 +59,7 @@ def open_control(
     """Return this rank's end of the control plane, once all ranks have arrived and are connected."""
     return connections.open_control(
         PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
-        patience=_BEGINS if timeout is None else timeout, wanted=wanted,
+        patience=_BEGIN_TIMEOUT if timeout is None else timeout, wanted=wanted,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class _Wait(Generic[T]):
     """The result of a record for which a thread waits."""
 
     def __init__(self) -> None:
-        self.there = threading.Event()
+        self.arrived = threading.Event()
         self.is_all = True  # whether all ranks have taken part
         self.asking, self.is_asked = threading.Lock(), False  # whether the control plane was asked for the record
         self._value: T | None = None
@@ -93,11 +93,11 @@ class _Wait(Generic[T]):
 
     def tell(self, value: T) -> None:
         self._value = value
-        self.there.set()
+        self.arrived.set()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
-        self.there.set()
+        self.arrived.set()
 
     def result(self) -> T:
         """Return the value that was told, or raise the error."""
@@ -148,9 +148,9 @@ class Session:
         self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
         self._defined: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
-        self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
+        self._leaving: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
-        self._left: BaseException | None = None
+        self._release_error: BaseException | None = None
         self._orderly = False  # whether it was ended by a shutdown on all ranks
         self.unfinished: list[str] = []  # the operations that were pending when it ended
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
@@ -166,14 +166,14 @@ class Session:
         pending.have = self._control.have
         made = ProcessSetWorker(
             pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.for_devices, self._counts,
-            self.trouble, self._options.cache, backend.host_plane(), backend.for_devices,
+            self.fail_all_ranks, self._options.cache, backend.host_plane(), backend.for_devices,
             None if self._timeline is None else self._timeline.launched,
         )  # fmt: skip
-        backend.on_abort(self.trouble)
+        backend.on_abort(self.fail_all_ranks)
         return made
 
     @property
-    def everyone(self) -> ProcessSetWorker:
+    def all_ranks(self) -> ProcessSetWorker:
         """This rank in the set of all ranks."""
         return self._members[0]
 
@@ -200,7 +200,7 @@ class Session:
         NcclRemoteError
             If another rank could not begin.
         """
-        limit = self._options.timeout if self._options.timeout is not None else _BEGINS
+        limit = self._options.timeout if self._options.timeout is not None else _BEGIN_TIMEOUT
         try:
             self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine().encode(), False)
             is_there = self._wait(self._began, limit)
@@ -222,8 +222,8 @@ class Session:
     def _wait(self, what: _Wait[Any], timeout: float | None) -> bool:
         """Wait for a record; raise if the session ends first."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not what.there.wait(_SLICE if end is None else min(_SLICE, max(0.0, end - time.monotonic()))):
-            if self.error is not None and not what.there.is_set():
+        while not what.arrived.wait(_SLICE if end is None else min(_SLICE, max(0.0, end - time.monotonic()))):
+            if self.error is not None and not what.arrived.is_set():
                 raise errors.has_ended(self.name, self.error)
             if end is not None and time.monotonic() >= end:
                 return False
@@ -262,8 +262,8 @@ class Session:
         """Raise the error that ends the session, if that end is why the control plane refused a call with `error`."""
         if not isinstance(error, NcclError) or error.__cause__ is not None:
             return
-        end = time.monotonic() + _TOLD
-        while not self._ending.wait(_SOON) and self._closing is None and time.monotonic() < end:
+        end = time.monotonic() + _REASON_TIMEOUT
+        while not self._ending.wait(_END_SLICE) and self._closing is None and time.monotonic() < end:
             pass
         if self.error is not None or self._closing is not None:
             self.check()
@@ -279,7 +279,7 @@ class Session:
     def _ask_once(self, what: _Wait[Any], method: Callable[..., None], *arguments: Any) -> None:
         """Make the call whose result `what` waits for, unless another thread has made it."""
         with what.asking:
-            if not what.is_asked and not what.there.is_set():
+            if not what.is_asked and not what.arrived.is_set():
                 with contextlib.suppress(Asked):  # an earlier call was interrupted before the next line
                     self._ask(method, *arguments)
                 what.is_asked = True
@@ -331,10 +331,10 @@ class Session:
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
             try:
-                self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
+                self._ask_once(self._leaving, self._control.bring, 0, LEAVING, b"", b"", False)
             except ValueError:  # another thread has called join(), and that call reports the result
                 return True
-            return self._wait(self._all_leave, timeout) and self._all_leave.is_all
+            return self._wait(self._leaving, timeout) and self._leaving.is_all
         return True
 
     def shut_down(self, drain: bool, reason: str) -> None:
@@ -346,9 +346,9 @@ class Session:
         """End a session that could not begin, and wait until everything is released, even if no rank answers."""
         with contextlib.suppress(NcclError):  # it is ending already
             self.shut_down(False, reason)
-        if not self.wait_until_over(_TOLD):
+        if not self.wait_until_over(_REASON_TIMEOUT):
             self._control.close()
-            self.wait_until_over(_TOLD)
+            self.wait_until_over(_REASON_TIMEOUT)
 
     def wait_until_over(self, timeout: float | None) -> bool:
         """Wait until the session has ended and everything is released; return False if `timeout` passes first."""
@@ -357,9 +357,9 @@ class Session:
         return self._over.wait(None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout)
 
     @property
-    def left(self) -> BaseException | None:
+    def release_error(self) -> BaseException | None:
         """The error that was raised when everything was released, or None."""
-        return self._left
+        return self._release_error
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of the control plane."""
@@ -373,42 +373,42 @@ class Session:
 
     # Failures that the other ranks must know.
 
-    def trouble(self, error: BaseException) -> None:
+    def fail_all_ranks(self, error: BaseException) -> None:
         """End the session on all ranks, because a launch of this rank, or a launched operation, has failed."""
         if self.error is None:
             with contextlib.suppress(NcclError):  # it is ending already
-                self._control.shutdown(False, f"{_TORN}{error}")
+                self._control.shutdown(False, f"{_UNFINISHABLE}{error}")
 
     # Frames of the control plane.
 
     def _read(self) -> None:
         try:
             while True:
-                frame = self._control.next(_LONG)
+                frame = self._control.next(_READ_SLICE)
                 if frame is None:
                     break
                 if frame:
-                    self._follow(frame)
+                    self._execute(frame)
         except BaseException as error:  # a defect of this library; without this, threads would wait forever
             failure = NcclError(f"coordinator {self.name!r}: reading the control plane failed: {error!r}")
             failure.__cause__ = error
-            self.trouble(failure)
+            self.fail_all_ranks(failure)
             self._end(failure)
         if self.error is None:
             self._end(errors.ended(self.name, -1, (), "its control plane is closed"))
-        self._give_back()
+        self._release()
 
-    def _follow(self, frame: Sequence[tuple]) -> None:
+    def _execute(self, frame: Sequence[tuple]) -> None:
         """Execute the records of one frame."""
         self._counts.add("frames")
         ready: dict[int, list[Ready]] = {}
-        elsewhere = set()  # process sets with an operation for which this rank launches nothing
+        launch_nothing = set()  # process sets with an operation for which this rank launches nothing
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
-                if number == 0 and key in _OURS:
-                    (self._began if key == BEGINNING else self._all_leave).tell(tuple(owns))
-                    elsewhere.add(number)
+                if number == 0 and key in _OWN_KEYS:
+                    (self._began if key == BEGINNING else self._leaving).tell(tuple(owns))
+                    launch_nothing.add(number)
                     continue
                 member = self._members.get(number)
                 if member is not None:
@@ -418,12 +418,12 @@ class Session:
                         raise RuntimeError(f"{names_of(key)} is to run, and rank {self.rank} has not brought it")
                     ready.setdefault(number, []).append(each)
                 else:
-                    elsewhere.add(number)
+                    launch_nothing.add(number)
                 continue
             self._run(ready)
-            _FOLLOW[record[0]](self, *record[1:])
+            _HANDLERS[record[0]](self, *record[1:])
         self._run(ready)
-        for number in elsewhere:
+        for number in launch_nothing:
             self._control.launched(number)
 
     def _run(self, ready: dict[int, list[Ready]]) -> None:
@@ -444,8 +444,8 @@ class Session:
 
     def _fail(self, member: ProcessSetWorker, key: bytes, error: BaseException) -> None:
         if member.number == 0 and key == LEAVING:  # the waiting thread then ends the coordinator itself
-            self._all_leave.is_all = False
-            self._all_leave.tell(())
+            self._leaving.is_all = False
+            self._leaving.tell(())
         call = member.pending.take(key)
         if call is not None:
             call.fail(error)
@@ -494,7 +494,7 @@ class Session:
         if number == SETS:
             what, key, near = "process_set", key_of([str(ranks_of_set(key, self.size))]), ()
         else:
-            what = "operation" if number == 0 and key in _OURS else _what(fixed)
+            what = "operation" if number == 0 and key in _OWN_KEYS else _what(fixed)
             where += f", process set {number}" if number else ""
         # In another thread: a logger's handlers are the user's code, and finding similar names takes time.
         aside(partial(_warn, where, what, key, have, missing, waited, near))
@@ -520,7 +520,7 @@ class Session:
             made = self._members[number] = self._member(number, members, part)
         except BaseException as error:
             mine.fail(error)
-            self.trouble(error)
+            self.fail_all_ranks(error)
         else:
             mine.tell(made)
 
@@ -529,7 +529,7 @@ class Session:
 
         Ranks that have read the reason close their connections, which this rank may notice before it reads the reason.
         """
-        if self._cause is None and not self._began.there.is_set():
+        if self._cause is None and not self._began.arrived.is_set():
             with contextlib.suppress(NcclError):
                 self._cause = self.backend.failure()
 
@@ -540,11 +540,11 @@ class Session:
             self._set_gate()
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
-        torn = reason.startswith(_TORN)
-        error = errors.ended(self.name, rank, lost, reason.removeprefix(_TORN))
+        is_unfinishable = reason.startswith(_UNFINISHABLE)
+        error = errors.ended(self.name, rank, lost, reason.removeprefix(_UNFINISHABLE))
         self._look_for_cause()
         self._end(error)
-        self._orderly = not (lost or torn or rank < 0)
+        self._orderly = not (lost or is_unfinishable or rank < 0)
         if not self._orderly:  # launched operations wait for ranks that do not launch them
             for member in list(self._members.values()):
                 member.fail(error)
@@ -564,25 +564,25 @@ class Session:
             for call in member.pending.take_all():
                 call.fail(error)
 
-    def _give_back(self) -> None:
-        limit = self._options.timeout if self._options.timeout is not None else _DRAINS
+    def _release(self) -> None:
+        limit = self._options.timeout if self._options.timeout is not None else _DRAIN_TIMEOUT
         for member in reversed(list(self._members.values())):
             try:
                 member.close(limit)
             except Exception as error:
-                self._left = error
+                self._release_error = error
         self._control.close()
         try:
             self.backend.end(self._orderly)
         except Exception as error:
-            self._left = error
+            self._release_error = error
         self._over.set()
 
 
 #: The keys of the session's own operations.
-_OURS = (BEGINNING, LEAVING)
+_OWN_KEYS = (BEGINNING, LEAVING)
 
-_FOLLOW: dict[str, Callable[..., None]] = {
+_HANDLERS: dict[str, Callable[..., None]] = {
     "mismatch": Session._mismatch,
     "after_join": Session._after_join,
     "overdue": Session._overdue,
@@ -604,17 +604,17 @@ def _what(fixed: bytes) -> str:
 
 
 def _different_options(name: str, brought: Sequence[tuple[bytes, Sequence[int]]]) -> ValueError:
-    said = []
-    for thing, of in (
+    differences = []
+    for option, value_of in (
         ("fusion_bytes", lambda packed: str(_PACKED.unpack_from(packed)[0])),
         ("cache", lambda packed: str(_PACKED.unpack_from(packed)[1])),
         ("timeout", lambda packed: seconds(t) if (t := _PACKED.unpack_from(packed)[2]) >= 0 else "none"),
         ("engine", lambda packed: packed[_PACKED.size :].decode()),
     ):
         values: dict[str, list[int]] = {}
-        for packed, who in brought:
-            values.setdefault(of(packed), []).extend(who)
+        for packed, owners in brought:
+            values.setdefault(value_of(packed), []).extend(owners)
         if len(values) > 1:
-            each = ", ".join(f"{value} on {ranks(spans(who))}" for value, who in values.items())
-            said.append(f"{thing} {each}")
-    return ValueError(f"coordinator {name!r}: the ranks were made with different options: {'; '.join(said)}")
+            each = ", ".join(f"{value} on {ranks(spans(owners))}" for value, owners in values.items())
+            differences.append(f"{option} {each}")
+    return ValueError(f"coordinator {name!r}: the ranks were made with different options: {'; '.join(differences)}")

@@ -80,8 +80,8 @@ def test_answer_in_burst_needs_no_heartbeat():
 def test_machines_speak_by_addresses(monkeypatch):
     """Ranks that count as on several machines connect without names known to one machine only."""
     families = []
-    real = connections._sharpen
-    monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
+    real = connections._set_options
+    monkeypatch.setattr(connections, "_set_options", lambda line: (families.append(line.family), real(line)))
     machines = iter(["a", "b", "a", "b"])
     lock = threading.Lock()
     monkeypatch.setattr(connections, "machine", lambda: next(machines))
@@ -121,14 +121,14 @@ def bring_and_hear(control):
 
 def strangers_first(monkeypatch, meet):
     """Have `meet` called with a rank's listening sockets, before the rank accepts."""
-    real = connections._Ears.hear
+    real = connections._Listener.accept_children
 
     def hear(ears, children, deadline, wanted):
         if children:
             meet(ears._sockets)
         return real(ears, children, deadline, wanted)
 
-    monkeypatch.setattr(connections._Ears, "hear", hear)
+    monkeypatch.setattr(connections._Listener, "accept_children", hear)
 
 
 def call(listener, says=b""):
@@ -152,11 +152,11 @@ def read_to_end(stranger):
 @contextlib.contextmanager
 def ears_that_hear(size=2):
     """Have a rank wait for ranks below it that do not come; yield its listening sockets."""
-    ears, over = connections._Ears(LocalStore(), size), threading.Event()
+    ears, over = connections._Listener(LocalStore(), size), threading.Event()
 
     def hear():
         with pytest.raises(NcclAborted):
-            ears.hear(list(range(1, size)), time.monotonic() + DEADLINE, lambda: not over.is_set())
+            ears.accept_children(list(range(1, size)), time.monotonic() + DEADLINE, lambda: not over.is_set())
 
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(hear)
@@ -200,7 +200,7 @@ def test_slow_caller_is_closed(monkeypatch):
 
 def test_caller_beyond_limit_replaces_the_oldest(monkeypatch):
     monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
-    most = connections._STRANGERS + 1  # and the expected rank
+    most = connections._MAX_UNPROVEN + 1  # and the expected rank
     with ears_that_hear() as sockets:
         callers = [call(sockets[0]) for _ in range(most + 5)]
         for oldest in callers[:5]:
@@ -227,8 +227,8 @@ def test_ranks_of_several_users_speak_by_addresses(monkeypatch):
     """The machine's local sockets are for one user only."""
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     families = []
-    real = connections._sharpen
-    monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
+    real = connections._set_options
+    monkeypatch.setattr(connections, "_set_options", lambda line: (families.append(line.family), real(line)))
     told = all_of(2, bring_and_hear)
     assert told[0] == told[1]
     assert len(families) == 2 and socket.AF_UNIX not in families
@@ -239,14 +239,14 @@ def test_descriptors_above_1023_connect():
         """
         import os, resource, threading, time
         from ncclpy.bootstrap import LocalStore
-        from ncclpy.coordinator.connections import _Ears, open_control
+        from ncclpy.coordinator.connections import _Listener, open_control
         from ncclpy.errors import NcclTimeout
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048) if hard > 0 else 2048, hard))
         held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
         try:
-            _Ears(LocalStore(), 2).hear([1], time.monotonic() + 0.2, lambda: True)
+            _Listener(LocalStore(), 2).accept_children([1], time.monotonic() + 0.2, lambda: True)
         except NcclTimeout as late:
             assert late.missing == [1]
         store, told = LocalStore(), {}
@@ -278,14 +278,14 @@ def test_descriptors_that_run_out_are_named_in_the_timeout():
         from ncclpy.coordinator import connections
         from ncclpy.errors import NcclTimeout
 
-        ears = connections._Ears(LocalStore(), 2)
+        ears = connections._Listener(LocalStore(), 2)
         def call():
             caller = socket.socket(socket.AF_UNIX)
             caller.connect(ears._sockets[0].getsockname())
             return caller
         def hear():
             try:
-                ears.hear([1], time.monotonic() + 0.5, lambda: True)
+                ears.accept_children([1], time.monotonic() + 0.5, lambda: True)
             except NcclTimeout as late:
                 return str(late)
         first, second = call(), call()

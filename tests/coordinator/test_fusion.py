@@ -115,7 +115,7 @@ def bring_at_once(coordinator, controls, meet, bring):
     works = bring()
     meet.wait(DEADLINE)
     if coordinator.rank == 0:  # the root, which must have received all
-        keys = coordinator._session.everyone.pending.keys()
+        keys = coordinator._session.all_ranks.pending.keys()
         testing.wait_for(lambda: all(len(control.have(0, key)) == coordinator.size for key in keys), "all to be there")
         release()
     return works

@@ -369,7 +369,7 @@ def test_written_array_is_under_one_name_at_a_time(ranks_are_threads):
         for name in ("a", "b", "x"):  # the refused calls have left nothing
             coordinator.all_reduce(name, other).wait(DEADLINE)
         coordinator.barrier("done").wait(DEADLINE)
-        assert coordinator._session.everyone.pending.sizes() == (0, 0, 0)
+        assert coordinator._session.all_ranks.pending.sizes() == (0, 0, 0)
         return array[0, 0], other[0, 0]
 
     assert run_coordinators(2, body) == [(4.0, 8.0)] * 2

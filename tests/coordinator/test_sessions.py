@@ -41,7 +41,7 @@ def test_connected_rank_that_does_not_begin_is_named_on_others(monkeypatch, tell
             options["timeout"] = 0.3
         control = Changed(opens(*arguments, **options))
         if control.rank == 0 and tells == "a clock of its own":
-            monkeypatch.setattr(session, "_BEGINS", 0.3)  # all ranks are connected by then
+            monkeypatch.setattr(session, "_BEGIN_TIMEOUT", 0.3)  # all ranks are connected by then
         elif control.rank == 1:
             bring = control.bring
             control.bring = lambda *what: given_up.wait(DEADLINE) and bring(*what)
@@ -90,7 +90,7 @@ def test_defect_in_the_thread_that_reads_ends_the_coordinator_on_all_ranks(defec
         coordinator.all_reduce("before", np.ones(2)).wait(DEADLINE)
         meet.wait(DEADLINE)
         if coordinator.rank == 0:
-            coordinator._session._follow = defect(coordinator._session._follow)
+            coordinator._session._execute = defect(coordinator._session._execute)
         meet.wait(DEADLINE)
         error = coordinator.all_reduce("x", np.ones(2)).exception(DEADLINE)
         assert error is not None and why in str(error), error
@@ -137,7 +137,7 @@ def test_shutdown_raises_errors_of_release(what):
             end = mine.backend.end
             mine.backend.end = lambda orderly: (end(orderly), no_memory())
         else:
-            member = mine._members[0] = Changed(mine.everyone)
+            member = mine._members[0] = Changed(mine.all_ranks)
             member.close = lambda limit: (member.inner.close(limit), no_memory())
         meet.wait(DEADLINE)
         with pytest.raises(MemoryError, match="no space"):

@@ -111,7 +111,7 @@ def test_launch_that_fails_twice_ends_every_work():
 
     def body(coordinator):
         if coordinator.rank == 0:
-            coordinator._session.everyone.plane = Broken(coordinator._session.everyone.plane)
+            coordinator._session.all_ranks.plane = Broken(coordinator._session.all_ranks.plane)
         coordinator.barrier("both").wait(DEADLINE)
         errors = [coordinator.all_reduce("x", np.ones(4)).exception(DEADLINE)]
         with pytest.raises(ncclpy.NcclAborted):
@@ -140,7 +140,7 @@ def test_arrays_being_copied_for_failed_launch_are_held():
     def body(coordinator):
         side, gate = Side(0, 64), Gate(0)
         coordinator.all_reduce("x", Streamed(side)).wait(DEADLINE)
-        coordinator._session.everyone.plane = Falls(coordinator._session.everyone.plane)
+        coordinator._session.all_ranks.plane = Falls(coordinator._session.all_ranks.plane)
         gate.shut(side.stream)
         array = Streamed(side)
         gone = weakref.ref(array)

@@ -83,7 +83,7 @@ def silent(mine):
 
 def test_connected_rank_that_says_nothing(nothing_left, tmp_path, monkeypatch):
     """The ranks are connected, and no record reports the end."""
-    monkeypatch.setattr(session, "_TOLD", 0.5)
+    monkeypatch.setattr(session, "_REASON_TIMEOUT", 0.5)
     monkeypatch.setattr(session.Session, "begin", silent)
     monkeypatch.setattr(session.Session, "shut_down", lambda mine, drain, reason: None)
     said = refused(2, lambda rank: {}, KeyError, timeline=tmp_path / "trace {rank}")
@@ -112,7 +112,9 @@ def test_data_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
 
 def test_parent_that_cannot_be_called(nothing_left, monkeypatch):
     """The ranks below the failing one have connected already, and close their connections."""
-    monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
+    monkeypatch.setattr(
+        connections._Listener, "accept_children", lambda listener, children, deadline, wanted: os.open("/no/such", 0)
+    )
     refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)
 
 
@@ -121,14 +123,14 @@ def test_parent_that_cannot_be_called(nothing_left, monkeypatch):
 FAILURES = {
     "argument": ({"cache": -1}, None, "ValueError: cache: expected an int from 0 "),
     "device": ({"device": 99}, None, "ValueError: device 99 does not exist"),
-    "ears": ({}, (connections, "_Ears"), "OSError: no socket"),
-    "call": ({}, (connections, "_call"), "OSError: no socket"),
+    "listener": ({}, (connections, "_Listener"), "OSError: no socket"),
+    "call": ({}, (connections, "_connect_to_parent"), "OSError: no socket"),
     "plane": ({}, (backends.GroupBackend, "plane"), "OSError: no socket"),
 }
 
 
 @pytest.mark.parametrize(
-    ("over", "failure"), [*(("store", failure) for failure in FAILURES), ("group", "argument"), ("group", "ears")]
+    ("over", "failure"), [*(("store", failure) for failure in FAILURES), ("group", "argument"), ("group", "listener")]
 )
 def test_rank_that_cannot_begin_is_remote_error_on_others(nothing_left, monkeypatch, over, failure):
     options, function, why = FAILURES[failure]
@@ -161,7 +163,7 @@ def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypa
     """Rank 0 reads why rank 1 cannot begin and closes the connection to rank 2, which has not read the reason yet."""
     store = LocalStore()
     rank_2_began, rank_0_left = threading.Event(), threading.Event()
-    real_call, real_begin = connections._call, session.Session.begin
+    real_call, real_begin = connections._connect_to_parent, session.Session.begin
 
     def call(*arguments):
         if threading.current_thread().name == "rank 1":
@@ -176,7 +178,7 @@ def test_rank_with_lost_connection_gets_reason_from_store(nothing_left, monkeypa
         testing.wait_for(lambda: mine.error is not None, "the control plane's end")
         return real_begin(mine)
 
-    monkeypatch.setattr(connections, "_call", call)
+    monkeypatch.setattr(connections, "_connect_to_parent", call)
     monkeypatch.setattr(session.Session, "begin", begin)
 
     def rank(number):

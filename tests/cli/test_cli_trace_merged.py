@@ -301,7 +301,7 @@ def test_error_in_recorder_layout_is_still_found(tmp_path, capsys, change):
 def test_many_dumps(trace, tmp_path, monkeypatch, processes, size):
     """Read many small dumps, in this process and in several: rank 7 is missing, and the others' deadlines pass."""
     if processes:
-        monkeypatch.setattr(reading, "_ALONE", 0)
+        monkeypatch.setattr(reading, "_SINGLE_PROCESS_BYTES", 0)
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     error = "rank %d: all_reduce was not done within its timeout. " + ADVICE
     said = trace(

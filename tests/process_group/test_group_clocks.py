@@ -97,6 +97,6 @@ def test_dumps_of_two_machines_are_on_one_time_line(host_engine, tmp_path):
     for path, (dump, _) in zip(paths, found, strict=True):
         path.write_text(dump)
     dumps, errors = reading.read_all(paths)
-    assert not errors and dumps[0].within == 0.0 and dumps[1].within > 0
+    assert not errors and dumps[0].clock_error == 0.0 and dumps[1].clock_error > 0
     assert (dumps[1].wall - dumps[1].monotonic) - (dumps[0].wall - dumps[0].monotonic) > 4, "the clock that is ahead"
-    assert abs(dumps[1].shift - dumps[0].shift) <= dumps[1].within
+    assert abs(dumps[1].shift - dumps[0].shift) <= dumps[1].clock_error

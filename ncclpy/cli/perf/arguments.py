@@ -64,7 +64,7 @@ class Arguments:
         return self.ngpus * self.nthreads
 
     @property
-    def space(self) -> int:
+    def buffer_bytes(self) -> int:
         """Return the bytes of a buffer: operations of one group run at the same time, each in memory of its own."""
         return self.maxbytes * self.agg_iters
 
@@ -141,9 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
     """Return the `Arguments` of a parsed command line; call ``parser.error`` if arguments contradict each other."""
-    usual = parse_size("32M")
-    minbytes = min(usual, given.maxbytes or usual) if given.minbytes is None else given.minbytes
-    maxbytes = max(usual, minbytes) if given.maxbytes is None else given.maxbytes
+    default_size = parse_size("32M")
+    minbytes = min(default_size, given.maxbytes or default_size) if given.minbytes is None else given.minbytes
+    maxbytes = max(default_size, minbytes) if given.maxbytes is None else given.maxbytes
     if maxbytes < minbytes:
         parser.error(f"-e {maxbytes} is less than -b {minbytes} bytes")
     if given.stepfactor == 1 and given.stepbytes == 0 and maxbytes > minbytes:

@@ -59,7 +59,7 @@ class Side:
     def text(self) -> str:
         """Return the four columns."""
         wrong = "   N/A" if self.nwrong is None else f"{self.nwrong:6g}"
-        return f"  {_number(self.time, 7)}  {_number(self.alg_bw, 6)}  {_number(self.bus_bw, 6)}  {wrong}"
+        return f"  {_fit_number(self.time, 7)}  {_fit_number(self.alg_bw, 6)}  {_fit_number(self.bus_bw, 6)}  {wrong}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Row:
 _NO_SIDE = f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>6s}  {'N/A':>6s}"
 
 
-def _number(value: float, width: int) -> str:
+def _fit_number(value: float, width: int) -> str:
     """Fit a number into a column by dropping decimals, as nccl-tests does."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"

@@ -105,7 +105,7 @@ class Worker:
                 self.communicators.append(
                     ncclpy.Communicator.init(given.nranks, rank, uid, device=rank, config=config, abortable=abortable)
                 )
-        nbytes = 0 if given.collective == "barrier" else given.space
+        nbytes = 0 if given.collective == "barrier" else given.buffer_bytes
         for communicator in self.communicators:
             self.endpoints.append(Endpoint(communicator, nbytes))
         ranks = self.link.exchange([_describe(endpoint) for endpoint in self.endpoints])
@@ -235,7 +235,7 @@ class Worker:
         So caches do not help, and operations aggregated in one group have memory of their own.
         """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
-        places = min(self.arguments.space // nbytes, wanted) if nbytes else 1
+        places = min(self.arguments.buffer_bytes // nbytes, wanted) if nbytes else 1
         return [
             [
                 call

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from ncclpy.cli.run import guard
 
 #: Environment variable of each rank with the ids of its runs: by it, processes that a run has left are found.
-RUN = "NCCLPY_RUN_ID"
+RUN_IDS = "NCCLPY_RUN_ID"
 # Exit codes of a shell, for programs that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
@@ -52,7 +52,7 @@ class Rank:
         self.code: int | None = None
         self._process = process
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Note how the process has ended; return whether it has ended since the last call."""
         if self.code is not None:
             return False
@@ -73,7 +73,7 @@ class Rank:
         """Reap the process, which has ended."""
         self._process.wait()
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Return in words how the process has ended."""
         code = self.code or 0
         if code > 128:
@@ -88,7 +88,7 @@ class Ranks:
     def __init__(self) -> None:
         # In a run within another run the id follows the outer one's, so the outer launcher finds these processes too.
         self.id = secrets.token_hex(8)
-        self.mark = "/".join(filter(None, [os.environ.get(RUN), self.id]))
+        self.run_ids = "/".join(filter(None, [os.environ.get(RUN_IDS), self.id]))
         self.all: list[Rank] = []
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, self.id],
@@ -106,7 +106,7 @@ class Ranks:
             out, out_theirs, err, err_theirs = pipes
             process = subprocess.Popen(
                 command,
-                env={**env, RUN: self.mark},
+                env={**env, RUN_IDS: self.run_ids},
                 stdin=stdin,
                 stdout=out_theirs,
                 stderr=err_theirs,
@@ -135,9 +135,9 @@ class Ranks:
         """The ranks that have not ended yet."""
         return [rank for rank in self.all if rank.code is None]
 
-    def look(self) -> list[Rank]:
+    def poll(self) -> list[Rank]:
         """Return the ranks that have ended since the last call."""
-        return [rank for rank in self.all if rank.look()]
+        return [rank for rank in self.all if rank.poll()]
 
     def send(self, number: int, *, group: bool = True) -> None:
         """Send a signal to all ranks that have not ended."""
@@ -149,7 +149,7 @@ class Ranks:
         stuck = guard.kill({rank.pid for rank in self.all}, self.id)
         for rank in self.all:
             if rank.pid not in stuck:
-                rank.look()
+                rank.poll()
                 rank.reap()
         return stuck
 

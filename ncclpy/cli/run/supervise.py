@@ -93,7 +93,7 @@ class Supervisor:
     def watch(self) -> int:
         """Wait until all processes have ended, and return the exit code."""
         while True:
-            for rank in self._ranks.look():
+            for rank in self._ranks.poll():
                 self._on_end(rank)
             if not self._ranks.running:
                 break
@@ -112,7 +112,7 @@ class Supervisor:
     def _on_end(self, rank: Rank) -> None:
         if not rank.code or self._asked is not None:
             return
-        text = f"rank {rank.rank} (process {rank.pid}) {rank.ending()}"
+        text = f"rank {rank.rank} (process {rank.pid}) {rank.describe_end()}"
         if self._code is None:
             # Before this launcher acts on it, so that the others are told the cause and not what follows from it.
             self._failed(rank.code, text)

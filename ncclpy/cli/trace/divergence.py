@@ -126,7 +126,7 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
 
 def apart(dumps: Iterable[Dump]) -> float | None:
     """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared."""
-    within = {(dump.clock or id(dump)): dump.within for dump in dumps}
+    within = {(dump.clock or id(dump)): dump.clock_error for dump in dumps}
     if None in within.values():
         return None if len(within) > 1 else 0.0
     return sum(sorted(each for each in within.values() if each is not None)[-2:])

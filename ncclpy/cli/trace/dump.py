@@ -37,7 +37,7 @@ class Dump:
     """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump.
 
     `clock` identifies the monotonic clock; `shift` is added to its times to put all dumps on one time line.
-    `within` is how many seconds these may be wrong by, if the clock was compared with others through a store.
+    `clock_error` is how many seconds these may be wrong by, if the clock was compared with others through a store.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Dump:
     groups: list[Group] = field(default_factory=list, repr=False)
     stack: tuple[str, ...] = ()
     shift: float = 0.0
-    within: float | None = None
+    clock_error: float | None = None
     _made: dict[int, Entry] = field(default_factory=dict, repr=False)
 
     @property

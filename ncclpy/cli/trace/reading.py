@@ -14,7 +14,7 @@ from pathlib import Path
 from ncclpy.cli.trace.dump import Difference, Dump, DumpError, read
 
 #: Bytes of dumps that one process reads in the time that another needs to start; more are read by several processes.
-_ALONE = 30_000_000
+_SINGLE_PROCESS_BYTES = 30_000_000
 _MOST_PROCESSES = 16
 
 
@@ -33,11 +33,11 @@ def files_of(paths: Iterable[Path]) -> tuple[list[Path], list[DumpError]]:
             continue
         if not found:
             errors.append(DumpError(f"{path}: has no dump, that is no file *.json"))
-        files += sorted(found, key=_numbered)
+        files += sorted(found, key=_natural_order)
     return files, errors
 
 
-def _numbered(path: Path) -> list[tuple[int, str]]:
+def _natural_order(path: Path) -> list[tuple[int, str]]:
     """Return a sort key that puts rank-2 before rank-10."""
     parts = re.split(r"(\d+)", path.name)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
@@ -45,16 +45,16 @@ def _numbered(path: Path) -> list[tuple[int, str]]:
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Dump], list[DumpError]]:
     """Return the dumps of files, in their order, and the errors of the others; times are on one clock."""
-    read_ones: list[Dump | DumpError]
+    results: list[Dump | DumpError]
     workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-    if workers > 1 and sum(map(_size, paths)) > _ALONE:
+    if workers > 1 and sum(map(_size, paths)) > _SINGLE_PROCESS_BYTES:
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            read_ones = list(pool.map(_read, paths, chunksize=max(1, min(20, len(paths) // (4 * workers)))))
+            results = list(pool.map(_read, paths, chunksize=max(1, min(20, len(paths) // (4 * workers)))))
     else:
-        read_ones = [_read(path) for path in paths]
-    dumps = [each for each in read_ones if isinstance(each, Dump)]
+        results = [_read(path) for path in paths]
+    dumps = [each for each in results if isinstance(each, Dump)]
     align(dumps)
-    return dumps, [each for each in read_ones if isinstance(each, DumpError)]
+    return dumps, [each for each in results if isinstance(each, DumpError)]
 
 
 def _size(path: Path) -> int:
@@ -65,16 +65,16 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path) -> Dump | DumpError:
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()  # it would traverse all the JSON again and again, and free nothing
     try:
-        made = read(path)
-        _ = made.seats  # computed here, where several processes may share the work
-        return made
+        dump_read = read(path)
+        _ = dump_read.seats  # computed here, where several processes may share the work
+        return dump_read
     except DumpError as error:
         return error
     finally:
-        if collects:
+        if gc_was_enabled:
             gc.enable()
 
 
@@ -88,9 +88,9 @@ def align(dumps: Iterable[Dump]) -> None:
     for dump in dumps:
         if dump.clock is not None:
             clocks.setdefault(dump.clock, []).append(dump)
-    for same in clocks.values():
-        shift = statistics.median_low([dump.wall - dump.monotonic for dump in same])
-        for dump in same:
+    for dumps_of_clock in clocks.values():
+        shift = statistics.median_low([dump.wall - dump.monotonic for dump in dumps_of_clock])
+        for dump in dumps_of_clock:
             dump.shift = shift
     _align_compared(clocks)
 
@@ -106,17 +106,17 @@ def _align_compared(clocks: dict[str, list[Dump]]) -> None:
                     found[one.of][clock] = one
     if not found:
         return
-    of = max(found, key=lambda each: len(found[each]))  # the clock that most clocks were compared with
-    compared = found[of]
-    if of in clocks:
-        shift = clocks[of][0].shift
-        for dump in clocks[of]:
-            dump.within = 0.0
+    reference = max(found, key=lambda each: len(found[each]))  # the clock that most clocks were compared with
+    compared = found[reference]
+    if reference in clocks:
+        shift = clocks[reference][0].shift
+        for dump in clocks[reference]:
+            dump.clock_error = 0.0
     else:
         shift = statistics.median_low([clocks[clock][0].shift - one.offset for clock, one in compared.items()])
     for clock, one in compared.items():
         for dump in clocks[clock]:
-            dump.shift, dump.within = shift + one.offset, one.error
+            dump.shift, dump.clock_error = shift + one.offset, one.error
 
 
 def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:

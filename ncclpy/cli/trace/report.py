@@ -61,9 +61,9 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     for late in findings.late[:limit]:
         lines += ["", _late_group(late)]
     lines += ["", *_limited(_table([_header(dump, reasons) for dump in dumps]), limit)]
-    machines = {dump.clock for dump in dumps if dump.within is not None}
+    machines = {dump.clock for dump in dumps if dump.clock_error is not None}
     if len(machines) > 1:
-        off = _within(apart([dump for dump in dumps if dump.within is not None]))
+        off = _within(apart([dump for dump in dumps if dump.clock_error is not None]))
         lines += ["", f"the clocks of {len(machines)} machines were compared through the store, to within {off}"]
     if findings.unseen is not None:
         name, size, gaps = findings.unseen

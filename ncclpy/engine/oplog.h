@@ -18,13 +18,13 @@ typedef struct {
   uint64_t began; /* `began` and `done`: the bits of a double, a moment of the monotonic clock */
   uint64_t done;
   uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BLOCKED_ON_INPUT */
-  uint64_t beside; /* operator in the high half, root in the low half; -1 for none */
+  uint64_t op_and_root; /* operator in the high half, root in the low half; -1 for none */
 } ncclpy_op;
 
 /* In `call`: the device cannot begin the operation yet, since what produces its input is not done. */
 #define NCCLPY_BLOCKED_ON_INPUT ((uint64_t)1 << 33)
 
-enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
+enum { NCCLPY_OP_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_PER_BLOCK = 64 };
 
 /* An operation in flight; or a spare note, whose `after` is the next spare note. */
 typedef struct ncclpy_note {
@@ -34,23 +34,23 @@ typedef struct ncclpy_note {
 } ncclpy_note;
 
 typedef struct {
-  ncclpy_note *first, *final;
+  ncclpy_note *first, *tail;
   uint64_t begun;
   uint64_t last; /* the order of `finished`, 0 if there is none */
   ncclpy_op finished;
 } ncclpy_op_list;
 
-typedef struct ncclpy_notes {
-  struct ncclpy_notes* before;
-  ncclpy_note notes[NCCLPY_NOTES_TOGETHER];
-} ncclpy_notes;
+typedef struct ncclpy_note_block {
+  struct ncclpy_note_block* before;
+  ncclpy_note notes[NCCLPY_NOTES_PER_BLOCK];
+} ncclpy_note_block;
 
 typedef struct {
   int users;
   uint64_t version;
   ncclpy_op_list rows[2]; /* collectives; operations between two ranks */
   ncclpy_note* spare;
-  ncclpy_notes* notes;
+  ncclpy_note_block* notes;
 } ncclpy_oplog;
 
 /* What a reader finds. */
@@ -59,10 +59,10 @@ typedef struct {
   ncclpy_op current, finished;
 } ncclpy_status;
 
-/* NCCLPY_GET orders the accesses after it, NCCLPY_PUT the accesses before it. A fence would too, but thread sanitizers
-   do not know fences. */
-#define NCCLPY_GET(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
-#define NCCLPY_PUT(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
+/* NCCLPY_LOAD_ACQUIRE orders the accesses after it, NCCLPY_STORE_RELEASE the accesses before it. A fence would too,
+   but thread sanitizers do not know fences. */
+#define NCCLPY_LOAD_ACQUIRE(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
+#define NCCLPY_STORE_RELEASE(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 
 static inline uint64_t ncclpy_bits_of(double moment) {
   uint64_t bits;
@@ -80,7 +80,7 @@ static inline void ncclpy_note_copy(ncclpy_op* to, const ncclpy_op* from) {
   uint64_t* out = (uint64_t*)to;
   const uint64_t* in = (const uint64_t*)from;
   int i;
-  for (i = 0; i < NCCLPY_NOTED_WORDS; i++) NCCLPY_PUT(out[i], NCCLPY_GET(in[i]));
+  for (i = 0; i < NCCLPY_OP_WORDS; i++) NCCLPY_STORE_RELEASE(out[i], NCCLPY_LOAD_ACQUIRE(in[i]));
 }
 
 /* Returns an operation log with one user; NULL if memory is out. */
@@ -93,7 +93,7 @@ static inline ncclpy_oplog* ncclpy_oplog_new(void) {
 static inline void ncclpy_oplog_use(ncclpy_oplog* oplog) { __atomic_add_fetch(&oplog->users, 1, __ATOMIC_RELAXED); }
 
 static inline void ncclpy_oplog_leave(ncclpy_oplog* oplog) {
-  ncclpy_notes *notes, *before;
+  ncclpy_note_block *notes, *before;
   if (__atomic_sub_fetch(&oplog->users, 1, __ATOMIC_ACQ_REL) != 0) return;
   for (notes = oplog->notes; notes != NULL; notes = before) {
     before = notes->before;
@@ -102,7 +102,9 @@ static inline void ncclpy_oplog_leave(ncclpy_oplog* oplog) {
   free(oplog);
 }
 
-static inline void ncclpy_oplog_turn(ncclpy_oplog* oplog) { NCCLPY_PUT(oplog->version, oplog->version + 1); }
+static inline void ncclpy_oplog_flip_version(ncclpy_oplog* oplog) {
+  NCCLPY_STORE_RELEASE(oplog->version, oplog->version + 1);
+}
 
 /* Notes an operation that begins; with the GIL. Returns the note; NULL if memory is out. */
 static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what) {
@@ -110,69 +112,69 @@ static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, con
   ncclpy_note* note = oplog->spare;
   if (note == NULL) {
     int i;
-    ncclpy_notes* more = (ncclpy_notes*)calloc(1, sizeof(ncclpy_notes));
+    ncclpy_note_block* more = (ncclpy_note_block*)calloc(1, sizeof(ncclpy_note_block));
     if (more == NULL) return NULL;
     more->before = oplog->notes;
     oplog->notes = more;
-    for (i = 0; i < NCCLPY_NOTES_TOGETHER - 1; i++) more->notes[i].after = &more->notes[i + 1];
+    for (i = 0; i < NCCLPY_NOTES_PER_BLOCK - 1; i++) more->notes[i].after = &more->notes[i + 1];
     note = more->notes;
   }
   oplog->spare = note->after;
-  ncclpy_oplog_turn(oplog);
+  ncclpy_oplog_flip_version(oplog);
   ncclpy_note_copy(&note->what, what);
   note->order = ++row->begun;
-  note->before = row->final;
+  note->before = row->tail;
   note->after = NULL;
-  if (row->final != NULL) {
-    row->final->after = note;
+  if (row->tail != NULL) {
+    row->tail->after = note;
   } else {
-    NCCLPY_PUT(row->first, note);
+    NCCLPY_STORE_RELEASE(row->first, note);
   }
-  row->final = note;
-  ncclpy_oplog_turn(oplog);
+  row->tail = note;
+  ncclpy_oplog_flip_version(oplog);
   return note;
 }
 
 /* Notes whether an operation in flight waits for what produces its input; with the GIL. */
-static inline void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int blocked) {
+static inline void ncclpy_oplog_set_blocked(ncclpy_oplog* oplog, ncclpy_note* note, int blocked) {
   const uint64_t call = (note->what.call & ~NCCLPY_BLOCKED_ON_INPUT) | (blocked ? NCCLPY_BLOCKED_ON_INPUT : 0);
   if (call == note->what.call) return;
-  ncclpy_oplog_turn(oplog);
-  NCCLPY_PUT(note->what.call, call);
-  ncclpy_oplog_turn(oplog);
+  ncclpy_oplog_flip_version(oplog);
+  NCCLPY_STORE_RELEASE(note->what.call, call);
+  ncclpy_oplog_flip_version(oplog);
 }
 
 /* Notes the end of an operation, once; with the GIL. `done` is false if it was not completed, for example if it has
    failed. */
 static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment) {
   ncclpy_op_list* row = &oplog->rows[pair];
-  ncclpy_oplog_turn(oplog);
+  ncclpy_oplog_flip_version(oplog);
   if (note->before != NULL) {
     note->before->after = note->after;
   } else {
-    NCCLPY_PUT(row->first, note->after);
+    NCCLPY_STORE_RELEASE(row->first, note->after);
   }
   if (note->after != NULL) {
     note->after->before = note->before;
   } else {
-    row->final = note->before;
+    row->tail = note->before;
   }
   if (done && note->order > row->last) {
-    NCCLPY_PUT(note->what.done, ncclpy_bits_of(moment));
+    NCCLPY_STORE_RELEASE(note->what.done, ncclpy_bits_of(moment));
     ncclpy_note_copy(&row->finished, &note->what);
-    NCCLPY_PUT(row->last, note->order);
+    NCCLPY_STORE_RELEASE(row->last, note->order);
   }
-  ncclpy_oplog_turn(oplog);
+  ncclpy_oplog_flip_version(oplog);
   note->after = oplog->spare;
   oplog->spare = note;
 }
 
 /* Reads one list. During a write the result is garbage, but only memory of the operation log is read. */
 static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status* found) {
-  const ncclpy_note* first = NCCLPY_GET(row->first);
+  const ncclpy_note* first = NCCLPY_LOAD_ACQUIRE(row->first);
   found->has_current = first != NULL;
   if (first != NULL) ncclpy_note_copy(&found->current, &first->what);
-  found->has_finished = NCCLPY_GET(row->last) != 0;
+  found->has_finished = NCCLPY_LOAD_ACQUIRE(row->last) != 0;
   if (found->has_finished) ncclpy_note_copy(&found->finished, &row->finished);
 }
 
@@ -181,12 +183,12 @@ static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status*
 static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status) {
   int tries;
   for (tries = 0; tries < 1000; tries++) {
-    const uint64_t version = NCCLPY_GET(oplog->version);
+    const uint64_t version = NCCLPY_LOAD_ACQUIRE(oplog->version);
     ncclpy_status pairs;
     if (version & 1) continue;
     ncclpy_op_list_read(&oplog->rows[0], status);
     ncclpy_op_list_read(&oplog->rows[1], &pairs);
-    if (NCCLPY_GET(oplog->version) != version) continue;
+    if (NCCLPY_LOAD_ACQUIRE(oplog->version) != version) continue;
     if (!status->has_current && pairs.has_current) {
       status->current = pairs.current;
       status->has_current = 1;

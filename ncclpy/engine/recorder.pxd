@@ -10,7 +10,7 @@ cdef extern from "ncclpy/engine/oplog.h" nogil:
         uint64_t began
         uint64_t done
         uint64_t call
-        uint64_t beside
+        uint64_t op_and_root
 
     ctypedef struct ncclpy_status:
         bint has_current
@@ -34,7 +34,7 @@ cdef extern from "ncclpy/engine/oplog.h" nogil:
     void ncclpy_oplog_use(ncclpy_oplog* oplog)
     void ncclpy_oplog_leave(ncclpy_oplog* oplog)
     ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what)
-    void ncclpy_oplog_place(ncclpy_oplog* oplog, ncclpy_note* note, int blocked)
+    void ncclpy_oplog_set_blocked(ncclpy_oplog* oplog, ncclpy_note* note, int blocked)
     void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment)
     bint ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status)
     uint64_t ncclpy_bits_of(double moment)
@@ -45,7 +45,7 @@ cdef inline uint64_t call_of(int kind, int datatype, bint is_barrier) noexcept n
     return <uint64_t>kind | <uint64_t>datatype << 16 | <uint64_t>is_barrier << 32
 
 
-cdef inline uint64_t beside_of(int op, int root) noexcept nogil:
+cdef inline uint64_t op_and_root_of(int op, int root) noexcept nogil:
     return <uint64_t><unsigned int>op << 32 | <unsigned int>root
 
 

@@ -101,7 +101,7 @@ _fill(_reductions, _texts[2])
 cdef int _write(char* at, size_t space, const ncclpy_op* what) noexcept nogil:
     """Write an operation as JSON with the names of `OperationInfo` (peers/rank_state.py); return its length."""
     cdef int kind = what.call & 0xffff, datatype = what.call >> 16 & 0xffff
-    cdef int op = <int><unsigned int>(what.beside >> 32), root = <int><unsigned int>what.beside
+    cdef int op = <int><unsigned int>(what.op_and_root >> 32), root = <int><unsigned int>what.op_and_root
     cdef const char* name = b"operation"
     cdef const char* dtype = b"unknown"
     cdef char reduction[40]
@@ -255,7 +255,7 @@ cdef class Entry:
         what.sequence, what.count = self.sequence, self.count
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
-        what.beside = beside_of(self.op, self.root)
+        what.op_and_root = op_and_root_of(self.op, self.root)
         self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)  # NULL if memory is out: the log lacks it
         ncclpy_oplog_use(oplog)
         self.oplog = oplog
@@ -272,7 +272,7 @@ cdef class Entry:
     cdef void place(self, bint blocked) noexcept:
         """Note in the operation log whether the device still waits for what produces the input."""
         if self.noted != NULL:
-            ncclpy_oplog_place(self.oplog, self.noted, blocked)
+            ncclpy_oplog_set_blocked(self.oplog, self.noted, blocked)
 
     def _as_dict(self):
         return {

@@ -32,7 +32,7 @@ ncclpy_op operation(uint64_t number, int pair) {
 void check(const ncclpy_op& found, bool done) {
   const uint64_t number = found.sequence;
   if (found.count != 3 * number || (found.call & ~NCCLPY_BLOCKED_ON_INPUT) != (number ^ 0x5555) ||
-      found.beside / 2 != number || ncclpy_moment_of(found.began) != static_cast<double>(number)) {
+      found.op_and_root / 2 != number || ncclpy_moment_of(found.began) != static_cast<double>(number)) {
     fail("it is torn", number);
   }
   if (done && ncclpy_moment_of(found.done) != static_cast<double>(number) + 0.5) fail("its end is torn", number);
@@ -60,12 +60,12 @@ int main(int, char** argv) {
           if (found.has_current) {
             check(found.current, false);
             // Pairs are reported only while there is no collective.
-            if (found.current.beside % 2 == 0) {
+            if (found.current.op_and_root % 2 == 0) {
               if (found.current.sequence < current) fail("what runs goes back", found.current.sequence);
               current = found.current.sequence;
             }
           }
-          if (found.has_finished && found.finished.beside % 2 == 0) {
+          if (found.has_finished && found.finished.op_and_root % 2 == 0) {
             check(found.finished, true);
             if (found.finished.sequence < finished) fail("what is done goes back", found.finished.sequence);
             finished = found.finished.sequence;
@@ -98,7 +98,7 @@ int main(int, char** argv) {
         const size_t least = round % 2 && begun < operation_count && running.size() > 1;
         end(random() % 3 != 0 ? least : least + random() % (running.size() - least));
       }
-      if (!running.empty()) ncclpy_oplog_place(oplog, running[random() % running.size()].second, random() % 2);
+      if (!running.empty()) ncclpy_oplog_set_blocked(oplog, running[random() % running.size()].second, random() % 2);
       if (pairs.size() > 20) {
         ncclpy_oplog_end(oplog, 1, pairs.front(), 0, 0);
         pairs.pop_front();
@@ -107,13 +107,13 @@ int main(int, char** argv) {
     over = true;
     for (auto& each : others) each.join();
     ncclpy_status found;
-    if (!ncclpy_oplog_read(oplog, &found) || (found.has_current && found.current.beside % 2 == 0)) {
+    if (!ncclpy_oplog_read(oplog, &found) || (found.has_current && found.current.op_and_root % 2 == 0)) {
       fail("something runs when all is over", begun);
     }
     if (failed == 0 || oplog->rows[0].last == 0 || oplog->rows[0].first != nullptr) fail("ended", failed);
     size_t memory = 0;
-    for (const auto* notes = oplog->notes; notes != nullptr; notes = notes->before) memory += NCCLPY_NOTES_TOGETHER;
-    if (memory > most + 21 + NCCLPY_NOTES_TOGETHER) fail("memory is used again, but not for", memory);
+    for (const auto* notes = oplog->notes; notes != nullptr; notes = notes->before) memory += NCCLPY_NOTES_PER_BLOCK;
+    if (memory > most + 21 + NCCLPY_NOTES_PER_BLOCK) fail("memory is used again, but not for", memory);
     ncclpy_oplog_use(oplog);
     ncclpy_oplog_leave(oplog);
     ncclpy_oplog_leave(oplog);

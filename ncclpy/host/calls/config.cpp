@@ -63,7 +63,7 @@ void read_file_into_environment() {
 }
 
 // A value that overrides the configurations of the whole process, or `undefined`.
-int override_by(const char* variable) {
+int override_of(const char* variable) {
   const char* const text = std::getenv(variable);
   if (text == nullptr || *text == 0) return undefined;
   const long value = std::strtol(text, nullptr, 0);
@@ -77,7 +77,7 @@ void override(ncclConfig_t& config) {
   };
   static const Overrides all = [] {
     read_file_into_environment();
-    return Overrides{override_by("NCCL_COMM_BLOCKING"), override_by("NCCL_COMM_SPLIT_SHARE_RESOURCES")};
+    return Overrides{override_of("NCCL_COMM_BLOCKING"), override_of("NCCL_COMM_SPLIT_SHARE_RESOURCES")};
   }();
   if (all.blocking != undefined) config.blocking = all.blocking;
   if (all.split_share != undefined) config.splitShare = all.split_share;
@@ -107,24 +107,24 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::
   if (config->magic != NCCL_API_MAGIC)
     return fail(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
   // In the struct of an older release the place of a newer field may be padding: such fields count as undefined.
-  const int from = int(config->version);
-  if (from < version(2, 14, 0)) config->blocking = undefined;
-  if (from < version(2, 17, 0)) {
+  const int caller_version = int(config->version);
+  if (caller_version < version(2, 14, 0)) config->blocking = undefined;
+  if (caller_version < version(2, 17, 0)) {
     config->cgaClusterSize = config->minCTAs = config->maxCTAs = undefined;
     config->netName = nullptr;
   }
-  if (from < version(2, 25, 0)) config->trafficClass = undefined;
-  if (from < version(2, 27, 0)) {
+  if (caller_version < version(2, 25, 0)) config->trafficClass = undefined;
+  if (caller_version < version(2, 27, 0)) {
     config->collnetEnable = config->CTAPolicy = config->shrinkShare = config->nvlsCTAs = undefined;
     config->commName = nullptr;
   }
-  if (from < version(2, 28, 0)) config->nChannelsPerNetPeer = config->nvlinkCentricSched = undefined;
-  if (from < version(2, 29, 0)) config->graphUsageMode = config->numRmaCtx = undefined;
-  if (from < version(2, 30, 0)) config->maxP2pPeers = undefined;
-  if (from < version(2, 30, 5)) config->graphStreamOrdering = undefined;
-  if (from < version(2, 31, 0))
+  if (caller_version < version(2, 28, 0)) config->nChannelsPerNetPeer = config->nvlinkCentricSched = undefined;
+  if (caller_version < version(2, 29, 0)) config->graphUsageMode = config->numRmaCtx = undefined;
+  if (caller_version < version(2, 30, 0)) config->maxP2pPeers = undefined;
+  if (caller_version < version(2, 30, 5)) config->graphStreamOrdering = undefined;
+  if (caller_version < version(2, 31, 0))
     config->launchOrderImplicit = config->numRmaSig = config->rmaEagerInit = config->hostCftMode = undefined;
-  if (from < version(2, 32, 0)) config->nvlsHostMode = undefined;
+  if (caller_version < version(2, 32, 0)) config->nvlsHostMode = undefined;
 
   NCCLPY_TRY(check_range("config", "blocking", config->blocking, 0, 1));
   NCCLPY_TRY(check_range("config", "cgaClusterSize", config->cgaClusterSize, 0, INT_MAX));

@@ -165,8 +165,8 @@ std::uint64_t Stream::enqueue(Task task) {
   if (!lazy_ && !has_worker_ && !running_.load(std::memory_order_relaxed)) worker = lease_worker();
   for (Point& point : before) {
     if (kind_ == Kind::blocking) {
-      if (point.number <= fenced_) continue;
-      fenced_ = point.number;
+      if (point.number <= legacy_awaited_) continue;
+      legacy_awaited_ = point.number;
     }
     append([point = std::move(point)] { point.wait(); });
   }

@@ -122,7 +122,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<std::uint64_t> queued_{0};       // number of the last task queued
   std::atomic<std::uint64_t> finished_{0};     // number of the last task done
   std::atomic<bool> running_{false};           // a worker or a helper runs a task
-  std::uint64_t fenced_ = 0;                   // the last task of the legacy stream that this stream waits for
+  std::uint64_t legacy_awaited_ = 0;           // the last task of the legacy stream that this stream waits for
   int waiting_ = 0;                            // number of threads that sleep on progress_
   std::vector<CompletionCallback> callbacks_;
   bool has_worker_ = false;                    // a worker is here, or is being woken

@@ -68,15 +68,15 @@ uint64_t this_process() {
 }
 
 // Maps the whole memory. The first rank initialises it.
-ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shared_ptr<Segment>* segment) {
+ncclResult_t map_segment(std::unique_ptr<IdRendezvous> id_rendezvous, int nranks, std::shared_ptr<Segment>* segment) {
   const size_t bytes = segment_bytes(nranks);
   int descriptor = -1;
   bool first = false;
-  NCCLPY_TRY(meeting->open(nranks, bytes, &descriptor, &first));
+  NCCLPY_TRY(id_rendezvous->open(nranks, bytes, &descriptor, &first));
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (memory == MAP_FAILED) {
     const int error = errno;
-    if (first) meeting->publish(false);
+    if (first) id_rendezvous->publish(false);
     return fail(ncclSystemError,
                 "no address space for a communicator of %d ranks, %zu bytes (the limit is ulimit -v): %s", nranks, bytes,
                 strerror(error));
@@ -84,17 +84,17 @@ ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shar
   Header* header = static_cast<Header*>(memory);
   if (first) {  // fresh pages are zero, which is the initial value of every other field
     header->magic = magic;
-    memcpy(header->nonce, meeting->nonce(), sizeof header->nonce);
+    memcpy(header->nonce, id_rendezvous->nonce(), sizeof header->nonce);
     header->nranks = uint32_t(nranks);
     header->bytes = bytes;
-    meeting->publish(true);
-  } else if (header->magic != magic || memcmp(header->nonce, meeting->nonce(), sizeof header->nonce) != 0 ||
+    id_rendezvous->publish(true);
+  } else if (header->magic != magic || memcmp(header->nonce, id_rendezvous->nonce(), sizeof header->nonce) != 0 ||
              header->nranks != uint32_t(nranks) || header->bytes != bytes) {
     munmap(memory, bytes);
     return fail(ncclSystemError, "the communicator's memory is damaged");
   }
-  meeting->mapped(first);
-  *segment = std::make_shared<Segment>(static_cast<char*>(memory), bytes, nranks, std::move(meeting));
+  id_rendezvous->mapped(first);
+  *segment = std::make_shared<Segment>(static_cast<char*>(memory), bytes, nranks, std::move(id_rendezvous));
   return ncclSuccess;
 }
 
@@ -122,8 +122,8 @@ bool PlacedRecord::read(uint64_t which, Record* to) const {
   return number.load(std::memory_order_relaxed) == which;
 }
 
-Segment::Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting> meeting)
-    : meeting_(std::move(meeting)), memory_(memory), bytes_(bytes), nranks_(nranks), spin_(nranks) {
+Segment::Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<IdRendezvous> id_rendezvous)
+    : id_rendezvous_(std::move(id_rendezvous)), memory_(memory), bytes_(bytes), nranks_(nranks), spin_(nranks) {
   const Layout layout(nranks);
   slots_at_ = layout.slots;
   channels_at_ = layout.channels;
@@ -138,10 +138,10 @@ Segment::~Segment() {
 }
 
 void Segment::end_meeting() {
-  std::unique_ptr<Meeting> ended;
+  std::unique_ptr<IdRendezvous> ended;
   {
     std::lock_guard lock(mutex);
-    ended = std::move(meeting_);
+    ended = std::move(id_rendezvous_);
   }
   if (ended != nullptr) ended->end(complete() ? Phase::served : Phase::given_up);
 }
@@ -214,7 +214,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
                           std::shared_ptr<Segment>* segment) {
   if (nranks > max_ranks)
     return fail(ncclInvalidArgument, "%d ranks: the host engine serves at most %d", nranks, max_ranks);
-  auto meeting = std::make_unique<Meeting>();
+  auto id_rendezvous = std::make_unique<IdRendezvous>();
   {
     std::lock_guard lock(registry().mutex);
     auto& mapped = registry().mapped;
@@ -223,8 +223,8 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     const auto known = mapped.find(key);
     std::shared_ptr<Segment> found = known == mapped.end() ? nullptr : known->second.lock();
     if (found == nullptr) {
-      NCCLPY_TRY(meeting->find(id));
-      NCCLPY_TRY(map_segment(std::move(meeting), nranks, &found));
+      NCCLPY_TRY(id_rendezvous->find(id));
+      NCCLPY_TRY(map_segment(std::move(id_rendezvous), nranks, &found));
       mapped[key] = found;
     } else if (found->nranks() != nranks) {
       return fail(ncclInvalidArgument, "this rank says that there are %d ranks, another one said %d", nranks,

@@ -199,8 +199,8 @@ struct Header {
 
 class Segment {
  public:
-  // `meeting` leads the other ranks here until all have arrived.
-  Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting> meeting);
+  // `id_rendezvous` leads the other ranks here until all have arrived.
+  Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<IdRendezvous> id_rendezvous);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -280,7 +280,7 @@ class Segment {
   }
   char* step(int rank, int which) { return memory_ + steps_at_ + (size_t(rank) * 4 + size_t(which)) * step_bytes; }
 
-  std::unique_ptr<Meeting> meeting_;  // guarded by mutex
+  std::unique_ptr<IdRendezvous> id_rendezvous_;  // guarded by mutex
   char* memory_;
   size_t bytes_;
   int nranks_;

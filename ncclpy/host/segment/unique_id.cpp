@@ -267,24 +267,24 @@ ncclResult_t create_unique_id(ncclUniqueId* id) {
 }
 
 void withdraw_unique_id(const ncclUniqueId& id) {
-  Meeting meeting;
+  IdRendezvous id_rendezvous;
   const std::string text = last_error();
-  if (meeting.find(id) == ncclSuccess) meeting.end(Phase::given_up);
+  if (id_rendezvous.find(id) == ncclSuccess) id_rendezvous.end(Phase::given_up);
   set_last_error(text);
 }
 
-Meeting::~Meeting() {
+IdRendezvous::~IdRendezvous() {
   if (mapping_ != nullptr) munmap(mapping_, table_bytes);
 }
 
-ncclResult_t Meeting::over(Phase phase) const {
+ncclResult_t IdRendezvous::over(Phase phase) const {
   if (phase != Phase::given_up) return used_up();
   return fail(ncclInvalidUsage,
               "this unique id leads nowhere: a rank that had joined with it gave up, or was aborted, before all had "
               "come, or the id was withdrawn; make a new one with ncclGetUniqueId");
 }
 
-ncclResult_t Meeting::find(const ncclUniqueId& id) {
+ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
   const Address address = address_of(id);
   if (address.magic != magic)
     return fail(ncclInvalidArgument, "this unique id was not made by ncclGetUniqueId of the host engine");
@@ -325,7 +325,7 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
   return ncclSuccess;
 }
 
-ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
+ncclResult_t IdRendezvous::open(int nranks, size_t bytes, int* memory, bool* first) {
   *first = false;
   // Initialising the memory takes microseconds. If the rank that does it was killed, the id is lost.
   for (int attempts = 2000;;) {
@@ -360,14 +360,14 @@ ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
   }
 }
 
-ncclResult_t Meeting::create_memory(int nranks, size_t bytes) {
+ncclResult_t IdRendezvous::create_memory(int nranks, size_t bytes) {
   NCCLPY_TRY(make_memory(memory_name, "a communicator", bytes, &memory_));
   entry_->memory.store(uint64_t(uint32_t(getpid())) << 32 | uint32_t(memory_.get()), std::memory_order_relaxed);
   entry_->nranks.store(uint32_t(nranks), std::memory_order_relaxed);
   return ncclSuccess;
 }
 
-ncclResult_t Meeting::open_shared_memory(uint64_t word, int nranks, size_t bytes) {
+ncclResult_t IdRendezvous::open_shared_memory(uint64_t word, int nranks, size_t bytes) {
   const uint32_t said = entry_->nranks.load(std::memory_order_relaxed);
   const uint64_t where = entry_->memory.load(std::memory_order_relaxed);
   const int32_t pid = int32_t(where >> 32);
@@ -387,14 +387,14 @@ ncclResult_t Meeting::open_shared_memory(uint64_t word, int nranks, size_t bytes
   return result;
 }
 
-void Meeting::publish(bool ready) {
+void IdRendezvous::publish(bool ready) {
   if (!ready) memory_.reset();
   uint64_t mine = with(word_, Phase::being_laid_out);  // unless the id was withdrawn meanwhile
   entry_->word.compare_exchange_strong(mine, with(word_, ready ? Phase::laid_out : Phase::offered),
                                        std::memory_order_acq_rel);
 }
 
-void Meeting::end(Phase how) {
+void IdRendezvous::end(Phase how) {
   memory_.reset();
   if (entry_ == nullptr) return;
   uint64_t now = entry_->word.load(std::memory_order_acquire);

@@ -56,17 +56,17 @@ struct alignas(64) IdEntry {
 enum class Phase : uint8_t { unused, offered, being_laid_out, laid_out, served, given_up };
 
 // An id in use for a rendezvous: its entry and, in the process of the first rank, the descriptor of the memory.
-class Meeting {
+class IdRendezvous {
  public:
-  Meeting() = default;
-  ~Meeting();
-  Meeting(const Meeting&) = delete;
-  Meeting& operator=(const Meeting&) = delete;
+  IdRendezvous() = default;
+  ~IdRendezvous();
+  IdRendezvous(const IdRendezvous&) = delete;
+  IdRendezvous& operator=(const IdRendezvous&) = delete;
 
   // Finds the entry of an id.
   ncclResult_t find(const ncclUniqueId& id);
   // Returns a descriptor of the memory, `bytes` long. The first rank creates the memory, filled with zeros; the others
-  // open it. The Meeting owns the descriptor.
+  // open it. The IdRendezvous owns the descriptor.
   ncclResult_t open(int nranks, size_t bytes, int* memory, bool* first);
   // The first rank has initialised the start of the memory (`ready`), or has failed to.
   void publish(bool ready);

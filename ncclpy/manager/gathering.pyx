@@ -16,8 +16,8 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.arguments.operation cimport Operation, has_root
 from ncclpy.core.arguments.validation cimport (
-    COUNT, OPERATOR, TYPE, Extents, Lowered, check_layout, difference, digest, digest_begun, known_apart, lacks,
-    lower, note_apart, shared_memory_error, take_fingerprint, type_of,
+    COUNT, OPERATOR, TYPE, Extents, Lowered, check_layout, difference, digest, digest_begun, fill_fingerprint,
+    known_apart, lacks, lower, note_apart, shared_memory_error, type_of,
 )
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.runtime.device cimport relax
@@ -124,7 +124,7 @@ cdef class Participant:
 
     cdef int bring(self, const Operation* operation, const View* view) except -1:
         """Take over its checked buffers."""
-        take_fingerprint(&self.call, operation, view)
+        fill_fingerprint(&self.call, operation, view)
         self.call.root = -1  # the root's rank may not be known yet
         self.send, self.recv = operation.send, operation.recv
         self.count = operation.count

@@ -34,7 +34,7 @@ from ncclpy.core.arguments.operation cimport (
 from ncclpy.core.handles.state cimport DEFERRED
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.calls.batch cimport Step, CallBatch, make_calls
-from ncclpy.core.arguments.validation cimport Fingerprint, take_fingerprint, type_of
+from ncclpy.core.arguments.validation cimport Fingerprint, fill_fingerprint, type_of
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, deadline_after, now
 from ncclpy.engine.work cimport Work, believe, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch, signature_of
@@ -79,7 +79,7 @@ cdef class CallSignature:
         cdef bytes parts = b""
         cdef str name
         cdef unsigned long long count
-        take_fingerprint(&found, operation, view)
+        fill_fingerprint(&found, operation, view)
         name = type_of(&found)
         if is_pair(kind):
             if operation.root != rank:

@@ -6,7 +6,7 @@ from libc.string cimport memset
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, read_view
 from ncclpy.core.arguments.operation cimport BROADCAST, RECV, SCATTER, SEND, SENDRECV, is_pair
 from ncclpy.core.arguments.validation cimport (
-    NOTHING, Difference, check_overlap, difference_of_data, lacks, lower, new_vector_collective, take_fingerprint,
+    NOTHING, Difference, check_overlap, difference_of_data, fill_fingerprint, lacks, lower, new_vector_collective,
     type_of, validate_all_gather, validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather,
     validate_recv, validate_reduce, validate_reduce_scatter, validate_scatter, validate_send,
 )
@@ -567,7 +567,7 @@ cdef class Submission(BlockOwner):
         else:
             request.add_all(lowered)
         request.point_to_point = is_pair(operation.kind)
-        take_fingerprint(&request.call, operation, view)
+        fill_fingerprint(&request.call, operation, view)
         if request.point_to_point and operation.root != group.rank:
             peer = operation.root
         if request.brought is not None:

@@ -22,7 +22,7 @@ cdef enum Difference:
     OPERATOR
     ROOT
 
-cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil
+cdef void fill_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil
 
 # The first property in which two calls differ.
 cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil
@@ -136,7 +136,7 @@ cdef class Lowered:
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1
-    cdef void drop_own(self, int rank) noexcept
+    cdef void empty_self_operations(self, int rank) noexcept
 
 
 # Whether the loaded NCCL is too old for a kind of collective.

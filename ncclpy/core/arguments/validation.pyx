@@ -38,7 +38,7 @@ from ncclpy.errors import NcclUnsupported
 from ncclpy.types import DataType, ReduceOp, as_op
 
 
-cdef void take_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil:
+cdef void fill_fingerprint(Fingerprint* made, const Operation* operation, const View* view) noexcept nogil:
     made.kind = operation.kind
     made.op = operation.op if reduces(operation.kind) else -1
     made.root = operation.root if has_root(operation.kind) else -1
@@ -160,7 +160,7 @@ cdef str method_of(int kind):
 
 # Several operations that run together.
 cdef enum:
-    _FEW = 16
+    _INSERTION_SORT_MAX = 16
 
 
 cdef int _by_start(const void* one, const void* other) noexcept nogil:
@@ -172,7 +172,7 @@ cdef void _sort(Extent* rows, size_t count) noexcept:
     """Sort by the start; a few by insertion, as they are mostly in order already."""
     cdef size_t i, at
     cdef Extent row
-    if count > _FEW:
+    if count > _INSERTION_SORT_MAX:
         qsort(rows, count, sizeof(Extent), _by_start)
         return
     for i in range(1, count):
@@ -253,17 +253,17 @@ cdef class Extents:
 # A table of digests of groups that were checked. A digest's index is its value modulo the table's size; a later digest
 # replaces an earlier one at the same index. Any thread may write: a word is written atomically.
 cdef enum:
-    _KNOWN = 1024
+    _KNOWN_DIGESTS = 1024
 
-cdef uint64_t[_KNOWN] _known
+cdef uint64_t[_KNOWN_DIGESTS] _known_digests
 
 
 cdef bint known_apart(uint64_t number) noexcept nogil:
-    return _known[number % _KNOWN] == number and number != 0
+    return _known_digests[number % _KNOWN_DIGESTS] == number and number != 0
 
 
 cdef void note_apart(uint64_t number) noexcept nogil:
-    _known[number % _KNOWN] = number
+    _known_digests[number % _KNOWN_DIGESTS] = number
 
 
 cdef str span(const Extent* extent):
@@ -300,7 +300,7 @@ cdef class Lowered:
         self.count += 1
         return 0
 
-    cdef void drop_own(self, int rank) noexcept:
+    cdef void empty_self_operations(self, int rank) noexcept:
         """Empty the operations of a rank with itself: in place its data are at their destination."""
         cdef size_t i
         for i in range(self.count):
@@ -337,9 +337,9 @@ cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends
         for peer in range(nranks):
             lowered.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
     if kind == GATHER and recvs.pointers[rank] == o.send:
-        lowered.drop_own(rank)
+        lowered.empty_self_operations(rank)
     elif kind == SCATTER and sends.pointers[rank] == o.recv:
-        lowered.drop_own(rank)
+        lowered.empty_self_operations(rank)
     return lowered
 
 
@@ -610,7 +610,7 @@ cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nran
     return parts
 
 
-cdef Parts _parts_by(const View* view, list counts):
+cdef Parts _parts_by_counts(const View* view, list counts):
     """Return adjacent parts of one buffer, which was checked to hold them all."""
     cdef Parts parts = Parts(len(counts))
     cdef size_t offset = 0, count
@@ -634,7 +634,7 @@ cdef list _as_counts(object counts, int nranks, str argument):
     return numbers
 
 
-cdef int _holds(const View* view, object count, str argument, str what) except -1:
+cdef int _check_count(const View* view, object count, str argument, str what) except -1:
     if elements(view) != count:  # Python ints do not wrap: no part can lie outside the buffer
         raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
     return 0
@@ -665,7 +665,7 @@ cdef int _check_lists(VectorCollective vector, const View* send, const View* rec
         rule = f"works in place only where recv is send[{own}], this rank's part"
     else:
         rule = "cannot work in place"
-    one, other = _called(extents.second.place, n), _called(extents.first.place, n)
+    one, other = _argument_name(extents.second.place, n), _argument_name(extents.first.place, n)
     if one[:4] == other[:4]:
         rule = "needs memory of its own for each part that receives"
     raise ValueError(
@@ -674,7 +674,7 @@ cdef int _check_lists(VectorCollective vector, const View* send, const View* rec
     )
 
 
-cdef str _called(size_t place, size_t nranks):
+cdef str _argument_name(size_t place, size_t nranks):
     """Return the name of an argument, or of an element of it, by its place in the extents of `_check_lists`."""
     if place >= 2 * nranks:
         return "send" if place == 2 * nranks else "recv"
@@ -696,7 +696,9 @@ cdef int _read(VectorCollective vector, object buffer, View* view, str argument,
     return 0
 
 
-cdef int _describe(VectorCollective vector, int kind, const View* view, const View* send, const View* recv) except -1:
+cdef int _fill_operation(
+    VectorCollective vector, int kind, const View* view, const View* send, const View* recv
+) except -1:
     """Fill in the operation's type and this rank's own buffers; the count is that of `recv`, or else of `send`."""
     vector.operation.kind = kind
     vector.operation.datatype = view.datatype
@@ -707,7 +709,9 @@ cdef int _describe(VectorCollective vector, int kind, const View* view, const Vi
     return 0
 
 
-cdef Parts _list(VectorCollective vector, tuple buffers, str argument, bint receives, View* like, str other, View* own):
+cdef Parts _read_list(
+    VectorCollective vector, tuple buffers, str argument, bint receives, View* like, str other, View* own
+):
     """Read a list of buffers, each of the type of `like`; `own` receives this rank's buffer.
 
     `other` is the name of `like`. If it is None, `like` receives the first buffer of the list.
@@ -733,7 +737,7 @@ cdef Parts _list(VectorCollective vector, tuple buffers, str argument, bint rece
     return parts
 
 
-cdef int _counted(VectorCollective vector, View* s, View* r, object send, object recv) except -1:
+cdef int _read_pair(VectorCollective vector, View* s, View* r, object send, object recv) except -1:
     """Read the two buffers of a collective with counts."""
     vector.send, vector.recv = send, recv
     _read(vector, send, s, "send", False)
@@ -741,7 +745,7 @@ cdef int _counted(VectorCollective vector, View* s, View* r, object send, object
     return same_type(r, s, "recv", "send")
 
 
-cdef int _one_buffer(object buf, str name, str counts) except -1:
+cdef int _refuse_list(object buf, str name, str counts) except -1:
     if isinstance(buf, list):
         raise ValueError(f"{counts}: it goes with one buffer, and {name} is a list of buffers, which has sizes of its own")
     return 0
@@ -756,18 +760,18 @@ cdef class VectorCollective:
         cdef View s, own
         self.send, self.recv = send, tuple(recv)
         _read(self, send, &s, "send", False)
-        self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
+        self.recvs = _read_list(self, self.recv, "recv", True, &s, "send", &own)
         fits(&own, 1, &s, f"recv[{self.rank}]", "send", "all_gather")
-        _describe(self, ALL_GATHER, &s, &s, NULL)
+        _fill_operation(self, ALL_GATHER, &s, &s, NULL)
         return _check_lists(self, &s, NULL)
 
     cdef int reduce_scatter(self, list send, recv) except -1:
         cdef View r, own
         self.send, self.recv = tuple(send), recv
         _read(self, recv, &r, "recv", True)
-        self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
+        self.sends = _read_list(self, self.send, "send", False, &r, "recv", &own)
         fits(&own, 1, &r, f"send[{self.rank}]", "recv", "reduce_scatter")
-        _describe(self, REDUCE_SCATTER, &r, NULL, &r)
+        _fill_operation(self, REDUCE_SCATTER, &r, NULL, &r)
         return _check_lists(self, NULL, &r)
 
     cdef int all_to_all(self, send, recv) except -1:
@@ -776,10 +780,10 @@ cdef class VectorCollective:
             kinds = f"{type(send).__name__} and {type(recv).__name__}"
             raise TypeError(f"send, recv: all_to_all takes two buffers or two lists of buffers, got {kinds}")
         self.send, self.recv = tuple(send), tuple(recv)
-        self.sends = _list(self, self.send, "send", False, &first, None, &s)
-        self.recvs = _list(self, self.recv, "recv", True, &first, "send[0]", &r)
+        self.sends = _read_list(self, self.send, "send", False, &first, None, &s)
+        self.recvs = _read_list(self, self.recv, "recv", True, &first, "send[0]", &r)
         fits(&r, 1, &s, f"recv[{self.rank}]", f"send[{self.rank}]", "all_to_all")
-        _describe(self, ALL_TO_ALL, &first, NULL, NULL)
+        _fill_operation(self, ALL_TO_ALL, &first, NULL, NULL)
         return _check_lists(self, NULL, NULL)
 
     cdef int gather(self, send, list recv, int root) except -1:
@@ -787,9 +791,9 @@ cdef class VectorCollective:
         self.send, self.recv = send, tuple(recv)
         self.operation.root = root
         _read(self, send, &s, "send", False)
-        self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
+        self.recvs = _read_list(self, self.recv, "recv", True, &s, "send", &own)
         fits(&own, 1, &s, f"recv[{root}]", "send", "gather")
-        _describe(self, GATHER, &s, &s, NULL)
+        _fill_operation(self, GATHER, &s, &s, NULL)
         return _check_lists(self, &s, NULL)
 
     cdef int scatter(self, list send, recv, int root) except -1:
@@ -799,9 +803,9 @@ cdef class VectorCollective:
         if recv is None:
             raise ValueError("recv: every rank of a scatter needs a buffer")
         _read(self, recv, &r, "recv", True)
-        self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
+        self.sends = _read_list(self, self.send, "send", False, &r, "recv", &own)
         fits(&own, 1, &r, f"send[{root}]", "recv", "scatter")
-        _describe(self, SCATTER, &r, NULL, &r)
+        _fill_operation(self, SCATTER, &r, NULL, &r)
         return _check_lists(self, NULL, &r)
 
     # Counts.
@@ -809,43 +813,43 @@ cdef class VectorCollective:
     cdef int all_gather_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
-        _one_buffer(recv, "recv", "counts")
+        _refuse_list(recv, "recv", "counts")
         numbers = _as_counts(counts, self.nranks, "counts")
-        _counted(self, &s, &r, send, recv)
-        _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
-        _holds(&r, sum(numbers), "recv", "sum(counts)")
-        self.recvs = _parts_by(&r, numbers)
+        _read_pair(self, &s, &r, send, recv)
+        _check_count(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
+        _check_count(&r, sum(numbers), "recv", "sum(counts)")
+        self.recvs = _parts_by_counts(&r, numbers)
         offset = <uintptr_t>self.recvs.pointers[self.rank] - <uintptr_t>r.pointer
         check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
-        return _describe(self, ALL_GATHER, &s, &s, NULL)
+        return _fill_operation(self, ALL_GATHER, &s, &s, NULL)
 
     cdef int reduce_scatter_by_counts(self, send, recv, counts) except -1:
         cdef View s, r
         cdef Py_ssize_t offset
-        _one_buffer(send, "send", "counts")
+        _refuse_list(send, "send", "counts")
         numbers = _as_counts(counts, self.nranks, "counts")
-        _counted(self, &s, &r, send, recv)
-        _holds(&s, sum(numbers), "send", "sum(counts)")
-        _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
-        self.sends = _parts_by(&s, numbers)
+        _read_pair(self, &s, &r, send, recv)
+        _check_count(&s, sum(numbers), "send", "sum(counts)")
+        _check_count(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
+        self.sends = _parts_by_counts(&s, numbers)
         offset = <uintptr_t>self.sends.pointers[self.rank] - <uintptr_t>s.pointer
         check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
-        return _describe(self, REDUCE_SCATTER, &s, NULL, &r)
+        return _fill_operation(self, REDUCE_SCATTER, &s, NULL, &r)
 
     cdef int all_to_all_by_counts(self, send, recv, send_counts, recv_counts) except -1:
         cdef View s, r
         if send_counts is None or recv_counts is None:
             raise ValueError("send_counts, recv_counts: pass both, on all ranks, or none")
-        _one_buffer(send, "send", "send_counts")
-        _one_buffer(recv, "recv", "recv_counts")
+        _refuse_list(send, "send", "send_counts")
+        _refuse_list(recv, "recv", "recv_counts")
         outgoing = _as_counts(send_counts, self.nranks, "send_counts")
         incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
-        _counted(self, &s, &r, send, recv)
-        _holds(&s, sum(outgoing), "send", "sum(send_counts)")
-        _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
+        _read_pair(self, &s, &r, send, recv)
+        _check_count(&s, sum(outgoing), "send", "sum(send_counts)")
+        _check_count(&r, sum(incoming), "recv", "sum(recv_counts)")
         check_overlap(ALL_TO_ALL, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
-        self.sends, self.recvs = _parts_by(&s, outgoing), _parts_by(&r, incoming)
-        return _describe(self, ALL_TO_ALL, &s, NULL, NULL)
+        self.sends, self.recvs = _parts_by_counts(&s, outgoing), _parts_by_counts(&r, incoming)
+        return _fill_operation(self, ALL_TO_ALL, &s, NULL, NULL)
 
 
 cdef VectorCollective new_vector_collective(int device, int nranks, int rank):

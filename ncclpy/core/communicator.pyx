@@ -392,19 +392,19 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             with ``timeout`` or ``abortable``, or that is nonblocking.
         """
         cdef View s, r
-        cdef Operation there, here
+        cdef Operation send_operation, recv_operation
         if self.state != READY:
             check_alive(self)
         if dest is None:
             return self.recv(recv, source, stream=stream, timeout=timeout)
         if source is None:
             return self.send(send, dest, stream=stream, timeout=timeout)
-        there.root = root_rank(self.nranks, dest, "dest")
-        here.root = root_rank(self.nranks, source, "source")
-        validate_send(&there, &s, send, "send", self.device)
-        validate_recv(&here, &r, recv, "recv", self.device)
+        send_operation.root = root_rank(self.nranks, dest, "dest")
+        recv_operation.root = root_rank(self.nranks, source, "source")
+        validate_send(&send_operation, &s, send, "send", self.device)
+        validate_recv(&recv_operation, &r, recv, "recv", self.device)
         check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
-        start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
+        start_pair(self, &send_operation, &s, send, &recv_operation, &r, recv, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks have called this: an all-reduce of one byte.

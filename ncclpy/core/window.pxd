@@ -49,7 +49,7 @@ cdef class Window:
     cdef Group group  # in which it was recorded
     cdef View view  # of the buffer
     cdef bint symmetric
-    cdef _Kept memory
+    cdef _PartMemory memory
     cdef long long kept  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
@@ -60,7 +60,7 @@ cdef class Window:
 
 
 # Keeps the buffer of a window, for its communicator and for ranks of this process that read it (`Window.peer`).
-cdef class _Kept:
+cdef class _PartMemory:
     cdef object buffer
     cdef object __weakref__
 

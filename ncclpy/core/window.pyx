@@ -55,7 +55,7 @@ Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
         datatype = as_datatype(dtype)
         cdef ncclDataType_t raw_type = <ncclDataType_t><int>datatype
         if isinstance(scalar, (int, float, np.generic)):
-            data = encoded(_plain(scalar), datatype, "scalar")
+            data = encoded(_without_numpy_type(scalar), datatype, "scalar")
             memcpy(pointer, <const char*>data, len(data))
         else:
             read_view(scalar, &view, "scalar")
@@ -118,7 +118,7 @@ Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
         return f"<ncclpy.CustomOp {DataType(self.datatype).name.lower()}{' (closed)' if self.comm is None else ''}>"
 
 
-cdef object _plain(object scalar):
+cdef object _without_numpy_type(object scalar):
     """Return a number without its numpy type, except for numpy floats, which may hold more than Python's float."""
     if isinstance(scalar, (int, float, np.floating)):
         return scalar
@@ -183,7 +183,10 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         return self.comm is None
 
     def close(self):
-        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration; a second call does nothing."""
+        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration.
+
+        A second call does nothing.
+        """
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef bint gone = True
@@ -264,12 +267,12 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses):
     return held
 
 
-# On the host engine: the `_Kept` of each window part of this process, by communicator and address. It lives as long as
-# the window is registered or a buffer of `Window.peer` reads it.
-_parts = weakref.WeakValueDictionary()
+# On the host engine: the `_PartMemory` of each window part of this process, by communicator and address. It lives as
+# long as the window is registered or a buffer of `Window.peer` reads it.
+_part_memories = weakref.WeakValueDictionary()
 
 
-cdef class _Kept:
+cdef class _PartMemory:
     def __init__(self, buffer):
         self.buffer = buffer
 
@@ -303,7 +306,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         if self.cell == NULL:
             raise MemoryError
         self.background = comm.nonblocking or not comm.owned
-        self.memory = _Kept(buffer)
+        self.memory = _PartMemory(buffer)
         self.view = view
         self.symmetric = symmetric
         self.comm = comm
@@ -325,7 +328,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             raise
         comm.resources.add(self)
         if host_engine:
-            _parts[comm.group_name, <uintptr_t>view.pointer] = self.memory
+            _part_memories[comm.group_name, <uintptr_t>view.pointer] = self.memory
 
     def __dealloc__(self):
         # If a wait has ended early, by an interrupt or an abort, NCCL may still write the cell: then it is never
@@ -352,7 +355,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
     @property
     def buffer(self):
         """This rank's buffer; None when the window is closed."""
-        cdef _Kept memory = self.memory
+        cdef _PartMemory memory = self.memory
         return None if memory is None else memory.buffer
 
     def peer(self, rank, dtype=None):
@@ -383,7 +386,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             If this device cannot address that rank's memory, for example on another machine, or NCCL is older.
         """
         cdef Lifecycle comm
-        cdef _Part part = _Part.__new__(_Part)
+        cdef _PeerPart part = _PeerPart.__new__(_PeerPart)
         cdef Buffer made
         cdef View view
         cdef void* pointer = NULL
@@ -426,7 +429,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         pointer = <char*>pointer - (view.nbytes - 1)
         view.pointer = pointer
         if host_engine:
-            part.memory = _parts.get((comm.group_name, <uintptr_t>pointer))
+            part.memory = _part_memories.get((comm.group_name, <uintptr_t>pointer))
         view.readonly = False
         view.framework = NO_FRAMEWORK
         if view.device != HOST_MEMORY:
@@ -497,11 +500,11 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         return f"<ncclpy.Window {self.handle:#x} of {self.comm!r}>"
 
 
-cdef class _Part:
+cdef class _PeerPart:
     """Keep a rank's part of a window mapped for the buffer that reads it; on GPUs nothing can keep it."""
 
     cdef void* held  # by the host engine
-    cdef _Kept memory  # if the rank is in this process
+    cdef _PartMemory memory  # if the rank is in this process
 
     def __dealloc__(self):
         if self.held != NULL:

@@ -67,11 +67,11 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
     });
   } catch (...) {  // no thread can watch the other processes: the others must not count on this rank
     segment->mark_dead(rank);
-    segment->end_meeting();
+    segment->end_id_rendezvous();
     throw;
   }
   const int came = int(segment->header().attached.load());
-  segment->end_meeting();
+  segment->end_id_rendezvous();
   if (!segment->complete()) {
     const std::string others =
         "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had come";

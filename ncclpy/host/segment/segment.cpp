@@ -137,7 +137,7 @@ Segment::~Segment() {
   if (watched_.load()) on_destroyed_();
 }
 
-void Segment::end_meeting() {
+void Segment::end_id_rendezvous() {
   std::unique_ptr<IdRendezvous> ended;
   {
     std::lock_guard lock(mutex);

@@ -239,7 +239,7 @@ class Segment {
   // Reads the cores of each rank, once all ranks are attached.
   void find_cores();
   // Ends the rendezvous of the ranks: all are attached, or never will be. The unique id is used up.
-  void end_meeting();
+  void end_id_rendezvous();
 
   // The first rank found dead, or -1. After a death no collective on this segment completes.
   int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }

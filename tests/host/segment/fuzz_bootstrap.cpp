@@ -104,7 +104,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     segment->inline_buffer(rank, 1, record_inline_bytes)[record_inline_bytes - 1] = 1;
     segment->piece(rank, rank, channel_slots - 1, piece_inline_bytes)[piece_inline_bytes - 1] = 1;
     segment->piece(rank, rank, channel_slots - 1, piece_bytes)[piece_bytes - 1] = 1;
-    segment->end_meeting();
+    segment->end_id_rendezvous();
   }
   segment.reset();
   close(table);

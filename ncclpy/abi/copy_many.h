@@ -18,7 +18,7 @@ typedef struct {
   uint64_t from[NCCLPY_COPIES_MAX]; /* 0 for zeros */
   uint64_t to[NCCLPY_COPIES_MAX];
   uint64_t bytes[NCCLPY_COPIES_MAX];
-  uint32_t first[NCCLPY_COPIES_MAX]; /* index of the first block of each copy, ascending from 0 */
+  uint32_t first_block[NCCLPY_COPIES_MAX]; /* of each copy, ascending from 0 */
 } ncclpy_copies;
 
 #endif /* NCCLPY_COPY_MANY_H */

@@ -298,7 +298,7 @@ cdef extern from "copy_many.h" nogil:
         uint64_t from_ "from"[1]
         uint64_t to[1]
         uint64_t nbytes "bytes"[1]
-        uint32_t first[1]
+        uint32_t first_block[1]
 
 _log = logging.getLogger("ncclpy.coordinator")
 cdef dict _copiers = {}
@@ -388,7 +388,7 @@ cdef class Copier:
             table.from_[i] = copies[i].at if inwards else slot + copies[i].offset
             table.to[i] = slot + copies[i].offset if inwards else copies[i].at
             table.nbytes[i] = copies[i].nbytes
-            table.first[i] = <uint32_t>blocks
+            table.first_block[i] = <uint32_t>blocks
             blocks += (copies[i].nbytes + CHUNK - 1) // CHUNK
         return driver.cuLaunchKernel(
             self.function, <unsigned int>max(<size_t>1, blocks), 1, 1, THREADS, 1, 1, 0, stream, &parameter, NULL

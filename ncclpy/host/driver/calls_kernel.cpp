@@ -76,7 +76,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int gridX, unsigned int gr
     if (copies.count > NCCLPY_COPIES_MAX) return CUDA_ERROR_INVALID_VALUE;
     uint64_t blocks = 0;
     for (uint32_t i = 0; i < copies.count; ++i) {  // check the table as the kernel would read it
-      if (copies.first[i] != blocks) return CUDA_ERROR_INVALID_VALUE;
+      if (copies.first_block[i] != blocks) return CUDA_ERROR_INVALID_VALUE;
       blocks += (copies.bytes[i] + NCCLPY_COPY_CHUNK - 1) / NCCLPY_COPY_CHUNK;
     }
     if (blocks > gridX) return CUDA_ERROR_INVALID_VALUE;

@@ -22,7 +22,7 @@ struct ConnectionThread {
   Mutex<NCCLPY_LOCK_STORE_CONNECTIONS> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
-  Descriptor news;  // a client was added, the last one was removed, or one has another pace
+  Descriptor news;  // a client was added, the last one was removed, or one has another tick interval
   bool running = false;
 };
 

@@ -15,12 +15,13 @@ from benchmarks.work import results
 
 HEAD = """# Performance
 
-What ncclpy costs beside what you use today: find that, and read its table. The tables behind them, with quartiles,
-machines and versions, are a page a benchmark, [below](#all-tables). These pages are written by `python -m benchmarks
-report` from the raw samples in `benchmarks/results`; edit those, not this.
+This page compares what ncclpy costs with what you may use today: each section has one table. The full tables, with
+quartiles, machines and versions, are on one page per benchmark, [below](#all-tables). `python -m benchmarks report`
+writes these pages from the raw samples in `benchmarks/results`: do not edit the pages.
 
-A call is the CPU's time until it returns, of 8 bytes and with a process a GPU unless the line says otherwise. Less is
-better, but for bandwidth. Below each table are the commands that measure it on your machine, in a clone of ours.
+A call's time is the CPU's time until the call returns, for 8 bytes and with one process per GPU unless the line says
+otherwise. Less is better, except for bandwidth. Below each table are the commands that measure it on your machine, in
+a clone of the sources.
 """
 
 #: A row of a result: rival, road and measure.
@@ -167,7 +168,7 @@ PICTURES = [
     Picture(
         "front-call",
         "CPU time of a call: all-reduce of 8 bytes, 4 GPUs",
-        "A process a GPU. NCCL's own call is the C loop's; what is above it is the package's.",
+        "One process per GPU. NCCL's own call is the C loop's; what is above it is the package's.",
         GPUS,
         {
             "C loop": ("C loop", "ncclAllReduce", "host"),
@@ -183,7 +184,7 @@ PICTURES = [
     Picture(
         "front-devices",
         "One process, 4 GPUs: 8 bytes, 200 in a row, each",
-        "Who launches makes the difference: a plan launches on all devices in parallel, without Python.",
+        "The difference is in the launch: a plan launches on all devices in parallel, without Python.",
         "manager-gpu4",
         {
             "C, a group from one thread": (*_C_GROUP, "repeated"),
@@ -197,7 +198,7 @@ PICTURES = [
     Picture(
         "front-cpu",
         "Without a GPU: all-reduce of 64 MiB, 2 processes",
-        "The host engine beside what is used on CPUs, on two cores.",
+        "The host engine compared with what is used on CPUs, on two cores.",
         CPUS,
         {
             "ncclpy": ("ncclpy", "all_reduce 64 MiB", "time"),
@@ -228,10 +229,10 @@ def page(found: dict[str, dict], pages: dict[str, str], pictures: str) -> str:
     kept, missed = (sum(target["kept"] is each for target in judged) for each in (True, False))
     parts.append(
         "## All tables\n\n"
-        "Times are medians of all rounds; behind them stand the first and the third quartile. Ratios are taken round "
-        "by round,\nthen their median: what disturbs the machine in a round disturbs every road in it. Each page ends "
-        "with what the\n"
-        f"project promises of it: {kept} promises are kept, {missed} missed, with the reason where it is known.\n"
+        "Times are medians of all rounds; the first and the third quartile follow them. A ratio is the median of "
+        "the ratios\nof all rounds, since what disturbs the machine in a round disturbs every method in it. Each page "
+        "ends with the\n"
+        f"project's targets: {kept} are kept, {missed} missed, with the reason where it is known.\n"
     )
     parts.append("".join(f"- [{title}]({path})\n" for path, title in pages.items()))
     names = "\n".join(path.removesuffix(".md") for path in pages)
@@ -264,7 +265,7 @@ def _lines(found: dict[str, dict]) -> list[str]:
         if not figures:
             continue
         body = [[line.text, ours, f"{theirs}, {line.name}", ratio] for line, ours, theirs, ratio in figures]
-        parts += [f"## If you use {used}\n", f"{table(['what', 'ncclpy', 'beside it', 'ncclpy / beside'], body)}\n"]
+        parts += [f"## If you use {used}\n", f"{table(['what', 'ncclpy', 'compared with', 'ratio'], body)}\n"]
         kept = [found[name] for name in dict.fromkeys(line.result for line, *_ in figures)]
         parts.append("".join(f"- `{_command(result)}`, here {_where(result)}\n" for result in kept))
     return parts

@@ -112,7 +112,7 @@ def line_table(result: dict) -> str:
     for one in lines(result):
         ranks = f"{one.ranks[0]} to {one.ranks[-1]}"
         body.append([one.operation, one.unit, ranks, number(one.a), number(one.b), f"{one.off:.0%}"])
-    return table(["operation", "unit", "ranks n", "a", "b", "off at the most ranks"], body) if body else ""
+    return table(["operation", "unit", "ranks n", "a", "b", "error at the most ranks"], body) if body else ""
 
 
 def tables(result: dict) -> list[str]:

@@ -417,7 +417,8 @@ cdef class Handle:
         not known while a call is under way.
         """
         cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
-        if self.state != READY or nccl.ncclCommGetAsyncError == NULL:
+        # FINALIZED: a close may wait for an operation that never ends.
+        if (self.state != READY and self.state != FINALIZED) or nccl.ncclCommGetAsyncError == NULL:
             return ncclSuccess
         if self.nonblocking and mutex_trylock(&self.mutex) != 0:
             return ncclSuccess

@@ -425,7 +425,7 @@ def test_abort_accepts_a_huge_timeout(timeout):
     assert comm.closed
 
 
-def test_close_waits_for_a_group_with_late_members(host_engine):
+def test_close_and_group_with_late_members_raise_error_of_failed_member(host_engine):
     """The operation of the closed communicator has failed, but the group has yet to ask for its result."""
     first, second = (ncclpy.Communicator.init_all(range(2), timeout=60) for _ in range(2))
     values, caught = [np.ones(100) for _ in range(2)], []
@@ -447,8 +447,6 @@ def test_close_waits_for_a_group_with_late_members(host_engine):
     threads[1].start()
     with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"):
         second[1].all_reduce(np.ones(99))
-    threads[1].join(0.3)
-    assert threads[1].is_alive()
     first[1].all_reduce(np.ones(100))
     for thread in threads:
         thread.join(30)

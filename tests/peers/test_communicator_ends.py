@@ -87,6 +87,13 @@ call(timeout=1.0 if rank == 0 else 60)
         assert "raised NcclTimeout" in line, line
 
 
+def test_threads_reading_by_stream_get_error_of_a_mismatched_call(host_engine, tmp_path):
+    """The call hangs on its stream until the deadline, as no rank can complete it."""
+    program = READS.replace("np.ones(8, ", "np.ones(8 + (rank == 2), ") + "call(timeout=1.0)"
+    for line in lines_of(tmp_path, program, (0, 1, 2)):
+        assert "raised NcclTimeout" in line, line
+
+
 @pytest.mark.parametrize("made", ["split(0, key=-rank)", "shrink(exclude=[3])"])
 def test_deadline_on_a_part_of_a_communicator_is_an_error_on_all_of_its_ranks(tmp_path, made):
     """The other ranks of the part hear of the deadline as in a whole communicator."""

@@ -277,6 +277,21 @@ def test_thread_waiting_by_stream_gets_error_before_abort(host_engine):
     assert run_groups(2, body) == ["NcclTimeout"] * 2
 
 
+def test_thread_waiting_by_stream_gets_error_of_a_mismatched_call(host_engine):
+    def body(group):
+        stream = ncclpy.Stream(group.rank)
+        group.all_reduce(np.ones(4)).wait(DEADLINE)
+        array = np.ones(4 + group.rank)
+        try:
+            group.all_reduce(array).synchronize(stream)
+            testing.wait_for(stream.is_done, "the stream")
+        except ncclpy.NcclError as error:
+            return "the ranks do not agree" in str(error)
+        return f"read {array[0]}"
+
+    assert run_groups(2, body) == [True, True]
+
+
 def test_thread_that_has_a_stream_wait_during_the_end_gets_error(host_engine, monkeypatch):
     """The threads that read by a stream are noted by then: the call itself raises."""
     noted, failed = threading.Event(), KnownGroup.failed

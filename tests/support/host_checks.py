@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import rank_programs as bodies
-from nccl_calls import IN_PROGRESS, SUM, NcclError
+from nccl_calls import IN_PROGRESS, INVALID_USAGE, SUM, NcclError
 from paths import SUPPORT
 
 from testing import wait_for
@@ -80,6 +80,14 @@ def blocked(thread):
     """Return whether the thread is still busy after a while."""
     thread.join(0.2)
     return thread.is_alive()
+
+
+def hangs_by_mismatch(nccl, comm, stream):
+    """Assert that the stream hangs at an operation on which the ranks do not agree, and return its waiting thread."""
+    wait_for(lambda: nccl.async_error(comm) == INVALID_USAGE)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, stream)
+    assert blocked(waiting), "the stream passed a failed operation"
+    return waiting
 
 
 def sum_ones(nccl, comms, streams):

@@ -122,7 +122,7 @@ canary(C[1].abort, 2_000_00)
 # These set their own deadlines or errors.
 OTHER_ENDS = {
     "a group of two worlds, ranks that disagree": """
-A, B = (ncclpy.Communicator.init_all([0, other], timeout=1) for other in (1, 2))
+A, B = (ncclpy.Communicator.init_all([0, other], timeout=3) for other in (1, 2))
 wrong = threading.Thread(target=quietly, args=(lambda: A[1].all_reduce(np.ones(7)),))
 wrong.start()
 try:

@@ -364,6 +364,15 @@ def reduce_on_device_zero_of_own_machine(rank):
     return value.tolist()
 
 
+def await_end_or_error(rank, comm):
+    """Wait for the stream; return the async error, with which the stream may hang until an abort."""
+    while not rank.nccl.driver.ready("cuStreamQuery", rank.stream):
+        if code := rank.nccl.async_error(comm):
+            return code
+        time.sleep(0.001)
+    return rank.nccl.async_error(comm)
+
+
 def wrong_type(rank, sent, wanted):
     """Send one type and count, receive another; return the async error, and whether the memory is unchanged."""
     nccl = rank.nccl
@@ -373,8 +382,7 @@ def wrong_type(rank, sent, wanted):
         nccl.ncclSend(pointer(value), *sent, 1, comm, rank.stream)
     else:
         nccl.ncclRecv(pointer(value), *wanted, 0, comm, rank.stream)
-    rank.synchronize()
-    code = nccl.async_error(comm)
+    code = await_end_or_error(rank, comm)
     nccl.ncclCommAbort(comm)
     return code, bool((value == rank.rank).all())
 
@@ -388,8 +396,7 @@ def wrong_size(rank):
         nccl.ncclSend(pointer(value), 200_000, 1, 1, comm, rank.stream)
     else:
         nccl.ncclRecv(pointer(value), 100_000, 1, 0, comm, rank.stream)
-    rank.synchronize()
-    code = nccl.async_error(comm)
+    code = await_end_or_error(rank, comm)
     nccl.ncclCommAbort(comm)
     return code
 

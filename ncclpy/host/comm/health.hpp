@@ -76,11 +76,10 @@ class Health {
   }
   // Whether its operations must stop.
   bool stopped() const { return revoked() || has_disagreement() || ended(); }
-  // Whether a rank is dead and nothing else has ended the communicator: waits for that rank hang, as a kernel of NCCL
-  // does.
-  bool hangs_on_dead_rank() const {
-    return lost_.load(std::memory_order_acquire) && !aborted() && !revoked() && !has_disagreement();
-  }
+  // Whether an abort or a revoke has ended its operations. What cannot complete for another reason (a dead rank, ranks
+  // that do not agree) hangs until then, as a kernel of NCCL does.
+  bool is_released() const { return aborted() || revoked(); }
+  bool hangs_on_dead_rank() const { return lost_.load(std::memory_order_acquire) && !is_released(); }
   // Whether its end is the end of its parent.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);

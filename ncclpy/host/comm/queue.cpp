@@ -26,7 +26,10 @@ void Queue::leave(uint64_t ticket) {
 
 void Queue::drain() {
   const uint64_t target = issued_.load(std::memory_order_acquire);
-  wait_until(changed, [&] { return executed_.load(std::memory_order_acquire) >= target || health_.stopped(); });
+  wait_until(changed, [&] {
+    return executed_.load(std::memory_order_acquire) >= target || hangs_.load(std::memory_order_acquire) ||
+           health_.stopped();
+  });
 }
 
 }  // namespace ncclpy::host

@@ -41,7 +41,12 @@ class Queue {
   void leave(uint64_t ticket);
   // Ends the thread's work on a launch that has completed or that will enter again.
   void end_run();
-  // Waits until everything issued so far has run, or until the communicator has stopped.
+  // Records that a launch hangs until an abort or a revoke.
+  void note_hang() {
+    hangs_.store(true, std::memory_order_release);
+    changed.notify();
+  }
+  // Waits until everything issued so far has run, or until a launch hangs or the communicator has stopped.
   void drain();
 
   // A background job starts, and ends, to work on the communicator: an abort waits for the job, as in NCCL.
@@ -69,6 +74,7 @@ class Queue {
   std::atomic<uint64_t> executed_{0};
   std::atomic<uint32_t> running_{0};
   std::atomic<uint32_t> jobs_{0};
+  std::atomic<bool> hangs_{false};
 };
 
 }  // namespace ncclpy::host

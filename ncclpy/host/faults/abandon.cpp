@@ -13,10 +13,11 @@ bool corrupts_peers(const Comm& comm) {
 
 }  // namespace
 
-bool hang_until_ended(Comm& comm) {
-  if (!comm.health.hangs_on_dead_rank()) return true;
-  wait_until(comm.queue.changed, [&] { return !comm.health.hangs_on_dead_rank() || WaitControl::must_leave(); });
-  return !comm.health.hangs_on_dead_rank();
+bool hang_until_released(Comm& comm) {
+  if (comm.health.is_released()) return true;
+  comm.queue.note_hang();
+  wait_until(comm.queue.changed, [&] { return comm.health.is_released() || WaitControl::must_leave(); });
+  return comm.health.is_released();
 }
 
 void abandon_operations(Comm& comm, const Operation* operations, size_t count) {

@@ -8,9 +8,9 @@
 
 namespace ncclpy::host {
 
-// Waits until the communicator has ended: a stream hangs at an operation that waits for a dead rank until an abort.
-// Returns false if the thread must leave the wait.
-bool hang_until_ended(Comm& comm);
+// Waits for an abort or a revoke: until then a stream hangs at an operation that cannot complete, since a rank is dead
+// or the ranks do not agree. Returns false if the thread must leave the wait.
+bool hang_until_released(Comm& comm);
 void abandon_operations(Comm& comm, const Operation* operations, size_t count);
 void abandon_messages(Comm& comm, int peer, bool sends, size_t count);
 

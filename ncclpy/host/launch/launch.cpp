@@ -59,14 +59,14 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
   if (progress.begun) {
     progress.messages.advance();
   } else {
-    if (comm.rendezvous.has_disagreed()) return true;  // other ranks do not reach this launch
+    if (comm.rendezvous.has_disagreed()) return hang_until_released(comm);  // other ranks do not reach this launch
     if (faults && WaitControl::has_time_limit()) return false;  // faults may block, and must be evaluated only once
     if (!begin_operations(comm, operations, count, memory_use, progress)) return true;
   }
   for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
     if (comm.health.stopped()) {  // perhaps within the previous collective: others may still wait at its barriers
-      if (!hang_until_ended(comm)) return false;
+      if (!hang_until_released(comm)) return false;
       abandon_operations(comm, &operations[i], 1);
       continue;
     }
@@ -108,7 +108,7 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count,
     return false;
   }
   if (turn == Turn::stopped) {
-    if (!hang_until_ended(comm)) {
+    if (!hang_until_released(comm)) {
       comm.queue.end_run();
       return false;
     }
@@ -226,9 +226,7 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
           Comm& one = *launch->comm;
           launch->streams_missing.fetch_sub(1);
           one.queue.changed.notify();
-          wait_until(one.queue.changed, [&] {
-            return launch->done.load() || (one.health.stopped() && !one.health.hangs_on_dead_rank());
-          });
+          wait_until(one.queue.changed, [&] { return launch->done.load() || one.health.is_released(); });
         });
       }
       streams[0]->enqueue(task_of(is_interruptible, [launch, ticket] {

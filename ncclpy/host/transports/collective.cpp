@@ -228,7 +228,7 @@ bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& 
   switch (result) {
     case WaitResult::ok: comm.rendezvous.mark_passed(); break;
     case WaitResult::ended:
-      if (!hang_until_ended(comm)) return false;
+      if (!hang_until_released(comm)) return false;
       abandon_operations(comm, &operation, 1);
       break;
     case WaitResult::corrupted: complete_corrupted(comm, operation); break;

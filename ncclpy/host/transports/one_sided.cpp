@@ -83,7 +83,7 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   if (there())
     taken = target;
   else
-    (void)hang_until_ended(comm);
+    (void)hang_until_released(comm);
 }
 
 }  // namespace ncclpy::host

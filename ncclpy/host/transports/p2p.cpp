@@ -59,11 +59,11 @@ bool Messages::finish() {
     const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
     if (finished() || !(stopped || WaitControl::must_leave())) continue;
     retract();
-    if (!stopped || !hang_until_ended(comm_)) return false;
+    if (!stopped || !hang_until_released(comm_)) return false;
     abandon();
     return true;
   }
-  return true;
+  return !mismatched_ || hang_until_released(comm_);
 }
 
 void Messages::abandon() {
@@ -275,6 +275,7 @@ void Messages::report_mismatch(const PeerQueue& queue, const MessageKind& sent, 
   };
   fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
        text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
+  mismatched_ = true;
   comm_.health.set_async(ncclInvalidUsage, last_error());
   comm_.segment->report_disagreement(last_error());
 }

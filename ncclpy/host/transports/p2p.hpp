@@ -18,8 +18,8 @@ class Messages {
   // Does what is possible without waiting, so that peers need not wait for what this rank does next. Returns whether
   // anything was done.
   bool advance();
-  // Returns when all messages are complete or, after an abort, when no peer accesses their memory any more. Returns
-  // false if the thread suspended the messages; no peer accesses their memory then either.
+  // Returns when all messages are complete and match or, after an abort, when no peer accesses their memory any more.
+  // Returns false if the thread suspended the messages; no peer accesses their memory then either.
   bool finish();
   // Withdraws offers until advance() offers the messages again.
   void retract();
@@ -73,6 +73,7 @@ class Messages {
 
   Comm& comm_;
   std::vector<PeerQueue> queues_;
+  bool mismatched_ = false;  // a message had another count or type than its peer expected
 };
 
 }  // namespace ncclpy::host

@@ -27,8 +27,6 @@ _HEARD = "heard/"
 #: waited for.
 _LOOKS = 0.1
 _STOPPED, _LIVES = 1.0, 5.0
-#: Seconds between two looks after which a rank that is stopped counts as stopped anew.
-_GAP = 3 * _LOOKS
 #: Set when Python ends, which closes its stores: an abort from then on could not be told, and its kernels end anyway.
 _exits = threading.Event()
 atexit.register(_exits.set)
@@ -53,8 +51,10 @@ def wait_for_ends() -> None:
 class Patience:
     """How long ranks that have not confirmed are waited for.
 
-    A rank whose process has ended is not; one that is stopped, for a second of that: when it goes on it asks before it
-    believes an end (`engine.work`). Others for five seconds, in which they were not stopped.
+    A rank whose process has ended is not. A rank that is stopped is waited for until one stop, without a break, has
+    lasted a second: when the rank continues it asks before it believes an end (`engine.work`). After shorter stops it
+    does not ask, so a series of them does not count as one. Other ranks are waited for until they have run for five
+    seconds.
 
     Parameters
     ----------
@@ -64,23 +64,29 @@ class Patience:
 
     def __init__(self, begun: float) -> None:
         self._begun = begun
-        self._stopped: dict[int, tuple[float, float]] = {}  # when each was first seen stopped, and last
-        self._stood: dict[int, float] = {}  # seconds of earlier stops
+        self._stops: dict[int, tuple[int, float]] = {}  # the last stop of each, and when it was first seen
+        self._seen: dict[int, float | None] = {}  # when each was seen last; None if it was stopped then
+        self._ran: dict[int, float] = {}  # seconds between two looks that both saw a rank run
 
-    def has_for(self, rank: int, condition: str, moment: float) -> bool:
-        """Return whether a rank is still waited for, by the state of its process now (`RankState.state`)."""
+    def has_for(self, rank: int, condition: str, moment: float, stop: int = 0) -> bool:
+        """Return whether a rank is still waited for, by the state of its process now (`RankState.state`).
+
+        `stop` is another number for each stop of the process.
+        """
         if condition in ("ended", "lost", "closed", "not_joined"):
             return False
         if condition == "stopped":
-            first, last = self._stopped.get(rank, (moment, moment))
-            if moment - last > _GAP:  # this process was stopped itself: it may be another stop
+            known, first = self._stops.get(rank, (stop, moment))
+            if known != stop:
                 first = moment
-            self._stopped[rank] = first, moment
+            self._stops[rank] = stop, first
+            self._seen[rank] = None
             return moment - first < _STOPPED
-        if rank in self._stopped:
-            first, last = self._stopped.pop(rank)
-            self._stood[rank] = self._stood.get(rank, 0.0) + last - first + _LOOKS
-        return moment - self._begun - self._stood.get(rank, 0.0) < _LIVES
+        seen = self._seen.get(rank, self._begun)
+        self._seen[rank] = moment
+        if seen is not None:  # in a longer time between two looks the rank may have been stopped unseen
+            self._ran[rank] = self._ran.get(rank, 0.0) + min(moment - seen, _LOOKS)
+        return self._ran.get(rank, 0.0) < _LIVES
 
 
 class Confirmation:
@@ -96,10 +102,19 @@ class Confirmation:
         How many ranks there are.
     condition_of
         Called with a rank that has not confirmed; returns what is known of its process, as in `RankState.state`.
+    stop_of
+        Called with a rank whose process is stopped; returns another number for each stop.
     """
 
-    def __init__(self, store: Store, own: Sequence[int], size: int, condition_of: Callable[[int], str]) -> None:
-        self._store, self._own, self._condition_of = store, own, condition_of
+    def __init__(
+        self,
+        store: Store,
+        own: Sequence[int],
+        size: int,
+        condition_of: Callable[[int], str],
+        stop_of: Callable[[int], int] = lambda rank: 0,
+    ) -> None:
+        self._store, self._own, self._condition_of, self._stop_of = store, own, condition_of, stop_of
         self._others = [rank for rank in range(size) if rank not in own]
         self._begun = 0.0  # when this process has confirmed
 
@@ -142,12 +157,16 @@ class Confirmation:
                     return True
                 missing = [rank for rank in missing if not self._store.check([self.key(rank)])]
                 moment = time.monotonic()
-                missing = [rank for rank in missing if patience.has_for(rank, self._condition_of(rank), moment)]
+                missing = [rank for rank in missing if self._is_waited_for(patience, rank, moment)]
         except (StoreError, NcclTimeout):
             return False
         finally:
             _ends.discard(self)
         return True
+
+    def _is_waited_for(self, patience: Patience, rank: int, moment: float) -> bool:
+        condition = self._condition_of(rank)
+        return patience.has_for(rank, condition, moment, self._stop_of(rank) if condition == "stopped" else 0)
 
     @staticmethod
     def key(rank: int) -> str:

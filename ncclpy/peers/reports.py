@@ -220,6 +220,11 @@ class Reports:
         """Return what is known of a rank's process without asking it: ended, lost, stopped, or something else."""
         return self._describe(rank, last=True).state
 
+    def stop_of(self, rank: int) -> int:
+        """Return a number that is another one for each stop of a rank's process, which is one of this machine."""
+        here = _told(self.store.compare_set(self.key(rank), None, None)[1]).get("process")
+        return 0 if here is None else switches(here["pid"])
+
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""
         with contextlib.suppress(NcclTimeout):
@@ -355,6 +360,16 @@ def has_begun_to_end(pid: int, start: str) -> bool:
     """Return whether a process of this machine ends just now, or has ended."""
     _, since, flags = _stat(pid)
     return since != start or bool(flags & _EXITING)
+
+
+def switches(pid: int) -> int:
+    """Return how often the main thread of a process has left its core by itself, 0 if there is no such process.
+
+    A stop adds one. A number that is the same at two moments at which the process is stopped shows that it has not run
+    between them.
+    """
+    head, _, tail = _read(f"/proc/{pid}/status").partition("\nvoluntary_ctxt_switches:")
+    return int(tail.split()[0]) if head and tail else 0
 
 
 def process_state(pid: int, start: str) -> str:

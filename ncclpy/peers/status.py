@@ -180,7 +180,7 @@ class StatusService:
             for each in known
         ]  # fmt: skip
         self.reports = self._tellers[0]
-        self._confirmation = Confirmation(store, self.own, size, self.condition_of)
+        self._confirmation = Confirmation(store, self.own, size, self.condition_of, self.reports.stop_of)
         self._watches: list[Watch] = []
         self._has_looked = self._has_ended = False
         self._looks, self._due = _LOOKS, 0.0

@@ -50,6 +50,12 @@ class Rank:
             begin = moment + choose.uniform(0, 3)
             moment = begin + choose.choice([choose.uniform(0, 0.49), choose.uniform(0, 2), choose.uniform(1, 8)])
             stops.append((begin, moment))
+        if choose.random() < 0.2:  # a series of stops that are too short to be noticed, as `cpulimit` makes
+            moment = max(moment, choose.uniform(0, 3))
+            for _ in range(choose.randint(2, 30)):
+                begin = moment + choose.uniform(0.005, 0.1)
+                moment = begin + choose.uniform(0.2, 0.49)
+                stops.append((begin, moment))
         return stops
 
     def awake(self, moment: float) -> float:
@@ -70,6 +76,10 @@ class Rank:
             seconds -= begin - moment
             moment = end
         return self.awake(moment + seconds)
+
+    def stop(self, moment: float) -> int:
+        """Return the number of the stop that the process is in, or was in last."""
+        return sum(begin <= moment for begin, _ in self.stops)
 
     def condition(self, moment: float) -> str:
         if moment >= self.killed:
@@ -199,7 +209,9 @@ class Run:
                 each
                 for each in missing - {rank.number}
                 if self.confirmed.get(each, math.inf) > self.now
-                and patience.has_for(each, self.ranks[each].condition(self.now), self.now)
+                and patience.has_for(
+                    each, self.ranks[each].condition(self.now), self.now, self.ranks[each].stop(self.now)
+                )
             }
         else:
             missing = set()

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import rank_programs as bodies
 from driver_calls import Gate
-from host_checks import refused, wait_ready
+from host_checks import blocked, hangs_by_mismatch, join, refused, wait_ready
 from nccl_calls import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -106,14 +106,14 @@ def test_error_is_not_cleared_by_a_later_group_end(nccl, streams):
         assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
         nccl.ncclGroupStart()
         nccl.ncclAllReduce(pointers[1], pointers[1], 4, 7, SUM, comms[1], streams[1])
-    nccl.driver.cuStreamSynchronize(streams[1])
-    assert nccl.async_error(comms[1]) == INVALID_USAGE
+    waiting = hangs_by_mismatch(nccl, comms[1], streams[1])
     nccl.ncclGroupEnd()
     assert wait_ready(nccl, comms[1]) == INVALID_USAGE
-    nccl.driver.cuStreamSynchronize(streams[1])
-    assert (values[1] == 1).all()
+    assert blocked(waiting)
     for comm in comms:
         nccl.ncclCommAbort(comm)
+    join(waiting)
+    assert (values[1] == 1).all()
 
 
 def test_failed_nonblocking_init_reports_by_its_state(nccl):

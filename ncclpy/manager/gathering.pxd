@@ -91,6 +91,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef bint meeting  # whether the rendezvous is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
+    cdef object told  # the error by which another process has ended them, or None
     cdef bint over  # whether their end has begun, of which the other processes are told
     cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or None
     cdef object __weakref__

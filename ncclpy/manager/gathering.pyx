@@ -552,6 +552,7 @@ cdef class DeviceSet(CommunicatorSet):
         self.note_readers(readers)
         if self.launches:
             self.failures.append(error)
+        self.told = error
         self.owner.set_lost(self)
         if self._end(list(self.comms), text.lstrip(": "), error, readers):  # before its works fail, as above
             CommunicatorSet.abort(self, error)

@@ -91,6 +91,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef Lock lock  # guards all below
     cdef dict gatherings  # the gatherings, by key
     cdef list failures  # of lost communicators: for each set, the errors of its works
+    cdef dict ends  # by communicator key: why other processes ended communicators here on which nothing ran
     cdef dict comm_sets  # by communicator key or devices; with max_communicators the least recently used first
     cdef dict signalled  # keys that were signalled before their first participant, each by itself
     cdef double timeout
@@ -143,7 +144,7 @@ Gather the participants of collectives by key and launch each collective when al
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
-        self.comm_sets, self.failures = {}, []
+        self.comm_sets, self.ends, self.failures = {}, {}, []
         self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
@@ -326,6 +327,9 @@ Gather the participants of collectives by key and launch each collective when al
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
         comm_set = self.comm_sets.get(name)
+        if comm_set is None and name in self.ends:  # the other processes do not meet again under this key
+            gathering.end(self.ends[name])
+            return None
         try:
             if comm_set is None:
                 comm_set = making = DeviceSet(
@@ -407,6 +411,8 @@ Gather the participants of collectives by key and launch each collective when al
             comm_set.state = GONE
             self.failures = [each for each in self.failures if undelivered(each) is not None]
             self.failures.append(comm_set.failures)
+            if comm_set.told is not None and not comm_set.launches:
+                self.ends[comm_set.key] = comm_set.told
             if self.comm_sets.get(comm_set.key) is comm_set:
                 del self.comm_sets[comm_set.key]
 
@@ -564,6 +570,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             if self.reason is not None or (self.closed and not self.comm_sets):
                 return
+            self.ends = {}
             self.reason, self.failures = text, []  # the program wants no results, so close() raises no failures
             self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}

@@ -27,6 +27,9 @@ __all__ = ["forget", "meet"]
 _PLACE = "communicator"
 #: Set by the first process that comes: the number of ranks that it knows of, one of its ranks, and the process.
 _FIRST = "first"
+#: How many times in a row, 0.3 s apart, the process of a missing rank is found ended before the wait for it ends: a
+#: process that replaces it may be about to arrive.
+_LOOKS = 3
 
 
 def meet(
@@ -73,7 +76,7 @@ def meet(
     ValueError
         If another live process has added one of these ranks, or a rank with another number of ranks.
     NcclRemoteError
-        On the other processes in that case, unless all ranks have met already.
+        On the other processes in that case, unless all ranks have met already; on all processes, if one has ended.
     StoreError
         If the store is lost.
     """
@@ -83,8 +86,9 @@ def meet(
         refuse(part, _PLACE, why, failed=True)
         raise ValueError(say(why))
     rendezvous = RankRendezvous(
-        part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.been(rank)]), more
-    )
+        part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.been(rank)]), more,
+        lambda rank: ("its process has ended", _LOOKS) if rendezvous.is_gone(rank) else None,
+    )  # fmt: skip
     try:
         rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
     except NcclTimeout as late:

@@ -284,6 +284,45 @@ def test_rank_of_a_process_that_has_ended_is_told_apart(host_engine):
     )
 
 
+@pytest.mark.parametrize("dies", [0, 1])
+def test_end_of_a_process_ends_the_wait_for_it(host_engine, dies):
+    """A rank arrives and is killed, before another rank arrives."""
+    testing.run_python(
+        f"""
+        import os, signal
+        import numpy as np, ncclpy
+        from ncclpy.bootstrap import TCPStore
+
+        key = b"k" * 128
+        here = f"ncclpy/manager/{{key.hex()}}/communicator/here/"
+
+        def add(store, rank):
+            manager = ncclpy.Manager(timeout=60, store=store)
+            numbers = {{"num_local": 1, "num_global": 3, "global_rank": rank, "communicator_key": key}}
+            work = manager.all_reduce("step 0", np.ones(4), device=rank, **numbers)
+            manager.signal_multi_node_ready("step 0")
+            return manager, work
+
+        with TCPStore("127.0.0.1", 0, serve=True) as store:
+            if os.fork() == 0:
+                own = TCPStore("127.0.0.1", store.port)
+                manager, work = add(own, {dies})
+                own.get(here + "{dies}", 60)
+                own.get("the other one is there", 60)
+                os.kill(os.getpid(), signal.SIGKILL)
+            manager, work = add(store, {1 - dies})
+            store.get(here + "{1 - dies}", 60)
+            store.set("the other one is there", b"")
+            error = work.exception(30)
+            manager.close()
+        assert type(error) is ncclpy.NcclRemoteError, repr(error)
+        assert "rank {dies} of 3 will not come to make communicator '" in str(error), error
+        assert "': its process has ended" in str(error), error
+        """,
+        warm=True,
+    )
+
+
 def test_lost_store_ends_the_wait():
     testing.need_devices(2)
     served = TCPStore("127.0.0.1", 0, serve=True, linger=0)

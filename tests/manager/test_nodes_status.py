@@ -132,6 +132,42 @@ def test_error_says_what_the_other_process_does(tmp_path, what):
     assert len({line.partition(" of communicator '")[2] for line in lines}) == 1, "both say the same"
 
 
+def test_idle_rank_raises_the_failure_in_its_next_call(tmp_path):
+    """Rank 2 is killed; rank 0, which was in no operation then, does not wait for ranks that have failed."""
+    testing.need_processes(3)
+    program = (
+        PROGRAM
+        + TOLD
+        + """
+if rank == 2:
+    store.get('rank 1 waits')
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    work = reduce('second', 4)
+    store.set('rank 1 waits', b'')
+    work.exception(30)
+    store.set('rank 1 has failed', b'')
+else:
+    store.get('rank 1 has failed', 60)
+    testing.wait_for(lambda: manager.stats()['communicators'] == 0, 'rank 0 to be told')
+begun = time.monotonic()
+works = [work] if rank == 1 else [reduce('second', 4), reduce('third', 4)]
+for work in works:
+    error = work.exception(40)
+    print('rank', rank, 'has', type(error).__name__, time.monotonic() - begun < 20, '|', error, '|', flush=True)
+store.barrier('both have failed', rank, 2)
+manager.close()
+"""
+    )
+    output = run_ranks(tmp_path, 3, program, only=[0, 1])[1]
+    lines = [line for line in output.splitlines() if " has Nccl" in line]
+    assert [line.partition(" |")[0] for line in sorted(lines)] == [
+        *["rank 0 has NcclRemoteError True"] * 2,
+        "rank 1 has NcclRemoteError True",
+    ], output
+    assert all("rank 2's process has ended" in line for line in lines), output
+
+
 def test_closed_managers_leave_nothing_behind(tmp_path):
     """The thread and the watch of each communicator end with it; its entries in the store end with its last rank."""
     testing.need_processes(2)
@@ -206,6 +242,19 @@ def test_store_that_cannot_be_watched_still_answers():
     close(managers)
     assert [each.state for each in error.ranks] == ["running", "idle"], error
     assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(error)
+
+
+def test_idle_rank_can_use_a_new_key_after_the_failure():
+    managers, key = two_managers(LocalStore())
+    assert isinstance(one_of(managers[0], 0, key, "second", timeout=0.3).exception(30), ncclpy.NcclTimeout)
+    testing.wait_for(lambda: managers[1].stats()["communicators"] == 0, "rank 1 to be told")
+    for name in ("second", "third"):
+        error = one_of(managers[1], 1, key, name).exception(20)
+        assert type(error) is ncclpy.NcclTimeout and "was ended by rank 0 of 2: " in str(error), error
+    new = ncclpy.Manager.generate_communicator_key()
+    for work in [one_of(manager, rank, new, "fourth") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    close(managers)
 
 
 def test_lost_store_is_reported():

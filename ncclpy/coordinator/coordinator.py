@@ -36,6 +36,7 @@ from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.engine.recorder import text_of
+from ncclpy.engine.unread_failures import forget_failures
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds, undelivered
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.types import DeviceLike, Need, as_integer
@@ -359,11 +360,13 @@ class Coordinator(Operations):
             session.shut_down(False, reason or f"rank {self.rank} has waited {seconds(limit)} for the others to end")
             over = session.wait_until_over(max(1.0, end - time.monotonic()))
             self._end()
+            forget_failures(session.failures)
             raise NcclTimeout(
                 f"coordinator {self.name!r}: it has not ended within {seconds(limit)}: {session.pending} operations "
                 "were pending"
             )
         self._end()
+        forget_failures(session.failures)
         if session.release_error is not None:
             raise session.release_error
         error = session.error

@@ -23,6 +23,7 @@ from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, SubmitGa
 from ncclpy.coordinator.plan import Pending, Ready
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
+from ncclpy.engine.unread_failures import note_failures
 from ncclpy.errors import NcclError, NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Options", "Session", "open_control"]
@@ -153,6 +154,7 @@ class Session:
         self._release_error: BaseException | None = None
         self._orderly = False  # whether it was ended by a shutdown on all ranks
         self.unfinished: list[str] = []  # the operations that were pending when it ended
+        self.failures: list[BaseException] = []  # the error that these have failed with
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
@@ -563,6 +565,9 @@ class Session:
             self.unfinished += [shown(names_of(key)) for key in member.pending.keys()]
             for call in member.pending.take_all():
                 call.fail(error)
+        if self.unfinished:
+            self.failures.append(error)
+            note_failures(f"rank {self.rank} of coordinator {self.name!r}", self.failures)
 
     def _release(self) -> None:
         limit = self._options.timeout if self._options.timeout is not None else _DRAIN_TIMEOUT

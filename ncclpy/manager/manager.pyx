@@ -30,6 +30,7 @@ from ncclpy.engine import monitor, recorder
 from ncclpy.core.runtime.stream import StreamPool
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import show, text_of
+from ncclpy.engine.unread_failures import forget_failures, note_failures
 
 # How often gatherings are checked for deadlines: this part of the shortest timeout, within these bounds in seconds.
 cdef double _SWEEP_PART = 0.1
@@ -283,7 +284,7 @@ Gather the participants of collectives by key and launch each collective when al
         if one.limit < gathering.timeout:
             gathering.timeout = one.limit
         if gathering.error is not None and self.fail_fast:
-            gathering.end(gathering.error)
+            self._refuse(gathering, gathering.error)
         if gathering.is_ready():
             return gathering, signal, self._start(gathering)
         if not gathering.listed:
@@ -322,13 +323,13 @@ Gather the participants of collectives by key and launch each collective when al
         gathering.settle_roots()
         gathering.settle_memory()
         if gathering.error is not None:
-            gathering.end(gathering.error)
+            self._refuse(gathering, gathering.error)
             return None
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
         comm_set = self.comm_sets.get(name)
         if comm_set is None and name in self.ends:  # the other processes do not meet again under this key
-            gathering.end(self.ends[name])
+            self._refuse(gathering, self.ends[name])
             return None
         try:
             if comm_set is None:
@@ -339,7 +340,7 @@ Gather the participants of collectives by key and launch each collective when al
             elif gathering.communicator_key:
                 check_members(comm_set, gathering, devices)
         except BaseException as error:
-            gathering.end(error)
+            self._refuse(gathering, error)
             return None
         if making is None and self.max_communicators is not None:
             del self.comm_sets[name]
@@ -385,6 +386,8 @@ Gather the participants of collectives by key and launch each collective when al
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
+            if error is not None and made.waiting:
+                self._note([error])
         if error is not None or not wanted:
             self._lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
@@ -409,12 +412,28 @@ Gather the participants of collectives by key and launch each collective when al
         """Remove an unusable set of communicators from the cache."""
         with self.lock:
             comm_set.state = GONE
-            self.failures = [each for each in self.failures if undelivered(each) is not None]
-            self.failures.append(comm_set.failures)
+            self._note(comm_set.failures)
             if comm_set.told is not None and not comm_set.launches:
                 self.ends[comm_set.key] = comm_set.told
             if self.comm_sets.get(comm_set.key) is comm_set:
                 del self.comm_sets[comm_set.key]
+
+    cdef int _note(self, list errors) except -1:
+        """Note errors of works, with the lock held: for close(), or else for the end of the program."""
+        self.failures = [each for each in self.failures if undelivered(each) is not None] + [errors]
+        if errors and not self._is_ended():
+            note_failures(f"the Manager made at {self.site.partition(', by its Manager')[0]}", errors)
+        return 0
+
+    cdef int _refuse(self, Gathering gathering, error) except -1:
+        """Fail a gathering, with the lock held."""
+        gathering.end(error)
+        self._note([error])
+        return 0
+
+    def _forget_failures(self):
+        for errors in self.failures:
+            forget_failures(errors)
 
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
@@ -504,12 +523,16 @@ Gather the participants of collectives by key and launch each collective when al
                 f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "
                 "there are other nodes, see whether they have come to the same collective"
             ))
+            with self.lock:
+                self._note([failure])
             begun = comm_set.abort(failure)
             tell_failed(failure, False)
             if begun:
                 abort_in_background(begun, str(failure))
         for gathering in late:
             failure = gathering.overdue()
+            with self.lock:
+                self._note([failure])
             gathering.end(failure)
             gathering.let_go()
             tell_failed(failure, False)
@@ -570,6 +593,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             if self.reason is not None or (self.closed and not self.comm_sets):
                 return
+            self._forget_failures()
             self.ends = {}
             self.reason, self.failures = text, []  # the program wants no results, so close() raises no failures
             self.aborting += 1
@@ -640,6 +664,7 @@ Gather the participants of collectives by key and launch each collective when al
             if self.closed:
                 return
             self.closed = True
+            self._forget_failures()  # this raises them
             gatherings, self.gatherings = self.gatherings, {}
             comm_sets = list(self.comm_sets.values())
         works = []

@@ -33,6 +33,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
+from ncclpy.engine.unread_failures import forget_failures, note_failures
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.options import abort_when_confirmed, check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
@@ -407,6 +408,7 @@ cdef class Lifecycle:
             self.fail(error, text, None, exits=False, asks=True)
             self.wait_until_told()
         finally:  # not before: a rank that left a rendezvous before the others are told would only be missing there
+            forget_failures(self.failures)
             self.failures = []  # the caller wants no results
             self.moves = False
             self.enders.discard(threading.get_ident())
@@ -554,6 +556,8 @@ cdef class Lifecycle:
             is_abort = type(error) is NcclAborted
             others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
             self.failures = [error, others] if in_flight else []
+            if in_flight and not self.closed and threading.get_ident() not in self.enders:
+                note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
             if hooks and calls or readers:
                 error._delivered = True
             for one in connections:
@@ -675,6 +679,7 @@ cdef class Lifecycle:
             if self.closed:
                 return 0
             self.closed = True
+        forget_failures(self.failures)  # this raises them
         with raise_at_end():
             try:
                 drained = self.failure is not None or self.drain(deadline)

@@ -41,6 +41,7 @@ from ncclpy.types import MAX_INT as _MAX_INT
 from ncclpy.types import as_integer
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
+from ncclpy.engine.unread_failures import forget_failures
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_move
 from ncclpy.process_group.joining import Joiner, Admitter
@@ -393,6 +394,7 @@ cdef class Membership:
         with group.lock:
             ended = None if group.failure is group.between else group.failure
             if not group.closed:
+                forget_failures(group.failures)
                 group.failure, group.between, group.failures = ended, None, []
         del between  # not under the lock: a user's exception may depend on it
         return ended

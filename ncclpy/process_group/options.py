@@ -12,6 +12,7 @@ from ncclpy.core.arguments.config import Config
 from ncclpy.engine import recorder
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
+from ncclpy.engine.unread_failures import EXIT_CODE
 from ncclpy.errors import NcclAborted, NcclError, same_class_as
 from ncclpy.peers.confirmation import TELLS
 
@@ -88,10 +89,6 @@ class Completion:
     error: BaseException | None
 
 
-#: The exit status of a process that ends with its group, as `on_error` says.
-_EXIT_CODE = 70
-
-
 def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAborted) -> NcclError:
     """Return the error for calls on a group that has ended, with what its ranks did then.
 
@@ -153,10 +150,10 @@ def end_process(rank: int, name: str, on_error: str, error: BaseException) -> No
         # Not sys.stderr: torch's exception hook replaces it while it shows an exception.
         with open(2, "w", errors="backslashreplace", closefd=False) as stderr:
             stderr.write(
-                f"ncclpy: rank {rank} of process group {name!r} ends its process with status {_EXIT_CODE}, as "
+                f"ncclpy: rank {rank} of process group {name!r} ends its process with status {EXIT_CODE}, as "
                 f"on_error={on_error!r} says: {text_of(error)}\n"
             )
             if on_error == "exit":
                 stderr.write(recorder.dump(reason=text_of(error)))
     finally:  # stderr may be closed, or full
-        os._exit(_EXIT_CODE)
+        os._exit(EXIT_CODE)

@@ -56,6 +56,7 @@ mine.barrier("behind")
 other["rank"].barrier("behind").wait(30)
 done = [array[0] for array, work in theirs if work.is_completed()]
 mine.abort(timeout=30)
+other["rank"].abort(timeout=30)
 print(raised, len(done), sum(value != 2.0 for value in done))
 """
 

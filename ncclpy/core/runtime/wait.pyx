@@ -35,11 +35,17 @@ cdef extern from *:
 
     /* Threads that are inside a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
+    /* The exit status instead of 0. */
+    static int ncclpy_status = 0;
 
     /* Ends the process if such a thread still runs: destructors of NCCL and CUDA would free memory that it uses. */
     static void ncclpy_leave_at_once(int status, void* unused) {
       (void)unused;
-      if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) return;
+      if (status == 0) status = ncclpy_status;
+      if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) {
+        if (status == ncclpy_status && status != 0) exit(status); /* glibc runs the handlers that are left */
+        return;
+      }
       fflush(stdout); /* not all streams: a thread that reads stdin holds its lock */
       fflush(stderr);
       _exit(status);
@@ -55,6 +61,7 @@ cdef extern from *:
     }
     """
     int ncclpy_calls
+    int ncclpy_status
     void ncclpy_leave_before_destructors()
 
 cdef extern from * nogil:
@@ -218,9 +225,15 @@ def _end_of_process():
     ncclpy_leave_before_destructors()
 
 
+def exit_with(int status):
+    """Have the process end with this status instead of 0; with glibc, and before Python ends."""
+    global ncclpy_status
+    ncclpy_status = status
+
+
 def _forked():
-    global _beginning, ncclpy_calls
-    _beginning = ncclpy_calls = 0
+    global _beginning, ncclpy_calls, ncclpy_status
+    _beginning = ncclpy_calls = ncclpy_status = 0
 
 
 os.register_at_fork(after_in_child=_forked)

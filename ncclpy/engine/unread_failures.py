@@ -1,0 +1,85 @@
+"""The end of a process in which operations have failed, and whose program has been given none of their errors.
+
+Such a program takes the contents of its arrays for results, and must not end with the exit status of a success. A
+group, a Manager or a coordinator notes the errors of its operations here when these fail, and removes them when the
+program closes or aborts it. At the end of Python a line on stderr names each one whose errors are still undelivered,
+and the process ends with status 70, unless the program has another status than 0 already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+from ncclpy.engine.recorder import text_of
+from ncclpy.errors import undelivered
+
+__all__ = ["EXIT_CODE", "forget_failures", "note_failures"]
+
+#: The exit status of a process that ends because operations have failed.
+EXIT_CODE = 70
+#: The exit status instead of 0, once Python ends.
+exit_code = 0
+#: So many failures are kept: a program that ignores them may run for long.
+_MOST = 32
+
+#: By the ids of the lists of errors. Each change is one step under the GIL: a signal handler may close a group.
+_noted: dict[int, tuple[str, Sequence[BaseException]]] = {}
+
+
+def note_failures(name: str, errors: Sequence[BaseException]) -> None:
+    """Note the errors of operations that have failed together.
+
+    Parameters
+    ----------
+    name
+        What has failed: "rank 0 of process group 'default'".
+    errors
+        A list with one error or more, see `undelivered`; it may become longer.
+    """
+    for number, (_, others) in list(_noted.items()):
+        if undelivered(others) is None:
+            _noted.pop(number, None)
+    if len(_noted) < _MOST:
+        _noted[id(errors)] = (name, errors)
+
+
+def forget_failures(errors: Sequence[BaseException]) -> None:
+    """Forget errors that were noted: the program is told in another way, or wants no results."""
+    _noted.pop(id(errors), None)
+
+
+@atexit.register
+def _end_of_process() -> None:
+    """Write which errors were given to nothing, behind the program's own output, and change the exit status."""
+    failed: dict[str, BaseException] = {}
+    for name, errors in _noted.values():
+        if (error := undelivered(errors)) is not None:
+            failed.setdefault(name, error)
+    if not failed:
+        return
+    global exit_code
+    exit_code = EXIT_CODE
+    wait.exit_with(exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, replaced or None
+            stream.flush()
+    with contextlib.suppress(OSError), open(2, "w", errors="backslashreplace", closefd=False) as stderr:
+        for name, error in failed.items():
+            stderr.write(
+                f"ncclpy: {name}: operations have failed, and the program has ended without their error, which "
+                f"close() raises and abort() drops. Exit status {EXIT_CODE}, if it was 0. {type(error).__name__}: "
+                f"{text_of(error)}\n"
+            )
+
+
+def _forked() -> None:
+    """Forget all in a forked child: its parent reports them."""
+    _noted.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

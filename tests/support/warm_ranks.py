@@ -215,7 +215,9 @@ def _run(path):
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(code or ncclpy.engine.unread_failures.exit_code)
+    from ncclpy.engine import unread_failures
+
+    os._exit(code or unread_failures.exit_code)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from foreign_stores import free_port
 
 import testing
-from ncclpy.bootstrap import StoreLost
+from ncclpy.bootstrap import StoreError, StoreLost
 from ncclpy.bootstrap.store import StoreEnded
 from ncclpy.interop.torch.shutdown import StoreShutdown
 from ncclpy.interop.torch.store import TorchStore
@@ -145,6 +145,41 @@ def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
     gc.collect()
     thread.join(30)
     assert len(raised) == 1 and "rank 0's process" in str(raised[0]) and "c10d" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["close of the store", "end of the world"])
+def test_lock_of_a_key_is_given_back_after_an_end_meanwhile(stores, monkeypatch, end):
+    """Another client would wait for the lock until its own deadline."""
+    shutdown = StoreShutdown(stores[1], TorchStore(stores[1]), 1, 2)
+    store, raised, inside, goes_on = TorchStore(stores[1], shutdown=shutdown), [], threading.Event(), threading.Event()
+    read = store._read
+
+    def slow(name):
+        inside.set()
+        assert goes_on.wait(30)
+        return read(name)
+
+    def change():
+        try:
+            store.compare_set("key", None, b"ours")
+        except StoreError as error:
+            raised.append(error)
+
+    monkeypatch.setattr(store, "_read", slow)
+    changes, ends = threading.Thread(target=change), threading.Thread(target=shutdown.end)
+    changes.start()
+    assert inside.wait(30)
+    if end == "close of the store":
+        store.close()
+    else:
+        ends.start()
+        testing.wait_for(lambda: shutdown._has_ended)
+    goes_on.set()
+    changes.join(30)
+    if end == "end of the world":
+        ends.join(30)
+    assert len(raised) == 1
+    assert TorchStore(stores[0], timeout=2).compare_set("key", None, b"theirs") == (True, b"theirs")
 
 
 def started(pid):

@@ -167,17 +167,24 @@ class TorchStore(Store):
         if self._idle is not None and self._idle.has_ended():  # torch would print a C++ backtrace
             server = "its server" if self._shutdown is None else self._shutdown.server
             raise StoreLost(f"{self}: {server} has ended (at {self._idle.host}:{self._idle.port})")
-        from torch.distributed import DistNetworkError
-
         _exit.enter()
         try:
-            return call(*args)
+            with self._errors():
+                return call(*args)
+        finally:
+            _exit.leave()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn errors of torch's store into errors of `Store`."""
+        from torch.distributed import DistNetworkError
+
+        try:
+            yield
         except DistNetworkError as error:
             raise StoreLost(f"{self}: {_first_words(error)}") from None
         except (RuntimeError, ValueError) as error:
             raise StoreError(f"{self}: {_first_words(error)}") from None
-        finally:
-            _exit.leave()
 
     def _name(self, key: str) -> str:
         try:
@@ -228,23 +235,49 @@ class TorchStore(Store):
 
     @contextlib.contextmanager
     def _locked(self, name: str, deadline: float) -> Iterator[None]:
-        """Hold the lock of a key among all clients of this kind."""
+        """Hold the lock of a key among all clients of this kind.
+
+        The lock is given back also if this store is closed, its world ends or the process ends meanwhile: other
+        processes would wait for it until their deadlines.
+        """
         lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
 
-        def take() -> bool | None:
-            found = self._ask(self._theirs.compare_set, lock, b"", mine)
-            return True if bytes(found) == mine else None
+        def take() -> contextlib.ExitStack | None:
+            with contextlib.ExitStack() as held:
+                held.enter_context(self._call_under_way())
+                found = self._ask(self._theirs.compare_set, lock, b"", mine)
+                return held.pop_all() if bytes(found) == mine else None
 
-        if self._until(take, deadline) is None:
+        held = self._until(take, deadline)
+        if held is None:
             holder = self._read(lock) or b"?"
             raise StoreError(
                 f"{self}: process {holder.decode().partition('/')[0]} holds {names([name])} for itself, and has not "
                 "let go in time; if it has ended, delete the key " + repr(lock)
             )
+        with held:
+            try:
+                yield
+            finally:
+                if self._idle is None or not self._idle.has_ended():
+                    with self._errors():
+                        self._theirs.delete_key(lock)
+
+    @contextlib.contextmanager
+    def _call_under_way(self) -> Iterator[None]:
+        """Have the ends of the world and of the process wait, as for one call."""
+        _exit.enter()
         try:
-            yield
+            if self._shutdown is None:
+                yield
+                return
+            self._shutdown.enter()
+            try:
+                yield
+            finally:
+                self._shutdown.leave()
         finally:
-            self._ask(self._theirs.delete_key, lock)
+            _exit.leave()
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
@@ -271,6 +304,9 @@ class TorchStore(Store):
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
     ) -> tuple[bool, bytes | None]:
         name = self._name(key)
+        if expected is None and desired is None:  # only reads
+            found = self._read(name)
+            return found is None, found
         if desired is not None:
             self._note(name, deadline)
         with self._locked(name, deadline):

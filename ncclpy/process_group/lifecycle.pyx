@@ -42,17 +42,13 @@ from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
 _log = logging.getLogger("ncclpy.process_group")
-_MAIN = "all"
-_SPLIT = "/split"  # the name of splits among the communicators of `Lifecycle.begun`
-#: Seconds for the other ranks to be told.
-_TELLS = 1.0
-#: Seconds for that if the process then ends.
-_EXITS = 3.0
+_MAIN, _SPLIT = "all", "/split"  # the label of the communicator of all ranks, and of splits in `Lifecycle.begun`
+#: Seconds for the other ranks to be told, and for that if the process then ends.
+_TELLS, _EXITS = 1.0, 3.0
 #: Seconds between two questions of a rank that was stopped to a store that does not answer.
 _ASKS_AGAIN = 1.0
 #: Seconds in which operations that a rank took part in before it was gone may still be seen to complete.
 _GRACE = 0.5
-
 cdef long long _groups = 0  # the last number that was given
 
 
@@ -209,18 +205,17 @@ cdef class Lifecycle:
             self.check_initialised()
         if self.failure is not None:
             withdraw(self.name)
-            kind = self._class_of_later()
+            error = has_ended(self.name, self.failure, self._class_of_later())
             self.failure._delivered = True
-            raise has_ended(self.name, self.failure, kind)
+            raise error
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
 
     def _class_of_later(self):
-        """Return the class of what a call raises once the group has ended.
+        """Return the class of what a call raises after the end: the failure's own until the program was given it.
 
-        It is the failure's own class until the program has been given the failure, so that a rank that was in no
-        operation then raises the same class as the others.
+        So a rank that was in no operation at the end raises the same class as the others.
         """
         given = getattr(self.failure, "_delivered", False) or (self.failures and undelivered(self.failures) is None)
         return NcclAborted if self.closed or given else same_class_as(type(self.failure).__name__)

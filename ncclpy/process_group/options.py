@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError
 def abort_when_confirmed(
     group_status: GroupStatus,
     telling: threading.Thread | None,
-    comms: Sequence[Any],
+    comms: list[Any],
     reason: str,
     tell_readers: Callable[[], object] | None,
 ) -> None:

@@ -1,9 +1,9 @@
 """Which ranks a communicator and a group consist of: pairs, groups made by a split, and changes of a group's ranks.
 
-To continue with other ranks, a group first leaves its present state: its communicators are aborted, or closed if nothing runs on them, and
-operations in flight end with an error. Then it enters another place of a store with its new ranks, under another
-number: so late effects of the old number (a thread in a call, news of a rank, a work that fails late) do not reach the
-new one.
+To continue with other ranks, a group first leaves its present state: its communicators are aborted, or closed if
+nothing runs on them, and operations in flight end with an error. Then it enters another place of a store with its new
+ranks, under another number: so late effects of the old number (a thread in a call, news of a rank, a work that fails
+late) do not reach the new one.
 
 A pair is disconnected only when the program asks for it, on both ranks. It could be detected that a pair was idle for
 long, and both ranks could agree on it. But destroying a communicator frees device memory, which waits for everything

@@ -169,7 +169,8 @@ def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
     """Return the first of the errors of several operations; None if the program was given one of them.
 
     Code that gives an error to the program sets `_delivered` on it. `close()` of a group or a Manager raises an
-    undelivered error: otherwise the program would take its arrays' contents for results.
+    undelivered error: otherwise the program would take its arrays' contents for results. `_informed`, if it is set,
+    has the threads that it was given to, see `core.runtime.stream_readers`.
     """
     return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
 

@@ -798,7 +798,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef int tell_readers(self, set readers, object error) except -1:
         """Raise an error in such threads, but not in the calling one, before it aborts the communicators."""
         readers.discard(threading.get_ident())
-        raise_in_readers(readers, 0, error)
+        raise_in_readers(readers, 0, error, error._informed)
         return 0
 
     cdef int forget(self, Launch launch) except -1:

@@ -48,6 +48,7 @@ from ncclpy.engine.callbacks cimport (
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
+from ncclpy.core.runtime.stream_readers import note_delivery
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
 
 
@@ -465,6 +466,9 @@ What an asynchronous operation returns.
         if error is None:
             return None
         error._delivered = True  # see `errors.undelivered`
+        informed = getattr(error, "_informed", None)
+        if informed is not None:
+            note_delivery(informed)
         told = with_sentence(error, where_called(self.entry))
         if self.error is error:  # else another thread has set it: all threads get the same error
             self.error = told

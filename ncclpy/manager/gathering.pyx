@@ -523,6 +523,7 @@ cdef class DeviceSet(CommunicatorSet):
             self.fence()
         readers = set()
         self.note_readers(readers)
+        error._informed = set()
         self.failures.append(error)
         self.owner.set_lost(self)
         if self.aborts:  # before its works fail: close(), which waits for these, joins the thread started here
@@ -550,6 +551,7 @@ cdef class DeviceSet(CommunicatorSet):
         self.fence()
         readers = set()
         self.note_readers(readers)
+        error._informed = set()
         if self.launches:
             self.failures.append(error)
         self.told = error
@@ -636,6 +638,8 @@ cdef class DeviceSet(CommunicatorSet):
         """
         readers = set()
         self.note_readers(readers)
+        if getattr(error, "_informed", None) is None:  # else another of the Manager's sets ends by the same
+            error._informed = set()
         if not self.aborts or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
@@ -740,7 +744,7 @@ cdef class DeviceSet(CommunicatorSet):
 def _abort_when_heard(peer_status, comms, text, error, readers):
     if peer_status is not None:
         peer_status.end(text, type(error).__name__)
-    raise_in_readers(readers, 0, error)
+    raise_in_readers(readers, 0, error, error._informed)
     if peer_status is not None:
         peer_status.confirm()
         if not peer_status.wait_until_confirmed():

@@ -41,6 +41,7 @@ cdef class Lifecycle:
     cdef double timeout
     cdef object failure  # the error that has ended it
     cdef list failures  # the errors that operations have failed with then, see `errors.undelivered`
+    cdef set informed  # the threads that have been told of it
     cdef object inquiries  # asks what the other ranks do, when the group is in trouble
     cdef bint moves  # it is being reconfigured, which abort() and close() end
     cdef object between  # the error that it has during a reconfiguration
@@ -122,6 +123,7 @@ cdef class Lifecycle:
     cdef int call_on_abort(self, hook) except -1
     # Wait a second at most until the other ranks are told.
     cdef int wait_until_told(self) except -1
+    cdef int note_ender(self) except -1
     cdef int close(self, timeout) except -1
 
     # Steps of `close` and of a reconfiguration, which `Membership` makes.

@@ -31,7 +31,7 @@ from ncclpy.engine.work import add_answer, without_advice
 from ncclpy.core.runtime.stream import StreamPool
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
-from ncclpy.core.runtime.stream_readers import raise_at_end, raise_in_readers, withdraw
+from ncclpy.core.runtime.stream_readers import note_delivery, raise_at_end, raise_in_readers
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.unread_failures import forget_failures, note_failures
 from ncclpy.process_group.group_status import GroupStatus
@@ -87,7 +87,7 @@ cdef class Lifecycle:
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
         self.maker = threading.get_ident()
         self.pool = StreamPool(high_priority)
-        self.enders = set()
+        self.enders, self.informed = set(), set()
         self.completions, self.aborts, self.failures = [], [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
@@ -204,7 +204,7 @@ cdef class Lifecycle:
         if self.connections is None:  # checked here, as each operation calls this: it saves the other call
             self.check_initialised()
         if self.failure is not None:
-            withdraw(self.name)
+            note_delivery(self.informed)
             error = has_ended(self.name, self.failure, self._class_of_later())
             self.failure._delivered = True
             raise error
@@ -398,7 +398,7 @@ cdef class Lifecycle:
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        self.enders.add(threading.get_ident())
+        self.note_ender()
         try:
             self.fail(error, text, None, exits=False, asks=True)
             self.wait_until_told()
@@ -517,6 +517,7 @@ cdef class Lifecycle:
             connections, group_status = list(self.connections.values()), self.group_status
             in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
             alone, self.alone = self.alone, []
+            informed = self.informed
             hooks = self.aborts  # hooks that are added later are called at once
             kind = type(error).__name__
             if but is not None:
@@ -550,6 +551,7 @@ cdef class Lifecycle:
                     group_status.tell(*told)
             is_abort = type(error) is NcclAborted
             others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
+            error._informed = others._informed = informed
             self.failures = [error, others] if in_flight else []
             if in_flight and not self.closed and threading.get_ident() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
@@ -562,9 +564,8 @@ cdef class Lifecycle:
                 (<Request>request).fail(others)
             if not exits:
                 readers.discard(threading.get_ident())
-                readers -= self.enders  # the calls that they are in raise it
                 shown = error if self.translate is None else self.translate(error)
-                tell_readers = functools.partial(raise_in_readers, readers, self.maker, shown, self.name)
+                tell_readers = functools.partial(self._tell_readers, readers, shown, informed)
                 self._abort_later(group_status, telling, comms, text_of(error), tell_readers)
         finally:
             begun.set()
@@ -572,6 +573,17 @@ cdef class Lifecycle:
             user_executor.submit(functools.partial(hook, error))
         if exits and not exiting:  # no thread can be started
             self._exit(error, group_status, begun, but, comms)
+
+    def _tell_readers(self, readers, error, informed):
+        """Raise an error in the threads that wait for the group by a stream, unless they have been told of it."""
+        raise_in_readers(readers - self.enders, self.maker, error, informed)  # the calls that enders are in raise it
+
+    cdef int note_ender(self) except -1:
+        """Note that the calling thread is in a call that ends the group or raises the error that has ended it."""
+        self.enders.add(threading.get_ident())
+        if self.failure is not None:
+            note_delivery(self.informed)
+        return 0
 
     cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have confirmed the end of the group, in a thread of its own."""

@@ -382,6 +382,7 @@ cdef class Membership:
                 group.failure = moving
             group.between = group.failure
             group.number = next_number()
+            group.informed = set()
         return worked
 
     cdef object _resume(self):
@@ -456,7 +457,7 @@ cdef class _Turn:
         cdef Lifecycle group = self.membership.group
         if not self.membership.turn.acquire(False):
             raise RuntimeError(f"{self.what}: another thread reconfigures process group {group.name!r} already")
-        group.enders.add(PyThread_get_thread_ident())
+        group.note_ender()
         group.moves = True
 
     def __exit__(self, *_):

@@ -156,7 +156,7 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
     thread = threading.Thread(target=read)
     thread.start()
     assert ready.wait(30)
-    stream_readers.raise_in_readers([thread.ident], 0, error)
+    stream_readers.raise_in_readers([thread.ident], 0, error, set())
     thread.join(30)
     assert found == [error]
 
@@ -168,7 +168,7 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
 def test_error_during_steps_that_must_complete_is_raised_after_them(own, raised):
     error, steps = ncclpy.NcclAborted("elsewhere"), []
     with pytest.raises(raised) as found, stream_readers.raise_at_end():
-        stream_readers.raise_in_readers([threading.get_ident()], 0, error)
+        stream_readers.raise_in_readers([threading.get_ident()], 0, error, set())
         for step in range(3):
             with stream_readers.raise_at_end():  # close() of a resource that is freed on the way
                 steps.append(step)
@@ -178,3 +178,18 @@ def test_error_during_steps_that_must_complete_is_raised_after_them(own, raised)
     assert found.value is error or own is KeyboardInterrupt
     assert own is None or type(found.value if own is raised else found.value.__context__) is own
     time.sleep(0.01)  # a second exception would be raised here
+
+
+def test_thread_given_the_error_by_a_call_is_not_interrupted():
+    """A call of another thread in which the error is raised makes no difference, nor does an error told before."""
+    told, ident = set(), threading.get_ident()
+    stream_readers.note_delivery(told)
+    stream_readers.raise_in_readers([ident], 0, ncclpy.NcclAborted("this one"), told)
+    time.sleep(0.01)  # it would be raised here
+    elsewhere = set()
+    thread = threading.Thread(target=stream_readers.note_delivery, args=(elsewhere,))
+    thread.start()
+    thread.join()
+    with pytest.raises(ncclpy.NcclAborted, match="another one"):
+        stream_readers.raise_in_readers([ident], 0, ncclpy.NcclAborted("another one"), elsewhere)
+        time.sleep(0.01)

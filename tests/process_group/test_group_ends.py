@@ -17,6 +17,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.process_group import lifecycle, membership
 
 
 def test_missing_rank_is_named(arrays):
@@ -34,6 +35,48 @@ def test_missing_rank_is_named(arrays):
     with pytest.raises(ncclpy.NcclAborted, match="has ended"):
         group.connect()
     group.close()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "wait", "recover"])
+def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine, monkeypatch, call):
+    """The other readers are told when the other ranks are: by then this thread may be in the program's error handler."""
+    begun, tells = threading.Event(), threading.Event()
+    abort_when_confirmed, decide = lifecycle.abort_when_confirmed, membership.decide
+
+    def abort_later(*arguments):
+        assert tells.wait(DEADLINE)
+        abort_when_confirmed(*arguments)
+
+    def handle_error():
+        tells.set()
+        for _ in range(300):  # an asynchronous exception would be raised here
+            time.sleep(0.001)
+
+    def decide_later(*arguments):
+        handle_error()
+        return decide(*arguments)
+
+    monkeypatch.setattr(lifecycle, "abort_when_confirmed", abort_later)
+    monkeypatch.setattr(membership, "decide", decide_later)
+
+    def body(group):
+        group.all_reduce(np.ones(3)).wait(DEADLINE)
+        if group.rank == 0:
+            work = group.all_reduce(np.ones(3))
+            work.synchronize()
+            begun.set()
+            testing.wait_for(work.is_completed, "the end of the group", DEADLINE)
+            if call != "recover":
+                with pytest.raises(ncclpy.NcclAborted):
+                    work.wait(DEADLINE) if call == "wait" else group.all_reduce(np.ones(3))
+                handle_error()
+        else:
+            assert begun.wait(DEADLINE)
+            group.abort("a test")
+        if call == "recover":
+            assert group.recover(DEADLINE / 4).survivors == (0, 1)
+
+    run_groups(2, body)
 
 
 def test_abort_ends_wait_for_missing_ranks(host_engine):

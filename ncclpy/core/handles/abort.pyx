@@ -493,8 +493,7 @@ cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
     readers = handle.readers() - told
     if readers:
         tell_trouble([handle], error)  # adds to the error what the other ranks do
-        readers -= handle.abort_state.informed or set()
-        raise_in_readers(readers, 0, error, handle.subject())
+        raise_in_readers(readers, 0, error, handle.abort_state.informed)
         told |= readers
     return 0
 

@@ -258,7 +258,6 @@ cdef class Handle:
     # The calling thread is about to raise that the communicator has ended: it need not be told as a reader.
     cdef int inform(self) except -1
     # The key for `stream_readers`, which this rank shares with the communicator's other ranks in this process.
-    cdef object subject(self)
 
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the
     # communicator nor the stream, if one is given, can touch them any more.

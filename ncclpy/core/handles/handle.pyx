@@ -37,7 +37,7 @@ from ncclpy.core.runtime.library cimport (
 from ncclpy.core.runtime.stream cimport Stream, event_behind, hold
 from ncclpy.core.runtime.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
 
-from ncclpy.core.runtime.stream_readers import withdraw
+from ncclpy.core.runtime.stream_readers import note_delivery
 from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
 
 
@@ -308,6 +308,7 @@ cdef class Handle:
         self.making = []
         self.registrations = Registrations()
         self.abort_state = AbortState()
+        self.abort_state.informed = set()
 
     def __dealloc__(self):
         revoke_weak_handle(self.weak)
@@ -616,14 +617,8 @@ cdef class Handle:
         return count
 
     cdef int inform(self) except -1:
-        withdraw(self.subject())
-        if self.abort_state.informed is None:
-            self.abort_state.informed = set()
-        self.abort_state.informed.add(this_thread())
+        note_delivery(self.abort_state.informed)
         return 0
-
-    cdef object subject(self):
-        return id(self) if self.group_name is None else self.group_name
 
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""

@@ -139,7 +139,7 @@ cdef class AbortState:
     cdef bint peer_aborted  # one of its other ranks in this process was aborted
     cdef object peer_error  # the error of an operation that such an abort has ended
     cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
-    cdef set informed  # threads in which a call has raised that it has ended; or None
+    cdef set informed  # the threads that have been told that it has ended
 
 
 cdef struct Range:

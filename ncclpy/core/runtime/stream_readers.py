@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["raise_at_end", "raise_in_readers", "withdraw"]
+__all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -21,9 +21,9 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
 
-#: Subject of the error that was set in a thread and is not raised yet, by the thread's ident. Each change is one step
-#: under the GIL.
-_pending: dict[int, Hashable] = {}
+#: For each thread with an error that is set and not raised yet, by ident: the threads that have been told of the same
+#: failure. Each change is one step under the GIL.
+_pending: dict[int, set[int]] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
 _collected: dict[int, list[BaseException]] = {}
@@ -55,7 +55,7 @@ def raise_at_end() -> Iterator[None]:
             raise errors[0]
 
 
-def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, subject: Hashable = None) -> None:
+def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, told: set[int]) -> None:
     """Have an error raised in threads, given by their idents.
 
     Python has not started some threads, such as torch's threads for backward passes: in their place the error is
@@ -64,8 +64,8 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, s
 
     Parameters
     ----------
-    subject
-        The name of what has failed, for `withdraw`.
+    told
+        The threads that have been told of this failure: it is not raised in them, and those in which it is are added.
     """
     # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
@@ -75,19 +75,30 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, s
         if ident is None:
             continue
         with _lock:
+            if ident in told:
+                continue
+            told.add(ident)
             if ident in _collected:
                 _collected[ident].append(error)
             else:
-                _pending[ident] = subject
+                _pending[ident] = told
                 _set_exception(ident, _raised_as(error, ident))
 
 
-def withdraw(subject: Hashable) -> None:
-    """Take back an error of a subject that is set in the calling thread and not raised yet: the caller raises it."""
+def note_delivery(told: set[int]) -> None:
+    """Note that a call raises an error in the calling thread, which is told no second time of the same failure.
+
+    Parameters
+    ----------
+    told
+        The threads that have been told of the failure, as for `raise_in_readers`.
+    """
     ident = threading.get_ident()
-    if subject is not None and _pending.get(ident) == subject:
-        del _pending[ident]
-        _clear_exception(ident, None)
+    with _lock:
+        told.add(ident)
+        if _pending.get(ident) is told:
+            del _pending[ident]
+            _clear_exception(ident, None)
 
 
 def _raised_as(error: BaseException, ident: int) -> type[BaseException]:

@@ -126,6 +126,29 @@ def test_dead_holder_of_torch_store_lock_is_named(torch_store):
             store.compare_set("key", None, b"1")
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_exception_of_a_signal_handler_leaves_no_lock_in_torch_store(torch_store, taken):
+    """It arrives just behind the call that takes the lock; a lock that another process has stays."""
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(torch_store, name)
+
+        def compare_set(self, key, expected, desired):
+            found = torch_store.compare_set(key, expected, desired)
+            if desired != nothing:  # not the reads
+                raise KeyboardInterrupt
+            return found
+
+    if not taken:
+        torch_store.set("\0ncclpy/lock/key", b"4711/x")
+    with as_store(torch_store) as store:
+        nothing, store._theirs = store._nothing, Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            store.compare_set("key", None, b"1")
+    assert torch_store.check(["\0ncclpy/lock/key"]) is not taken
+
+
 def test_lost_torch_server_is_store_lost():
     dist = pytest.importorskip("torch.distributed")
     timeout = datetime.timedelta(seconds=5)

@@ -237,8 +237,8 @@ class TorchStore(Store):
     def _locked(self, name: str, deadline: float) -> Iterator[None]:
         """Hold the lock of a key among all clients of this kind.
 
-        The lock is given back also if this store is closed, its world ends or the process ends meanwhile: other
-        processes would wait for it until their deadlines.
+        The lock is given back also if this store is closed, its world ends or the process ends meanwhile, or a signal
+        handler raises: other processes would wait for it until their deadlines.
         """
         lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
 
@@ -248,7 +248,13 @@ class TorchStore(Store):
                 found = self._ask(self._theirs.compare_set, lock, b"", mine)
                 return held.pop_all() if bytes(found) == mine else None
 
-        held = self._until(take, deadline)
+        try:
+            held = self._until(take, deadline)
+        except BaseException:  # also of a signal handler, just after the server has given this client the lock
+            with contextlib.suppress(StoreError), self._call_under_way():
+                if self._read(lock) == mine:
+                    self._give_back(lock)
+            raise
         if held is None:
             holder = self._read(lock) or b"?"
             raise StoreError(
@@ -259,9 +265,13 @@ class TorchStore(Store):
             try:
                 yield
             finally:
-                if self._idle is None or not self._idle.has_ended():
-                    with self._errors():
-                        self._theirs.delete_key(lock)
+                self._give_back(lock)
+
+    def _give_back(self, lock: str) -> None:
+        """Give a lock back, also in a closed store."""
+        if self._idle is None or not self._idle.has_ended():
+            with self._errors():
+                self._theirs.delete_key(lock)
 
     @contextlib.contextmanager
     def _call_under_way(self) -> Iterator[None]:

@@ -527,6 +527,7 @@ cdef object capture(Connection connection, Request request):
         free(steps)
         free(calls.words)
     work.entry.communicator, work.entry.rank, work.entry.nranks = connection.name, comm.rank, comm.nranks
+    comm.in_flight.captured = True
     work.become_captured(request.steps[0].stream if request.count else NULL)
     return None
 

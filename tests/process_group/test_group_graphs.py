@@ -388,6 +388,59 @@ def test_abort_ends_replay():
     run(body)
 
 
+WARNED_OF_GRAPH = """
+import logging, threading
+import numpy as np, ncclpy, testing
+from graphs import Graph
+
+said, handler = [], logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ncclpy").addHandler(handler)
+stream = ncclpy.Stream(0)
+array = testing.RawArrays().make(np.ones(4, np.float32), 0).buffer
+
+def fail(way):
+    if way == "group":
+        with ncclpy.ProcessGroup(ncclpy.bootstrap.LocalStore(), 0, 1, device=0) as group:
+            group.all_reduce(array, stream=stream).wait(10)
+            graph = Graph(stream)
+            with graph.capture():
+                group.all_reduce(array, stream=stream)
+            graph.close()
+            group.abort("a test")
+        return
+    comm, = ncclpy.Communicator.init_all([0], timeout=10)
+    if way == "plan":
+        plan = ncclpy.Plan()
+        with plan.record():
+            comm.all_reduce(array, stream=stream)
+        graph = plan.capture()
+        graph.launch()
+        stream.synchronize(10)
+        graph.close()
+    elif way == "capture":
+        graph = Graph(stream)
+        with graph.capture():
+            comm.all_reduce(array, stream=stream)
+        graph.close()
+    comm.abort("a test")
+"""
+
+
+@pytest.mark.parametrize("way", ["communicator", "plan", "capture", "group"])
+def test_abort_with_a_graph_of_the_program_is_warned_of_once(host_engine, way):
+    testing.run_python(
+        WARNED_OF_GRAPH
+        + f"""
+for _ in range(2):
+    fail({way!r})
+warnings = [text for text in said if "has captured operations of it in CUDA graphs" in text]
+assert len(warnings) == {int(way in ("capture", "group"))}, said
+""",
+        warm=True,
+    )
+
+
 def test_earlier_operation_is_launched_before_capture(host_engine):
     """NCCL gets one thread's operations in order, also if a lane still has an earlier one to launch."""
 

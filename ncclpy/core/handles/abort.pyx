@@ -164,7 +164,7 @@ cdef extern from *:
     int ncclpy_in_handlers
 
 _log = logging.getLogger("ncclpy.core")
-cdef bint _warned = False
+cdef bint _warned = False, _warned_of_graphs = False
 ABORT_DEADLINE = 10.0
 
 # Seconds that an abort waits for a call that holds the communicator's lock; and in addition for a call on a blocking
@@ -356,6 +356,21 @@ cdef int _warn_of_others(Handle handle) except -1:
     return 0
 
 
+cdef int _warn_of_graphs(Handle handle) except -1:
+    """Warn, once, that threads which launch the program's own CUDA graphs are not told of an abort."""
+    global _warned_of_graphs
+    marked = handle.in_flight.marks != NULL and handle.in_flight.marks.captured
+    if _warned_of_graphs or not (marked or handle.in_flight.captured):
+        return 0
+    _warned_of_graphs = True
+    _log.warning(
+        "%r is aborted, and the program has captured operations of it in CUDA graphs. ncclpy does not see their launches: "
+        "one in flight ends with wrong data, and the thread that reads it gets no error (it does for a graph of "
+        "Plan.capture)", handle,
+    )
+    return 0
+
+
 cdef class _Abort(Call):
     """Abort communicators in a thread of its own, and keep the outcome."""
 
@@ -393,6 +408,7 @@ cdef class _Abort(Call):
         cdef bint goes_on = True
         for handle in self.handles:
             try:
+                _warn_of_graphs(handle)
                 if handle.peer_status is None:
                     _warn_of_others(handle)
                 else:

@@ -83,6 +83,7 @@ cdef struct OpEventRing:
     size_t first
     size_t count
     size_t open  # marks that are open: while there are any, no mark is moved or dropped to make space
+    bint captured  # an operation went into a CUDA graph of the program, and has no mark
     CUcontext context
 
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil
@@ -113,6 +114,7 @@ cdef struct InFlight:
     double call_limit
     bint call_on_main  # that thread is the main thread
     double shortest_limit  # the shortest deadline of any operation
+    bint captured  # as `OpEventRing.captured`, for an operation of a process group
 
 # What this rank does on a communicator, for the status that other ranks ask for.
 cdef struct CallStatus:

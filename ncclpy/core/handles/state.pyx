@@ -35,8 +35,8 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memmove
 
 from ncclpy.abi.driver cimport (
-    CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CU_EVENT_DISABLE_TIMING, CU_STREAM_CAPTURE_STATUS_NONE, CUstreamCaptureMode,
-    CUstreamCaptureStatus,
+    CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CU_EVENT_DISABLE_TIMING, CU_STREAM_CAPTURE_STATUS_ACTIVE,
+    CU_STREAM_CAPTURE_STATUS_NONE, CUstreamCaptureMode, CUstreamCaptureStatus,
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclSystemError, ncclUnhandledCudaError
 from ncclpy.core.arguments.config cimport fill_config
@@ -274,6 +274,8 @@ cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double lim
                 marks.open += 1
             else:
                 mark = NULL
+    elif status == CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        marks.captured = True
     if entered:
         driver.cuCtxSetCurrent(saved)
     return mark

@@ -23,6 +23,9 @@ from ncclpy.cli.perf.endpoint import Call, Endpoint
 from ncclpy.cli.perf.report import Rank, Row, Side
 from ncclpy.core.runtime import device
 
+#: Seconds between two looks for asynchronous errors while a stream is not done.
+_LOOK = 1.0
+
 
 class Link(Protocol):
     """The connection of one worker to the others and to the `RankRunner` that started them."""
@@ -254,9 +257,17 @@ class Worker:
                 call()
 
     def _complete(self) -> None:
-        """Wait for all streams, and raise on an abort or an asynchronous error, which show only then."""
+        """Wait for all streams, and raise on an abort or an asynchronous error, whose streams may never be done."""
         for endpoint in self.endpoints:
-            endpoint.stream.synchronize()
+            while True:
+                try:
+                    endpoint.stream.synchronize(_LOOK)
+                    break
+                except ncclpy.NcclTimeout:
+                    self._raise_background_errors()
+        self._raise_background_errors()
+
+    def _raise_background_errors(self) -> None:
         if self.aborted:
             raise ncclpy.NcclAborted("the run was aborted")
         for communicator in self.communicators:

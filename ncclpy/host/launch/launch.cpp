@@ -61,7 +61,11 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
   } else {
     if (comm.rendezvous.has_disagreed()) return hang_until_released(comm);  // other ranks do not reach this launch
     if (faults && WaitControl::has_time_limit()) return false;  // faults may block, and must be evaluated only once
-    if (!begin_operations(comm, operations, count, memory_use, progress)) return true;
+    if (!begin_operations(comm, operations, count, memory_use, progress)) {  // a fault has stopped the communicator
+      if (!hang_until_released(comm)) return false;
+      abandon_operations(comm, operations, count);
+      return true;
+    }
   }
   for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from failure_matrix import problems_of, run_case
+from failure_matrix import problems_of, run_case, with_all_cases_on_gpus
 
 CASES = (
     "kill-group-loop-stream",
@@ -33,7 +33,7 @@ def limit_of(case):
     return 2 if case.startswith(("absent", "stop")) else 10
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all_cases_on_gpus("road_failures", CASES))
 def test_failed_rank_ends_others_without_a_number(case):
     survivors = run_case("road_failures", case, limit=limit_of(case))
     assert problems_of(case, False, survivors) == [], [each.said[-2000:] for each in survivors]

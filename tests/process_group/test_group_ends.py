@@ -39,7 +39,7 @@ def test_missing_rank_is_named(arrays):
 
 @pytest.mark.parametrize("call", ["all_reduce", "wait", "recover"])
 def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine, monkeypatch, call):
-    """The other readers are told when the other ranks are: by then this thread may be in the program's error handler."""
+    """The other readers are told when the other ranks are: by then this thread may handle the error."""
     begun, tells = threading.Event(), threading.Event()
     abort_when_confirmed, decide = lifecycle.abort_when_confirmed, membership.decide
 

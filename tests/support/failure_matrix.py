@@ -15,9 +15,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from warm_ranks import launched, run_forks
 
@@ -38,6 +40,19 @@ IMPORTS = {
 }
 #: Ports below the system's ephemeral range; each run has its own, as several may run at once.
 PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
+
+
+def all_cases(program: str) -> list[str]:
+    """Return the names of all cases of a program."""
+    return ["-".join(each) for each in itertools.product(*CASES[program])]
+
+
+def with_all_cases_on_gpus(program: str, few: Sequence[str]) -> list[Any]:
+    """Return test parameters: a few cases, and the others for a campaign on GPUs."""
+    import pytest
+
+    marks = [pytest.mark.gpu, pytest.mark.campaign]
+    return [*few, *(pytest.param(case, marks=marks) for case in all_cases(program) if case not in few)]
 
 
 def failing(size: int) -> int:
@@ -108,10 +123,15 @@ def run_case(
     machines: bool = False,
     patience: float = 100,
 ) -> list[Survivor]:
-    """Run a case and return the other ranks; with `machines` each rank takes itself for a separate machine."""
+    """Run a case and return the other ranks.
+
+    With `machines`, or on fewer GPUs than ranks, each rank takes itself for a separate machine: NCCL lets ranks share
+    a GPU then.
+    """
     import ncclpy
 
-    size = 4 if machines else min(4, ncclpy.device_count())
+    size = 4
+    machines = machines or ncclpy.device_count() < size
     on_torch = program == "torch_failures"
     imports = IMPORTS[program]
     if ncclpy.library().engine == "cuda":
@@ -121,7 +141,7 @@ def run_case(
         tempfile.TemporaryDirectory(prefix="failure-") as folder,
         contextlib.nullcontext(by_torchrun(size)) if on_torch else launched(size) as environments,
     ):
-        if machines:  # then NCCL lets ranks share a GPU, and connects them by sockets
+        if machines:  # NCCL connects them by sockets
             variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         ranks = []
         for rank, each in enumerate(environments):
@@ -172,7 +192,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     given = parser.parse_intermixed_args()
     os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")  # as in conftest.py
-    cases = given.cases or ["-".join(each) for each in itertools.product(*CASES[given.program])]
+    cases = given.cases or all_cases(given.program)
     recovers = given.program == "torch_failures" and given.on_error == "abort"
     end = time.monotonic() + given.seconds
     done, failed, unreached, times = 0, 0, 0, []

@@ -264,7 +264,7 @@ def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):
     assert nccl.async_error(comms[1]) == SUCCESS
     assert (values[0] == 1).all(), "what has failed has not run"
     time.sleep(0.05)
-    assert not any(nccl.driver.ready("cuStreamQuery", stream) for stream in streams[:2]), "a kernel ends by an abort only"
+    assert not any(nccl.driver.ready("cuStreamQuery", stream) for stream in streams[:2]), "only an abort ends them"
     assert nccl.last_error(comms[0]) == "injected fault: rank 0 AllReduce nth=1 run: error ncclRemoteError"
     for comm in comms:
         nccl.ncclCommAbort(comm)

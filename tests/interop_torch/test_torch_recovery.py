@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from foreign_stores import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Ranks
@@ -18,6 +19,7 @@ from torch_ranks import Ranks
 import ncclpy
 import testing
 from ncclpy.interop.torch import backend_of, recover
+from ncclpy.interop.torch.store import TorchStore
 
 STEPS, DIES_IN, LOST_RANK = 8, 3, 2
 
@@ -101,6 +103,31 @@ def test_recovery_in_a_users_test(ranks4):
     assert found.pop(LOST_RANK) is None
     for losses, recovery, size in found:
         assert size == 3 and recovery.lost == (LOST_RANK,) and losses[-1] < losses[0]
+
+
+def leave_recovery_late(rank, size, port):
+    """Recover over a store that rank 0 serves; rank 1 learns late that all have come."""
+    ask = TorchStore._ask
+
+    def ask_late(store, call, *arguments):
+        if "the reconfiguration" in repr(arguments):
+            time.sleep(0.5)
+        return ask(store, call, *arguments)
+
+    dist.init_process_group("ncclpy", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.all_reduce(torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(TorchStore, "_ask", ask_late)
+        found = recover(timeout=20)
+    dist.all_reduce(tensor := torch.ones(1))
+    return found.survivors, tensor.item()
+
+
+def test_rank_that_leaves_a_recovery_last_still_has_the_store(extension):
+    """The rank that serves the store leaves first, and ends the old world."""
+    with contextlib.closing(Ranks(2)) as ranks:
+        assert ranks.run(leave_recovery_late, free_port(), backend=None) == [((0, 1), 2.0)] * 2
 
 
 def options_of(rank, size):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.interop.torch.backend import TorchBackend
+from ncclpy.interop.torch.shutdown import of_world
 from ncclpy.interop.torch.work import backend_error
 
 if TYPE_CHECKING:
@@ -81,8 +83,10 @@ def recover(timeout: float, min_size: int = 1) -> Recovery:
     lasts = datetime.timedelta(milliseconds=backend.timeout_ms())
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
+    shutdown = of_world()
     try:
-        found = group.recover(timeout, min_size)
+        with contextlib.nullcontext() if shutdown is None else shutdown.recovering():
+            found = group.recover(timeout, min_size)
     except Exception as error:
         raise backend_error(error) from error
     rank, size = group.rank, group.size

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ncclpy.bootstrap.prefix import PrefixStore
@@ -127,7 +127,7 @@ class StoreShutdown:
         self._lock = threading.Lock()
         self._inside = 0
         self._pid = os.getpid()
-        self._has_ended = False
+        self._has_ended = self._is_recovering = False
         #: Heartbeats, which call the store from threads of their own; they are made between `enter` and `leave`.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Which process serves, for errors.
@@ -182,6 +182,18 @@ class StoreShutdown:
             others = [rank for rank in range(self._size) if rank != self._rank]
             _until(lambda: all(self._is_gone(rank) for rank in others), deadline)
 
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Go on making calls during a recovery, although the process that serves has left the world meanwhile.
+
+        The ranks leave a recovery one after the other. The first of them may serve, and make the world end.
+        """
+        self._is_recovering = True
+        try:
+            yield
+        finally:
+            self._is_recovering = False
+
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank makes no calls: it says so, has ended or is stopped here, or is not there yet."""
         if self._store.check([f"{_LEFT}{rank}"]):
@@ -205,7 +217,7 @@ class StoreShutdown:
                     machine, pid, start = self._process_of(rank) or ["", "", ""]
                     self.server = f"rank {rank}'s process, {pid}, which serves it,"
                     self._server = (int(pid), start) if machine == MACHINE else None
-                if self._store.check([_ENDS]):
+                if not self._is_recovering and self._store.check([_ENDS]):
                     self.end()
                     return
                 time.sleep(max(_LOOKS, self._size / _LOOKS_A_SECOND))

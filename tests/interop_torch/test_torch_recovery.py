@@ -115,7 +115,7 @@ def leave_recovery_late(rank, size, port):
         return ask(store, call, *arguments)
 
     dist.init_process_group("ncclpy", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    dist.all_reduce(torch.ones(1))
+    dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(TorchStore, "_ask", ask_late)
@@ -124,10 +124,9 @@ def leave_recovery_late(rank, size, port):
     return found.survivors, tensor.item()
 
 
-def test_rank_that_leaves_a_recovery_last_still_has_the_store(extension):
+def test_rank_that_leaves_a_recovery_last_still_has_the_store(ranks4):
     """The rank that serves the store leaves first, and ends the old world."""
-    with contextlib.closing(Ranks(2)) as ranks:
-        assert ranks.run(leave_recovery_late, free_port(), backend=None) == [((0, 1), 2.0)] * 2
+    assert ranks4.run(leave_recovery_late, free_port(), backend=None) == [((0, 1, 2, 3), 4.0)] * 4
 
 
 def options_of(rank, size):

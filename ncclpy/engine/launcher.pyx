@@ -820,7 +820,7 @@ cdef class CommunicatorSet(LaunchOwner):
         failure = same_class_as(type(error).__name__)(
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
-        failure.ranks = getattr(error, "ranks", None)
+        failure.ranks, failure._informed = getattr(error, "ranks", None), getattr(error, "_informed", None)
         self.failures.append(failure)
         for other in list(self.launches):
             if other is not launch:

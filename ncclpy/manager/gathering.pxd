@@ -92,12 +92,14 @@ cdef class DeviceSet(CommunicatorSet):
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
     cdef object told  # the error by which another process has ended them, or None
+    cdef set informed  # the threads that have been told of their failure
     cdef bint over  # whether their end has begun, of which the other processes are told
     cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or None
     cdef object __weakref__
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
     cdef int inquire(self, object error) except -1
+    cdef int note_failure(self, object error) except -1
     cdef int wait(self, Gathering gathering) except -1
     cdef Launch launch(self, Gathering gathering, bint here)
     cdef int _fill(self, Launch launch, Gathering gathering) except -1

@@ -438,7 +438,7 @@ cdef class DeviceSet(CommunicatorSet):
     """Communicators that launch gatherings."""
 
     def __cinit__(self, *args):
-        self.waiting = []
+        self.waiting, self.informed = [], set()
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1:
         """Have the processes of these communicators meet in the store, if there is one, before they are made."""
@@ -516,6 +516,7 @@ cdef class DeviceSet(CommunicatorSet):
 
         The operation may be done before they answer; then only its deadline has passed, and nothing fails.
         """
+        self.note_failure(error)
         self.inquire(error)
         if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile; whatever ends the communicators fails its works
             return 1
@@ -523,7 +524,6 @@ cdef class DeviceSet(CommunicatorSet):
             self.fence()
         readers = set()
         self.note_readers(readers)
-        error._informed = set()
         self.failures.append(error)
         self.owner.set_lost(self)
         if self.aborts:  # before its works fail: close(), which waits for these, joins the thread started here
@@ -536,11 +536,18 @@ cdef class DeviceSet(CommunicatorSet):
             self._leave()
         return 0
 
+    cdef int note_failure(self, object error) except -1:
+        """Have the threads that a call gives an error told once, also of another one here, or of another set's end."""
+        if getattr(error, "_informed", None) is None:
+            error._informed = self.informed
+        return 0
+
     def ended(self, text, kind):
         """Fail what runs on these communicators, since another process has ended them."""
         if self.state == GONE:
             return
         error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
+        self.note_failure(error)
         self.inquire(error)
         if self.state == GONE or self.over:  # meanwhile
             return
@@ -551,7 +558,6 @@ cdef class DeviceSet(CommunicatorSet):
         self.fence()
         readers = set()
         self.note_readers(readers)
-        error._informed = set()
         if self.launches:
             self.failures.append(error)
         self.told = error
@@ -638,8 +644,7 @@ cdef class DeviceSet(CommunicatorSet):
         """
         readers = set()
         self.note_readers(readers)
-        if getattr(error, "_informed", None) is None:  # else another of the Manager's sets ends by the same
-            error._informed = set()
+        self.note_failure(error)
         if not self.aborts or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why

@@ -493,6 +493,8 @@ cdef class Lifecycle:
         other ranks take the text only if they ask, as they learn of the end in another way.
         """
         said = states = None
+        if number is None or number == self.number:
+            error._informed = self.informed  # works of the connection that failed may give it to threads meanwhile
         try:
             if asks and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
                 said, states = self.inquire(error, says)  # before the program sees the error
@@ -516,6 +518,10 @@ cdef class Lifecycle:
             begun = self.end_begun
             connections, group_status = list(self.connections.values()), self.group_status
             in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
+            comms, readers = [] if but is None else list(but.comms), set()
+            parts = connections if but is None or but in connections else [*connections, but]
+            for one in parts:  # under the lock: other failures settle works once they find the group ended
+                one.note_readers(readers)
             alone, self.alone = self.alone, []
             informed = self.informed
             hooks = self.aborts  # hooks that are added later are called at once
@@ -526,10 +532,8 @@ cdef class Lifecycle:
                 but.state = GONE
         group_status.begin_end()
         try:
-            comms, readers = [] if but is None else list(but.comms), set()
-            for one in connections if but is None or but in connections else [*connections, but]:
+            for one in parts:
                 one.fence()
-                one.note_readers(readers)
             group_status.known.failed(error)
             # SystemExit: the process ends already, and a daemon thread's call of torch's store has ended with that.
             exits = exits and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
+import itertools
 import re
 import threading
 import time
@@ -17,7 +19,9 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group import lifecycle, membership
+from ncclpy.process_group.group_status import GroupStatus
 
 
 def test_missing_rank_is_named(arrays):
@@ -52,9 +56,10 @@ def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine,
         for _ in range(300):  # an asynchronous exception would be raised here
             time.sleep(0.001)
 
-    def decide_later(*arguments):
-        handle_error()
-        return decide(*arguments)
+    def decide_later(store, name, rank, *arguments):
+        if rank == 0:
+            handle_error()
+        return decide(store, name, rank, *arguments)
 
     monkeypatch.setattr(lifecycle, "abort_when_confirmed", abort_later)
     monkeypatch.setattr(membership, "decide", decide_later)
@@ -77,6 +82,52 @@ def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine,
             assert group.recover(DEADLINE / 4).survivors == (0, 1)
 
     run_groups(2, body)
+
+
+def test_reader_of_a_stream_that_another_operations_failure_has_told_is_not_interrupted(host_engine, monkeypatch):
+    """Two operations fail at once: the error of the second ends the group, a call gives the program that of the first."""
+    asks, second, failed, told, tells = itertools.count(), *(threading.Event() for _ in range(4))
+    abort_when_confirmed, begin_end = lifecycle.abort_when_confirmed, GroupStatus.begin_end
+
+    def ask(*_):
+        if next(asks) == 0:
+            assert second.wait(DEADLINE)
+        else:
+            second.set()
+            assert failed.wait(DEADLINE)
+        return None, None
+
+    def begin_end_later(group_status):
+        begin_end(group_status)
+        if group_status.rank == 0:
+            failed.set()
+            assert told.wait(DEADLINE)
+
+    def abort_later(*arguments):
+        assert tells.wait(DEADLINE)
+        abort_when_confirmed(*arguments)
+
+    monkeypatch.setattr(Inquiries, "ask", ask)
+    monkeypatch.setattr(GroupStatus, "begin_end", begin_end_later)
+    monkeypatch.setattr(lifecycle, "abort_when_confirmed", abort_later)
+
+    def body(group):
+        group.all_reduce(np.ones(3)).wait(DEADLINE)
+        if group.rank == 0:
+            first, synchronized = group.all_reduce(np.ones(3), timeout=0.5), threading.Event()
+            # The error is raised in this thread, which has made the group, in place of one that threading does not know.
+            _thread.start_new_thread(lambda: (first.synchronize(), synchronized.set()), ())
+            assert synchronized.wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclTimeout):
+                group.all_reduce(np.ones(3)).wait(DEADLINE)
+            told.set()
+            tells.set()
+            for _ in range(300):  # an asynchronous exception would be raised here
+                time.sleep(0.001)
+        testing.wait_for(lambda: group.error is not None, "the end of the group", DEADLINE)
+
+    with ncclpy.faults("rank=0 call=AllReduce nth=3 do=error:ncclRemoteError"):
+        run_groups(2, body)
 
 
 def test_abort_ends_wait_for_missing_ranks(host_engine):

@@ -226,6 +226,22 @@ def test_wait_that_ends_by_deadline_names_the_rank():
     assert run_groups(2, body, check="always", on_error="report")[0] == [1]
 
 
+def test_wait_that_ends_by_deadline_tells_the_states_once():
+    """On the rank that ends the group, and on the one that is told."""
+
+    def body(group):
+        exchange(group, 0.0)
+        if group.rank:
+            testing.wait_for(lambda: group.error is not None)
+            return str(group.error)
+        with pytest.raises(ncclpy.NcclTimeout) as found:
+            group.send(np.ones(1), 1, timeout=0.3).wait(DEADLINE)
+        return str(found.value)
+
+    for text in run_groups(2, body, check="always"):
+        assert text.count("rank 1 has finished ") == 1, text
+
+
 @pytest.mark.parametrize("met", [False, True])
 def test_abort_ends_held_messages(met):
     def body(group):

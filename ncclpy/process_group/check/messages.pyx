@@ -461,10 +461,11 @@ cdef class PendingMessages:
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
+            text = text_of(error)  # the others are told separately what all ranks do
             group.inquire(error)  # before the waiting threads see it
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
-            group.fail(error, text_of(error), connection.epoch, asks=True)
+            group.fail(error, text, connection.epoch, asks=True)
 
 
 def _report(Lifecycle group not None, error):

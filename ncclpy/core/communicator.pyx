@@ -9,7 +9,7 @@ composed of NCCL's calls.
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.start cimport (
     Signals, fill_barrier, op_code, root_rank, validate_put, validate_signal, validate_wait, vector_collective, start, start_bare,
-    start_or_lower, start_pair, start_vector,
+    start_nothing, start_or_lower, start_pair, start_vector,
 )
 from ncclpy.core.arguments.operation cimport SENDRECV, Operation
 from ncclpy.core.arguments.validation cimport (
@@ -330,8 +330,9 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         buf : buffer
             What is sent.
         peer : int or None
-            The rank that receives; with None, as MPI's ``PROC_NULL``, the call does nothing. Sends and receives that
-            wait for each other belong in one ``ncclpy.group()``.
+            The rank that receives; with None, as MPI's ``PROC_NULL``, the call only checks its arguments, of which
+            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``, and so do
+            this rank's own to and from itself, which meet in their order.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -343,6 +344,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         if peer is None:
+            start_nothing(self, buf, "buf", False, stream, timeout)
             return
         o.root = root_rank(self.nranks, peer, "peer")
         validate_send(&o, &s, buf, "buf", self.device)
@@ -356,7 +358,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         buf : buffer
             Where the data arrive.
         peer : int or None
-            The rank that sends; with None, as MPI's ``PROC_NULL``, the call does nothing.
+            The rank that sends; with None, as MPI's ``PROC_NULL``, the call only checks its arguments, of which `buf`
+            may be None.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -368,6 +371,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         if peer is None:
+            start_nothing(self, buf, "buf", True, stream, timeout)
             return
         o.root = root_rank(self.nranks, peer, "peer")
         validate_recv(&o, &r, buf, "buf", self.device)
@@ -384,7 +388,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             What is sent, and where the data arrive, of any sizes and types; they must not overlap.
         dest, source : int or None
             The rank to send to, and the rank to receive from. They must receive and send as many elements, by
-            `sendrecv` or by other calls. With None, as MPI's ``PROC_NULL``, nothing is sent, or nothing received.
+            `sendrecv` or by other calls. With None, as MPI's ``PROC_NULL``, nothing is sent, or nothing received, and
+            the buffer may be None: the call is a `send` or a `recv`.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -396,15 +401,22 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         if self.state != READY:
             check_alive(self)
         if dest is None:
-            return self.recv(recv, source, stream=stream, timeout=timeout)
+            start_nothing(self, send, "send", False, stream, timeout)
+        else:
+            send_operation.root = root_rank(self.nranks, dest, "dest")
+            validate_send(&send_operation, &s, send, "send", self.device)
         if source is None:
-            return self.send(send, dest, stream=stream, timeout=timeout)
-        send_operation.root = root_rank(self.nranks, dest, "dest")
-        recv_operation.root = root_rank(self.nranks, source, "source")
-        validate_send(&send_operation, &s, send, "send", self.device)
-        validate_recv(&recv_operation, &r, recv, "recv", self.device)
-        check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
-        start_pair(self, &send_operation, &s, send, &recv_operation, &r, recv, stream, timeout)
+            start_nothing(self, recv, "recv", True, stream, timeout)
+        else:
+            recv_operation.root = root_rank(self.nranks, source, "source")
+            validate_recv(&recv_operation, &r, recv, "recv", self.device)
+        if dest is not None and source is not None:
+            check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
+            start_pair(self, &send_operation, &s, send, &recv_operation, &r, recv, stream, timeout)
+        elif dest is not None:
+            start(self, &send_operation, &s, send, None, stream, timeout)
+        elif source is not None:
+            start(self, &recv_operation, &r, None, recv, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks have called this: an all-reduce of one byte.

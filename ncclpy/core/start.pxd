@@ -36,6 +36,10 @@ cdef int start_pair(
 ) except -1
 
 
+# Check a send or a receive without a peer, whose buffer may be None: the buffer alone, or all arguments.
+cdef int check_unused(int device, object buf, str name, bint receives) except -1
+cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1
+
 # Submit a call without a buffer of the caller; it waits if no stream is given. `keeps` is kept alive for the call.
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
 

@@ -13,6 +13,7 @@ from ncclpy.core.runtime.library cimport nccl, require
 from ncclpy.core.arguments.operation cimport ALL_REDUCE, PUT_SIGNAL, SENDRECV, SIGNAL, WAIT_SIGNAL
 from ncclpy.core.arguments.validation cimport (
     Lowered, cannot_reduce, lacks, lie_apart, lower, new_vector_collective, op_number, read_on_device, type_name,
+    validate_recv, validate_send,
 )
 from ncclpy.core.window cimport CustomOp, Window, lies_in_window
 from ncclpy.core.runtime.stream cimport as_stream_of
@@ -131,6 +132,25 @@ cdef int start_pair(
     with Group(timeout=timeout):
         submit(comm, there, send, None, wait_send, limit)
         submit(comm, here, None, recv, wait_recv, limit)
+    return 0
+
+
+cdef int check_unused(int device, object buf, str name, bint receives) except -1:
+    cdef View view
+    cdef Operation unused
+    if buf is not None and receives:
+        validate_recv(&unused, &view, buf, name, device)
+    elif buf is not None:
+        validate_send(&unused, &view, buf, name, device)
+    return 0
+
+
+cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1:
+    """Check the arguments of a send or a receive without a peer, which makes no call."""
+    check_unused(comm.device, buf, name, receives)
+    if stream is not None:
+        as_stream_of(stream, comm.device)
+    limit_of(comm, timeout)
     return 0
 
 

@@ -12,6 +12,7 @@ cdef class Recorded:
     cdef Part* parts
     cdef Batch* batches
     cdef size_t count
+    cdef bint recorded  # a recording has ended well; it may have made no call, as those without a peer make none
     cdef size_t nbatches
     cdef Batch whole  # all parts as one group, for a launch in the calling thread
     cdef ncclpy_job** jobs  # of the batches

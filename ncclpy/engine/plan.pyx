@@ -86,8 +86,11 @@ cdef class Recorded:
         cdef size_t i
         cdef Stream stream
         cdef Handle comm
-        if self.count:
+        if self.recorded:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
+        if group.count == 0:
+            self.recorded = True
+            return 0
         check_together(group.handles, None)  # now: a launch by several threads has no common group to check
         check_memory(group)
         self.held = []
@@ -136,14 +139,17 @@ cdef class Recorded:
         make_whole(&self.whole, self.whole.parts, group.count)
         self.whole.calls.watched = self.whole.calls.marked = True
         self.count = group.count
+        self.recorded = True
         return 0
 
     cdef int check(self) except -1:
         """Raise if something that the plan needs was closed or aborted."""
         cdef Handle handle
         cdef Stream stream
-        if self.count == 0:
+        if not self.recorded:
             raise ValueError("this plan is empty: record operations with `with plan.record():` first")
+        if self.count == 0:
+            return 0
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         for handle in self.handles:
             if handle.state != READY:
@@ -244,6 +250,9 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         cdef Stream private
         cdef size_t i
         require_driver()
+        if plan.count == 0:
+            self.plan, self.held = plan, []
+            return 0
         self.waits = bool(plan.waits)
         streams = {}
         for i in range(plan.count):
@@ -349,6 +358,8 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
         plan.check()
+        if self.count == 0:
+            return
         plan.take_turn("Graph.launch", -1)
         try:
             if self.plan is None:
@@ -569,7 +580,7 @@ Record a group of operations once and launch it many times.
         `ValueError`.
         """
         cdef Recording recording = Recording()
-        if self.count:
+        if self.recorded:
             raise RuntimeError("this plan is recorded already; make another one")
         recording.plan = self
         return recording
@@ -588,7 +599,7 @@ Record a group of operations once and launch it many times.
         Raises
         ------
         ValueError
-            If the plan is empty, or one of its communicators or streams was closed.
+            If nothing was recorded by `record`, or one of its communicators or streams was closed.
         NcclTimeout
             If a communicator was late. Before it is raised, all late communicators are aborted and all others waited
             for; other errors are in its notes.
@@ -600,6 +611,8 @@ Record a group of operations once and launch it many times.
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
+        if self.count == 0:
+            return
         if timeout is not None:
             for handle in self.handles:
                 handle.check_endable("timeout")

@@ -52,7 +52,7 @@ cdef class Operations:
     cdef Work _vector(self, VectorCollective vector, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
     cdef Block _block(self, int kind, timeout)
-    cdef Work _nothing(self, int kind, output, timeout)
+    cdef Work _nothing(self, int kind, output, stream, timeout)
     cdef int _exchange(
         self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
         stream, timeout,

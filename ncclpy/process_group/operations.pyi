@@ -128,7 +128,7 @@ class Operations:
     ) -> Work[_T]: ...
     def send(
         self,
-        buf: BufferLike,
+        buf: BufferLike | None,
         peer: int | None,
         tag: int = 0,
         *,
@@ -146,7 +146,7 @@ class Operations:
     ) -> Work[_T]: ...
     def sendrecv(
         self,
-        send: BufferLike,
+        send: BufferLike | None,
         dest: int | None,
         recv: _T,
         source: int | None,

@@ -10,9 +10,9 @@ from ncclpy.core.arguments.validation cimport (
     type_of, validate_all_gather, validate_all_reduce, validate_all_to_all, validate_broadcast, validate_gather,
     validate_recv, validate_reduce, validate_reduce_scatter, validate_scatter, validate_send,
 )
-from ncclpy.core.runtime.stream cimport Stream, is_captured
+from ncclpy.core.runtime.stream cimport Stream, as_stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
-from ncclpy.core.start cimport fill_barrier, own_op_code, root_rank
+from ncclpy.core.start cimport check_unused, fill_barrier, own_op_code, root_rank
 from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
@@ -363,8 +363,9 @@ cdef class Operations:
         buf : buffer
             What is sent.
         peer : int or None
-            The rank that receives. What a rank sends to itself meets the receive that comes next. With None, as MPI's
-            ``PROC_NULL``, nothing is sent, and the work is done.
+            The rank that receives. What a rank sends to itself meets its next `recv` from itself; what it sends with
+            other operations in one launch (a block, a `sendrecv`) meets a receive of that launch. With None, as MPI's
+            ``PROC_NULL``, nothing is sent, the work is done, and `buf` may be None.
         tag : int
             0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
             and NCCL carries no tags. The recorder notes it. Other tags are an error with `check`, and of what a rank sends
@@ -379,11 +380,11 @@ cdef class Operations:
         """
         cdef View s
         cdef Operation o
-        cdef int number
+        cdef int number = as_integer(tag, "tag", 0)
         if peer is None:
-            return self._nothing(SEND, None, timeout)
+            check_unused(self.lifecycle.device, buf, "buf", False)
+            return self._nothing(SEND, None, stream, timeout)
         o.root = root_rank(self.lifecycle.size, peer, "peer")
-        number = as_integer(tag, "tag", 0)
         validate_send(&o, &s, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &s, buf, None, stream, timeout, number)
 
@@ -396,7 +397,7 @@ cdef class Operations:
             Where the data arrive.
         peer : int or None
             The rank that sends. NCCL has to know it: there is no receiving from any source. With None, as MPI's
-            ``PROC_NULL``, nothing is received, and the work is done.
+            ``PROC_NULL``, nothing is received, the work is done, and `buf` may be None.
         tag : int
             As for `send`.
         stream, timeout
@@ -409,13 +410,13 @@ cdef class Operations:
         """
         cdef View r
         cdef Operation o
-        cdef int number
+        cdef int number = as_integer(tag, "tag", 0)
         if peer is None:
-            return self._nothing(RECV, buf, timeout)
+            check_unused(self.lifecycle.device, buf, "buf", True)
+            return self._nothing(RECV, buf, stream, timeout)
         if isinstance(peer, int) and peer == -1:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.lifecycle.size, peer, "peer")
-        number = as_integer(tag, "tag", 0)
         validate_recv(&o, &r, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &r, buf, buf, stream, timeout, number)
 
@@ -431,7 +432,8 @@ cdef class Operations:
             What is sent, and where the data arrive, of any sizes and types; they must not overlap.
         dest, source : int or None
             The rank that receives, and the one that sends; with None, as MPI's ``PROC_NULL``, nothing is sent, or
-            received.
+            received, and the buffer may be None: the call is a `send` or a `recv`, in the recorder too. If both are
+            this rank, it receives what this call sends.
         stream, timeout
             As for `all_reduce`.
 
@@ -443,10 +445,14 @@ cdef class Operations:
         cdef View s, r
         cdef Operation there, here
         cdef Block block = self.submission.block_here()
-        if dest is not None:
+        if dest is None:
+            check_unused(self.lifecycle.device, send, "send", False)
+        else:
             there.root = root_rank(self.lifecycle.size, dest, "dest")
             validate_send(&there, &s, send, "send", self.lifecycle.device)
-        if source is not None:
+        if source is None:
+            check_unused(self.lifecycle.device, recv, "recv", True)
+        else:
             here.root = root_rank(self.lifecycle.size, source, "source")
             validate_recv(&here, &r, recv, "recv", self.lifecycle.device)
         if dest is not None and source is not None:
@@ -471,11 +477,11 @@ cdef class Operations:
     ) except -1:
         """Add both halves of a `sendrecv` to the block of this thread."""
         if dest is None:
-            self._nothing(SEND, None, timeout)
+            self._nothing(SEND, None, stream, timeout)
         else:
             self.submission.begin(there, None, s, send, None, stream, timeout, 0)
         if source is None:
-            self._nothing(RECV, recv, timeout)
+            self._nothing(RECV, recv, stream, timeout)
         else:
             self.submission.begin(here, None, r, recv, recv, stream, timeout, 0)
         return 0
@@ -488,9 +494,11 @@ cdef class Operations:
             self.submission, self.submission.request(kind, timeout), self.lifecycle.rank, self.lifecycle.size
         )
 
-    cdef Work _nothing(self, int kind, output, timeout):
+    cdef Work _nothing(self, int kind, output, stream, timeout):
         """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
         cdef Block block = self.submission.block_here()
+        if stream is not None:
+            as_stream(stream)
         if block is None:
             block = self._block(kind, timeout)
             with block:

@@ -207,7 +207,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         try:
             if kind is not None:
                 _forget(self, 0)
-            elif self.count:
+            elif self.count or self.keeps:
                 self.finish()
         finally:
             aborts = self.aborts

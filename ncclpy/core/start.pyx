@@ -121,13 +121,14 @@ cdef int start_pair(
     Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
     object stream, object timeout
 ) except -1:
-    """Submit a send and a receive: as one call, or as a group if their streams differ or calls are traced."""
+    """Submit a send and a receive: as one call, or as a group if their streams differ."""
     cdef bint wait_send, wait_recv
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
     _choose_stream(comm, sent, stream, &there.stream, &wait_send)
     _choose_stream(comm, received, stream, &here.stream, &wait_recv)
     if there.stream == here.stream and wait_send == wait_recv and makes_pairs():
-        there.kind, there.receive = SENDRECV, here
+        there.kind = here.kind = SENDRECV
+        there.receive = here
         return submit(comm, there, send, recv, wait_send, limit)
     with Group(timeout=timeout):
         submit(comm, there, send, None, wait_send, limit)

@@ -58,6 +58,7 @@ _METHODS = {
     "ncclScatter": "scatter",
     "ncclSend": "send",
     "ncclRecv": "recv",
+    "ncclGroupEnd": "sendrecv",
     "ncclPutSignal": "put_signal",
     "ncclSignal": "signal",
     "ncclWaitSignal": "wait_signal",

@@ -14,7 +14,10 @@ from typing import Any
 
 from ncclpy.engine.stack import as_stack
 
-__all__ = ["OperationInfo", "RankState"]
+__all__ = ["PAIRS", "OperationInfo", "RankState"]
+
+#: The operations with a peer in place of a root.
+PAIRS = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class OperationInfo:
     op
         The reduction's name, None where nothing is reduced.
     root
-        The root, or the peer of a send or receive; None where there is none, or several in a coalesced group.
+        The root, or the peer of a send or receive, of ``"sendrecv"`` the rank that it receives from; None where there
+        is none, or several in a coalesced group.
     """
 
     operation: str
@@ -47,7 +51,7 @@ class OperationInfo:
     @property
     def name(self) -> str:
         """Its name and number: ``"all_reduce #17"``."""
-        if self.operation in ("send", "recv") and self.root is not None:  # a block of them has several peers
+        if self.operation in PAIRS and self.root is not None:  # a block of them has several peers
             return f"{self.operation} #{self.seq} {'to' if self.operation == 'send' else 'from'} rank {self.root}"
         return f"{self.operation} #{self.seq}"
 
@@ -55,7 +59,7 @@ class OperationInfo:
         if self.operation == "barrier":
             return self.name
         more = "" if self.op is None else f", {self.op}"
-        if self.root is not None and self.operation not in ("send", "recv"):
+        if self.root is not None and self.operation not in PAIRS:
             more += f", root {self.root}"
         # An all-to-all of parts that differ has no one count.
         amount = "" if self.operation == "all_to_all" and not self.count else f" x {self.count:,}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ncclpy.engine.stack import in_short
 from ncclpy.errors import ranks, seconds, spans
-from ncclpy.peers.rank_state import OperationInfo, RankState
+from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
@@ -156,7 +156,7 @@ def _merged(clauses: list[_Clause]) -> list[_Clause]:
     alike: dict[object, list[_Clause]] = {}
     for clause in clauses:
         what = clause.members[0].current
-        if clause.state == "running" and what is not None and what.operation in ("send", "recv"):
+        if clause.state == "running" and what is not None and what.operation in PAIRS:
             alike.setdefault((what.operation, what.seq, what.dtype, what.count), []).append(clause)
     for some in alike.values():
         if len(some) >= _ALIKE:

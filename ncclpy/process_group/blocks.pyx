@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 
 from ncclpy.core.arguments.operation cimport is_pair
 from ncclpy.core.arguments.validation cimport (
-    Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error,
+    Extents, digest, digest_begun, fill_fingerprint, known_apart, method_of, note_apart, shared_memory_error,
 )
 from ncclpy.engine.callbacks cimport Awaited
 from ncclpy.engine.launcher cimport find_producer, record_behind, wait_behind
@@ -127,6 +127,10 @@ cdef class Block:
             self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
         if not self.held:
             self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
+            self.work.entry.tag = max(tag, -1)
+            fill_fingerprint(&self.request.call, operation, view)  # to match it, if it stays the only one
+        else:
+            self.work.entry.tag = -1
         self.request.point_to_point = pair and (self.request.point_to_point or not self.held)
         self.work.entry.count += operation.count
         self.work.entry.nbytes += view.nbytes

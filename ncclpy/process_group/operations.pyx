@@ -463,11 +463,17 @@ cdef class Operations:
                     f"{r.nbytes}"
                 )
         if block is not None:
+            is_first = not block.held
             self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, timeout)
+            if is_first and dest is not None and source is not None:
+                block.work.entry.operation = SENDRECV
             return block.work
-        block = self._block(RECV if dest is None else SEND, timeout)
+        block = self._block(SENDRECV, timeout)
         with block:
             self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, None)
+            if dest is not None and source is not None:
+                note_operation(block.work.entry, &here, r.nbytes)
+                block.work.entry.operation = SENDRECV
             block.outputs = recv
         return block.work
 

@@ -333,6 +333,19 @@ def test_send_waits_for_its_recv(trace):
     assert "unknown: rank 2; no dump" in said
 
 
+def test_sendrecv_waits_for_the_rank_that_sends(trace):
+    def waits(rank, root, **changes):
+        return launched(rank, 4, operation="sendrecv", op=None, root=root, nranks=3, **changes)
+
+    mine = document(waits(0, 2))
+    _, said, _ = trace(mine, document(entry(2, 1, nranks=3), host="node8", pid=7))
+    assert "rank 0 waits for rank 2" in said and "rank 2 (node8 pid 7) is not in a send" in said
+    assert "sendrecv of 1024 float32 from rank 2" in said
+    for answer in (waits(2, 1), launched(2, 4, operation="send", op=None, root=None, nranks=3)):
+        _, said, _ = trace(mine, document(answer, host="node8", pid=7))
+        assert "rank 0 waits" not in said and "mismatch" not in said
+
+
 def test_long_lists_are_cut_unless_all_is_asked_for(trace):
     many = document(*(launched(0, number, nranks=1, key=f"'{number}'") for number in range(50)))
     _, said, _ = trace(many)

@@ -242,6 +242,28 @@ def test_nonblocking_communicators(host_engine):
         comm.close()
 
 
+def test_recorder_has_sendrecv_as_one_call(host_engine, comms2):
+    recorder = ncclpy.recorder
+    recorder.resize(100)
+    recorder.record_all()
+    try:
+
+        def call(rank, comm):
+            comm.sendrecv(np.ones(3), 1 - rank, np.zeros(2, np.int8) if rank else np.zeros(3), 1 - rank)
+
+        with pytest.raises(ncclpy.NcclError, match="This rank called sendrecv #1 at"):
+            in_threads(comms2, call)
+        entries = recorder.snapshot()["entries"]
+        assert sorted((each["rank"], each["operation"], each["root"], each["count"]) for each in entries) == [
+            (0, "sendrecv", 1, 3), (1, "sendrecv", 0, 2),
+        ]  # fmt: skip
+    finally:
+        recorder.record_all(False)
+        recorder.resize(2000)
+        for comm in comms2:
+            comm.abort()
+
+
 def test_sendrecv_keeps_no_reference(host_engine, comm1):
     send, recv = np.ones(2), np.zeros(2)
     comm1.sendrecv(send, 0, recv, 0)

@@ -170,12 +170,12 @@ def test_call_ended_by_abort_is_not_finished(host_engine, tmp_path):
 
 
 def test_error_in_send_and_receive(tmp_path):
-    """A send and a receive count as two calls, also in sendrecv()."""
+    """A send and a receive count as two calls, also in sendrecv(), which has its own name and the receive's number."""
     does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS
     [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PAIR)
     assert states == "['running', 'idle']" and LATE.format(last=1) in text, text
-    assert "recv #2 from rank 1 (float32 x 512) of communicator" in text, text
-    assert "rank 0 waits in recv #2 from rank 1 since" in text, text
+    assert "sendrecv #2 from rank 1 (float32 x 512) of communicator" in text, text
+    assert "rank 0 waits in sendrecv #2 from rank 1 since" in text, text
     done = PAIR.replace("    store.get('it has begun')\n", "").replace(
         "1, **options)\n", "1, timeout=30)\n    store.get('it has begun')\n"
     )

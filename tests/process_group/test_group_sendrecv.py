@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
 
+import ncclpy
 import testing
 
 SIZE = 3
@@ -157,12 +158,91 @@ def test_sendrecv_with_oneself_of_other_sizes_is_refused(host_engine):
     run_groups(2, body, check="always")
 
 
+@pytest.mark.parametrize("check", ["off", "always"])
+def test_half_sendrecv_with_oneself_meets_the_next_call_of_the_other_half(host_engine, check):
+    def body(group):
+        mine, recvs = group.rank, [np.zeros(3), np.zeros(3)]
+        works = [group.sendrecv(np.full(3, 7.0), mine, None, None), group.recv(recvs[0], mine)]
+        works += [group.send(np.full(3, 8.0), mine), group.sendrecv(None, None, recvs[1], mine)]
+        for work in works:
+            work.wait(DEADLINE)
+        assert [recv.tolist() for recv in recvs] == [[7.0] * 3, [8.0] * 3]
+
+    run_groups(2, body, check=check)
+
+
+def test_half_sendrecv_with_oneself_of_another_size_is_refused(host_engine):
+    def body(group):
+        first = group.sendrecv(np.full(3, 7.0), group.rank, None, None)
+        with pytest.raises(ValueError, match="has 3 elements of type float64, what it receives 2 of type float64"):
+            group.sendrecv(None, None, np.zeros(2), group.rank)
+        group.recv(np.zeros(3), group.rank).wait(DEADLINE)
+        assert first.is_completed()
+
+    run_groups(1, body)
+
+
+def test_whole_sendrecv_with_oneself_meets_itself(host_engine):
+    """Also while a send of this rank to itself waits for its receive."""
+
+    def body(group):
+        recvs = [np.zeros(3), np.zeros(3)]
+        group.send(np.full(3, 7.0), group.rank)
+        group.sendrecv(np.full(3, 8.0), group.rank, recvs[0], group.rank).wait(DEADLINE)
+        group.recv(recvs[1], group.rank).wait(DEADLINE)
+        assert [recv.tolist() for recv in recvs] == [[8.0] * 3, [7.0] * 3]
+
+    run_groups(1, body)
+
+
+def test_send_to_oneself_without_a_receive_in_its_launch_is_an_error_on_all_ranks(host_engine):
+    def body(group):
+        array = np.ones(3)
+        with pytest.raises(ncclpy.NcclError, match="Trying to send to self without a matching recv"):
+            if group.rank == 0:
+                group.sendrecv(array, 0, np.zeros(3), 1).wait(DEADLINE)
+            else:
+                group.sendrecv(array, 0, None, None).wait(DEADLINE)
+
+    run_groups(2, body)
+
+
+def test_sendrecv_is_called_so_in_recorder_works_and_errors(host_engine):
+    ncclpy.recorder.resize(2000)
+
+    def body(group):
+        done = []
+        group.on_completion(done.append)
+        recv = np.zeros(2, np.int8)
+        work = group.sendrecv(np.ones(3), 1 - group.rank, np.zeros(3), 1 - group.rank)
+        work.wait(DEADLINE)
+        group.sendrecv(np.ones(3), group.rank, np.zeros(3), group.rank).wait(DEADLINE)
+        with group.coalescing() as block:
+            group.sendrecv(np.ones(3), 1 - group.rank, np.zeros(3), 1 - group.rank)
+        block.wait(DEADLINE)
+        assert [f"{each!r}".split()[1] for each in (work, block)] == ["sendrecv"] * 2
+        testing.wait_for(lambda: len(done) == 3)
+        assert [(each.operation, each.count, each.nbytes) for each in done[:2]] == [("sendrecv", 3, 24)] * 2
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclError) as raised:
+                group.sendrecv(np.ones(3), 1, recv, 1, timeout=0.3).wait(DEADLINE)  # rank 1 does not come
+            mine = raised.value.ranks[0].current
+            assert (mine.operation, mine.root, mine.dtype, mine.count) == ("sendrecv", 1, "int8", 2)
+            assert "rank 0 waits in sendrecv #3 from rank 1 since" in str(raised.value), raised.value
+        else:
+            testing.wait_for(lambda: group.error is not None)
+
+    run_groups(2, body)
+    found = [each for each in ncclpy.recorder.snapshot()["entries"] if each["operation"] == "sendrecv"]
+    assert [each["root"] for each in found if each["rank"] == 0] == [1, 0, None, 1]
+
+
 def test_work_without_a_peer_is_called_what_it_is(host_engine):
     def body(group):
         done = []
         group.on_completion(done.append)
-        works = [group.send(np.ones(2), None), group.recv(np.ones(2), None)]
-        assert [f"{work!r}".split()[1] for work in works] == ["send", "recv"]
+        works = [group.send(np.ones(2), None), group.recv(np.ones(2), None), group.sendrecv(None, None, None, None)]
+        assert [f"{work!r}".split()[1] for work in works] == ["send", "recv", "sendrecv"]
 
     run_groups(1, body)
 

@@ -10,12 +10,15 @@ from ncclpy.cli.trace.crossing import Crossing, crossings
 from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, apart
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
-from ncclpy.cli.trace.table import COUNTERPART
+from ncclpy.cli.trace.table import ANSWER
 from ncclpy.engine.stack import in_short
 from ncclpy.errors import listed, ranks, seconds, spans
 
 SHOWN = 20
-_TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
+_TOWARDS = {
+    "broadcast": "from", "scatter": "from", "recv": "from", "sendrecv": "from",
+    "reduce": "to", "gather": "to", "send": "to",
+}  # fmt: skip
 #: What precedes the reason in an error: its class, and the rank that has ended the group.
 _HEAD = re.compile(
     r"(?:[A-Z]\w+: |process group '[^']*' (?:was ended by rank \d+ of \d+|has ended): "
@@ -270,7 +273,7 @@ def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
             f"{name}: rank {rank} waits for rank {entry.root}",
             f"  rank {rank} ({entry.dump.process}): {describe(entry)}, {_state(entry)}",
         ]
-        missing = f"is not in a {COUNTERPART[entry.operation]}"
+        missing = f"is not in a {ANSWER[entry.operation]}"
     else:
         lines = [f"{name}: sequence {standstill.sequence} {_reached(standstill)}"]
         for same in _alike(standstill.launched):

@@ -14,7 +14,7 @@ import numpy as np
 
 from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, ended_groups, first_divergence, late_groups
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.table import COUNTERPART, Seat, Signature, differing
+from ncclpy.cli.trace.table import ANSWER, Seat, Signature, differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +268,15 @@ class _Seats:
             for dump in {id(dump): dump for dump, _ in self.seats}.values()
             for index in dump.table.where(communicator=self.name, state="launched")
         ]
-        waiting = [entry for entry in waiting if entry.operation in COUNTERPART]
+        waiting = [entry for entry in waiting if entry.operation in ANSWER]
         there = {(entry.operation, entry.rank, entry.root) for entry in waiting}
+        # It is not recorded where a sendrecv sends to, nor with which ranks a block exchanges.
+        several = {entry.rank for entry in waiting if entry.operation == "sendrecv" or entry.root is None}
         for entry in waiting:
             peer = entry.root
-            if peer is None or entry.rank is None or (COUNTERPART[entry.operation], peer, entry.rank) in there:
+            if peer is None or entry.rank is None or peer in several:
+                continue
+            if (ANSWER[entry.operation], peer, entry.rank) in there:
                 continue
             known = peer in self.places
             yield Standstill(

@@ -20,7 +20,8 @@ FIELDS = (
     "nranks", "device", "thread", "site", "state", "created", "launched", "completed", "error",
 )  # fmt: skip
 STATES = ("pending", "launched", "completed", "failed", "called", "captured")
-COUNTERPART = {"send": "recv", "recv": "send"}
+#: By point-to-point operation, what the rank in its `root` has to be in; a "sendrecv" waits for the rank that sends.
+ANSWER = {"send": "recv", "recv": "send", "sendrecv": "send"}
 
 # Far beyond what a recorder writes, but they keep computed values finite: 64 bits, and the year 5138.
 MOST = 2**64
@@ -138,7 +139,7 @@ class Seat:
         self.last = int(indices[-1])
         here = [table.kinds[number] for number in kinds]
         self.nranks = max((kind["nranks"] for kind in here if kind["nranks"] is not None), default=None)
-        self.is_point_to_point = any(kind["operation"] in COUNTERPART for kind in here)
+        self.is_point_to_point = any(kind["operation"] in ANSWER for kind in here)
         sequences = table._counts["sequence"][indices]
         known = sequences != _NONE
         sequences, indices = sequences[known], indices[known]
@@ -180,7 +181,7 @@ class Seat:
 def signature_of(kind: dict[str, Any]) -> Signature:
     """Return what must be the same on all ranks; None matches anything."""
     operation = kind["operation"]
-    if operation not in COUNTERPART:  # a Manager has one name for the root and one for receivers
+    if operation not in ANSWER:  # a Manager has one name for the root and one for receivers
         operation = operation.removesuffix("_send").removesuffix("_recv")
     count = None if kind["operation"].endswith("_v") else kind["count"]  # each rank has a count of its own there
     return operation, kind["op"], kind["dtype"], kind["root"], count

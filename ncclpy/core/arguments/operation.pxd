@@ -14,7 +14,9 @@ cdef enum:
     RECV
     PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
     SIGNAL  # to the peer `root`, signal `op`
-    SENDRECV  # a send, and the receive that it points to, in an NCCL group: made at once, never recorded
+    # A send, and the receive that it points to, in an NCCL group: made at once, never recorded. The receive has this
+    # kind too: status and recorder show it for the whole.
+    SENDRECV
     WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
     INIT_RANK  # from here on the call makes a communicator
@@ -45,7 +47,7 @@ cdef struct Operation:
     int kind
     int datatype
     int op  # or the signal
-    int root  # or the peer
+    int root  # or the peer; of a SENDRECV where it sends to, of its receive where that is from
     const void* send
     void* recv
     size_t count

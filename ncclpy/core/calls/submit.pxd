@@ -9,7 +9,7 @@ cdef int check_makes(Group group, str what) except -1
 cdef int submit(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1
-# Whether a send and a receive can now be made as one call, a SENDRECV: not in a group, and not while calls are traced.
+# Whether a send and a receive can now be made as one call, a SENDRECV: not in a group.
 cdef bint makes_pairs() noexcept
 # Make a call that waits for other ranks, in a thread of its own.
 cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1

@@ -30,10 +30,7 @@ from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
 
 
 cdef bint makes_pairs() noexcept:
-    return (
-        open_group() == NULL and _handles.tracer is None
-        and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
-    )
+    return open_group() == NULL and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
 
 
 cdef int submit(
@@ -69,8 +66,9 @@ cdef int _submit_traced(
     CallTracer tracer, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1:
     """Make a call at once, and report it to the tracer."""
-    operation.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
-    noted = tracer.begin(handle, operation, None)
+    cdef Operation* told = _last_of(operation)
+    told.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
+    noted = tracer.begin(handle, told, None)
     suppress_reports()
     try:
         if wait_host:
@@ -81,12 +79,12 @@ cdef int _submit_traced(
                 _complete_call(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
         resume_reports()
-        tracer.end(noted, operation, False, error)
+        tracer.end(noted, told, False, error)
         tell_trouble([handle], error)
         tracer.explain(noted, error)
         raise
     resume_reports()
-    return tracer.end(noted, operation, wait_host, None)
+    return tracer.end(noted, told, wait_host, None)
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
@@ -121,7 +119,8 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     return 0
 
 
-cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil:
+cdef inline Operation* _last_of(Operation* operation) noexcept nogil:
+    """Return what is told of a call: of a send and a receive the receive, as its source is what the rank waits for."""
     if operation.kind == SENDRECV:
         return operation.receive
     return operation

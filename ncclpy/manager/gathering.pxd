@@ -94,7 +94,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef object told  # the error by which another process has ended them, or None
     cdef set informed  # the threads that have been told of their failure
     cdef bint over  # whether their end has begun, of which the other processes are told
-    cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or None
+    cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or tells them; or None
     cdef object __weakref__
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1

@@ -553,7 +553,7 @@ cdef class DeviceSet(CommunicatorSet):
             return
         if self.making:  # no operation has run that an abort could end with wrong data
             self.owner.set_lost(self)
-            abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
+            self.ending = abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
             return
         self.fence()
         readers = set()
@@ -680,7 +680,7 @@ cdef class DeviceSet(CommunicatorSet):
         self.state = GONE
         if self.making:  # the other processes may be inside NCCL, waiting for these ranks
             self.making = False
-            self._leave(error)
+            self.ending = self._leave(error)
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             gathering.end(error)
@@ -757,7 +757,9 @@ def _abort_when_heard(peer_status, comms, text, error, readers):
     if comms:
         abort_in_background(comms, text).join()
     if peer_status is not None:
-        peer_status.leave()
+        leaving = peer_status.leave()
+        if leaving is not None:
+            leaving.join(_LEAVES)
 
 
 def _again(reference):

@@ -107,6 +107,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint closed
     cdef double sweep_at  # when the monitor next checks the gatherings
     cdef object abort_thread
+    cdef list lost  # sets of communicators that other processes share, and that have ended without an end of the Manager
     cdef int aborting  # threads inside abort()
     cdef object gatherer
     cdef str site  # the source line that made it
@@ -145,7 +146,7 @@ Gather the participants of collectives by key and launch each collective when al
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
-        self.comm_sets, self.ends, self.failures = {}, {}, []
+        self.comm_sets, self.ends, self.failures, self.lost = {}, {}, [], []
         self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
@@ -413,6 +414,8 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             comm_set.state = GONE
             self._note(comm_set.failures)
+            if comm_set.aborts:  # `ending` is not known yet
+                self.lost = [each for each in self.lost if each.ending is None or each.ending.is_alive()] + [comm_set]
             if comm_set.told is not None and not comm_set.launches:
                 self.ends[comm_set.key] = comm_set.told
             if self.comm_sets.get(comm_set.key) is comm_set:
@@ -710,9 +713,11 @@ Gather the participants of collectives by key and launch each collective when al
                 elif comm_set.alive:
                     busy.append(comm_set)
             self.comm_sets = {}
+            lost, self.lost = self.lost, []
         for comm_set in busy:
             comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
-        endings = _endings_of(comm_sets)  # also of sets ended by other processes: these threads raise in readers
+        # Also of sets ended by other processes: these threads raise in readers. A last process clears the store.
+        endings = _endings_of([*lost, *comm_sets])
         thread = abort_in_background(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
         for comm_set in idle:
             comm_set.close()

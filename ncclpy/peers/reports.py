@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ncclpy.bootstrap.store import StatusPublication
 
 __all__ = [
+    "ANSWERS",
     "ASKED",
     "MACHINE",
     "Reports",
@@ -40,10 +41,13 @@ __all__ = [
     "process_state",
 ]
 
+_T = TypeVar("_T")
 _log = logging.getLogger("ncclpy.peers")
 
 #: The key that a rank counts up to ask.
 ASKED = "told/asked"
+#: The prefix of the keys of answers.
+ANSWERS = "answer/"
 #: Seconds for the others to answer; more in a store without watches, where they poll for questions.
 PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
@@ -131,6 +135,16 @@ class Reports:
                 self.store.set(self.key(self.rank), self._packed({**status, "since": since}))
                 self._told = status
 
+    def while_open(self, call: Callable[[], _T]) -> _T:
+        """Return what a call that writes into the store returns; `StoreError` once this rank has closed.
+
+        The last rank that closes clears the store: nothing may be written after that.
+        """
+        with self._setting:
+            if self._closed:
+                raise StoreError(f"rank {self.rank} has closed")
+            return call()
+
     def answer_all(self, number: int) -> None:
         """Answer all questions up to this number that were not answered.
 
@@ -162,7 +176,7 @@ class Reports:
             If the store is gone.
         """
         begun = time.monotonic()
-        number = self.store.add(ASKED)
+        number = self.while_open(lambda: self.store.add(ASKED))
         took = time.monotonic() - begun
         if patience is None:  # the others answer through the same store: if it is slow, they are not unresponsive
             patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
@@ -262,7 +276,7 @@ class Reports:
 
     @staticmethod
     def _answer(number: int, rank: int) -> str:
-        return f"answer/{number}/{rank}"
+        return f"{ANSWERS}{number}/{rank}"
 
 
 def log_silence(who: str, error: Exception) -> None:

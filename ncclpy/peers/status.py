@@ -29,7 +29,7 @@ from ncclpy.peers.heartbeats import Heartbeats
 from ncclpy.peers.inquiry import Said
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.rank_state import OperationInfo, RankState, as_data, from_data
-from ncclpy.peers.reports import ASKED, Reports, log_silence, number_of
+from ncclpy.peers.reports import ANSWERS, ASKED, Reports, log_silence, number_of
 from ncclpy.peers.status_text import keep_stacks, sentence
 
 __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
@@ -332,14 +332,16 @@ class StatusService:
     def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Said:
         """Do the same for a failure at a place, such as a rendezvous that ends no group; one rank asks for all."""
         try:
-            if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:
-                key = f"{place}/{_SAID}"
+            trouble, key = f"{place}/{_TROUBLE}", f"{place}/{_SAID}"
+            claim = functools.partial(self.store.compare_set, trouble, None, b"")
+            if place is not None and not self.reports.while_open(claim)[0]:
                 return decode(_heard, self.store.get(key, _OTHERS_ASK), self.store, key)
             found = keep_stacks(self.collect(), subject)
             said = sentence(self.name, found, self.size, subject, self._kind)
             if place is not None:  # before a program sees an error: its process may end with that
                 told = {"said": said, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
-                self.store.set(f"{place}/{_SAID}", json.dumps(told).encode(errors="replace"))
+                packed = json.dumps(told).encode(errors="replace")
+                self.reports.while_open(lambda: self.store.set(key, packed))
         except NcclError as error:  # the store is gone, or the rank that asks
             return f"What the other ranks do is not known: {error}", None
         return said, found
@@ -413,7 +415,9 @@ class StatusService:
         """Clear away all that the ranks have written through this service: all have left."""
         self._processes.forget()
         of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
-        for key in (*of_ranks, ASKED, ENDED, f"{_END}/{_TROUBLE}", f"{_END}/{_SAID}"):
+        # Answers that a rank has given after the question was cleared away.
+        late = self.store.keys(ANSWERS) if number_of(self.store.compare_set(ASKED, None, None)[1]) else []
+        for key in (*of_ranks, *late, ASKED, ENDED, f"{_END}/{_TROUBLE}", f"{_END}/{_SAID}"):
             self.store.delete(key)
 
 

@@ -265,6 +265,20 @@ def test_lost_store_is_reported():
     assert "its communicator is aborted. What the other ranks do is not known: " in str(error)
 
 
+@pytest.mark.parametrize("case", ["ranks disagree", "a rank stays away"])
+def test_closed_managers_leave_nothing_in_the_store_after_a_failure(host_engine, case):
+    store = LocalStore()
+    if case == "ranks disagree":
+        managers, key = two_managers(store)
+        works = [one_of(manager, rank, key, "second", count=4 + rank) for rank, manager in enumerate(managers)]
+        assert all(isinstance(work.exception(30), ncclpy.NcclError) for work in works)
+    else:
+        error, managers = one_stays_away(store)
+        assert isinstance(error, ncclpy.NcclTimeout)
+    close(managers)
+    assert store.keys("ncclpy/manager/") == []
+
+
 def test_stuck_store_delays_no_abort(monkeypatch):
     monkeypatch.setattr(inquiry, "_ASKS", 0.25)
     store = Stuck(60.0)

@@ -9,7 +9,7 @@ import pytest
 from group_ranks import DEADLINE, run_groups
 
 import testing
-from ncclpy.bootstrap import LocalStore, PrefixStore, StoreLost
+from ncclpy.bootstrap import LocalStore, PrefixStore, StoreError, StoreLost
 from ncclpy.peers.reports import Reports, number_of
 
 IDLE = {"current": None, "finished": None}
@@ -62,6 +62,16 @@ def test_closed_rank_writes_nothing_more(store, tells):
     store.delete(reports.key(0))
     goes_on.set()
     thread.join(DEADLINE)
+    assert store.keys() == []
+
+
+def test_question_after_the_close_leaves_nothing_in_the_store(store):
+    """The thread that asks may be late: by then the last rank may have cleared the store."""
+    reports = Reports(store, 0, 2, lambda: dict(IDLE), lambda rank: False, lambda rank: True)
+    reports.publish(closed=True)
+    store.delete(reports.key(0))
+    with pytest.raises(StoreError, match="rank 0 has closed"):
+        reports.collect()
     assert store.keys() == []
 
 

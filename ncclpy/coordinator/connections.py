@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tree", "open_control"]
 
+#: Seconds for a timeout of 0: the control plane takes 0 for none.
+_AT_ONCE = 1e-9
 #: Most children of a rank on its machine, and most child machines of a machine.
 _FAN_OUT = 8
 #: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
@@ -148,7 +150,7 @@ def open_control(
             None if above is None else (above[0], above[1].detach()),
             children,
             cache=cache,
-            timeout=timeout or 0.0,
+            timeout=0.0 if timeout is None else max(timeout, _AT_ONCE),
             stall_after=stall_after,
             silence=silence,
         )

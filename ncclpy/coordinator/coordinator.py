@@ -469,9 +469,8 @@ def _give_up(group: ProcessGroup, kind: Any, error: BaseException | None, traceb
 def _options_of(engine: str, fusion_bytes: int, cache: int, timeout: float | None, stall_after: float) -> Options:
     fusion_bytes = as_integer(fusion_bytes, "fusion_bytes", 0, 2**40)
     cache = as_integer(cache, "cache", 0)
-    for name, value in (("timeout", timeout), ("stall_after", stall_after)):
-        if isinstance(value, (int, float)) and not value > 0:
-            raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
+    if isinstance(stall_after, (int, float)) and not stall_after > 0:
+        raise ValueError(f"stall_after: expected more than 0 seconds, got {stall_after}")
     timeout = None if timeout is None else as_seconds(timeout, inf)
     return Options(engine, fusion_bytes, cache, timeout, float(stall_after))
 

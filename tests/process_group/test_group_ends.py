@@ -85,7 +85,7 @@ def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine,
 
 
 def test_reader_of_a_stream_that_another_operations_failure_has_told_is_not_interrupted(host_engine, monkeypatch):
-    """Two operations fail at once: the error of the second ends the group, a call gives the program that of the first."""
+    """Two operations fail at once: the second ends the group, a call raises the error of the first."""
     asks, second, failed, told, tells = itertools.count(), *(threading.Event() for _ in range(4))
     abort_when_confirmed, begin_end = lifecycle.abort_when_confirmed, GroupStatus.begin_end
 
@@ -115,7 +115,7 @@ def test_reader_of_a_stream_that_another_operations_failure_has_told_is_not_inte
         group.all_reduce(np.ones(3)).wait(DEADLINE)
         if group.rank == 0:
             first, synchronized = group.all_reduce(np.ones(3), timeout=0.5), threading.Event()
-            # The error is raised in this thread, which has made the group, in place of one that threading does not know.
+            # The error is raised in this thread, which has made the group, as `threading` does not know the other one.
             _thread.start_new_thread(lambda: (first.synchronize(), synchronized.set()), ())
             assert synchronized.wait(DEADLINE)
             with pytest.raises(ncclpy.NcclTimeout):

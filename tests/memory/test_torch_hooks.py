@@ -94,7 +94,7 @@ def test_torch_is_attached_to_once(registry, torch):
     first = torch_hooks.attach_hooks()
     trackers = torch.trackers()
     assert torch_hooks.attach_hooks() is first
-    with pytest.raises(ValueError, match="once a process"):
+    with pytest.raises(ValueError, match="once per process"):
         torch_hooks.attach_hooks(timeout=3)
     first.close()
     second = torch_hooks.attach_hooks(timeout=3)

@@ -36,7 +36,7 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     communicators until then, and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
 
     The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it
-    in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once a process: a second call returns what the first has
+    in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once per process: a second call returns what the first has
     returned, and raises if it asks for another timeout.
 
     Parameters
@@ -75,7 +75,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _attached is not None and not _attached.closed:
         if _attached.timeout != timeout:
             raise ValueError(
-                f"timeout: torch is attached to once a process, and was with timeout={_attached.timeout:g}: close "
+                f"timeout: torch is attached to once per process, and was with timeout={_attached.timeout:g}: close "
                 "that first"
             )
         return _attached

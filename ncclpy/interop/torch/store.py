@@ -29,35 +29,35 @@ _MAX_VALUE = 8 << 20
 _LOCKS = "\0ncclpy/lock/"
 # Prefix of keys that are kept in hexadecimal: torch cannot take a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
-# For each folder the keys that were made in it, a line each, if torch cannot list keys (before 2.10).
+# Prefix of keys that list the keys of a folder, one a line, for releases of torch that cannot list keys (before 2.10).
 _MADE = "\0ncclpy/made/"
-#: Seconds for calls to return when the process ends.
-_LEAVES = 5.0
-#: How long a wait sleeps between two looks, in seconds: at first, and at most.
-_FIRST, _LAST = 0.0005, 0.02
-# What list_keys of torch's FileStore returns for two keys of its own, of which it cuts off a letter.
+#: Seconds that the process's exit waits for calls to return.
+_EXIT_PATIENCE = 5.0
+#: Seconds that a wait sleeps between two reads: at first, and at most.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+# What FileStore.list_keys returns for the store's internal keys: it cuts off their first letter.
 _NOT_KEYS = ("efcount/", "leanup/")
 
 
-class _Exit:
-    """The end of the process, for threads that are in a call of torch.
+class _CallsAtExit:
+    """The calls of torch's stores that are in progress; the process's exit waits for them.
 
-    Torch releases the GIL there. Python ends a daemon thread that asks for it again once the interpreter has ended, by
-    unwinding its stack. C++ does not allow that, and the process would be aborted. So such threads are waited for, and
-    make no further calls.
+    Torch releases the GIL in a call. Once the interpreter has ended, Python unwinds the stack of a daemon thread that
+    takes the GIL again. C++ does not allow that, and the process would be aborted. So exit waits for such threads, and
+    they make no further calls.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._has_begun = False
+        self._is_exiting = False
         #: Heartbeats, which call from threads of their own.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def enter(self) -> None:
-        """Begin a call; once the end has begun a daemon thread ends here."""
+        """Begin a call; during exit, end a daemon thread instead."""
         with self._lock:
-            if self._has_begun and threading.current_thread().daemon:
+            if self._is_exiting and threading.current_thread().daemon:
                 raise SystemExit
             self._inside += 1
 
@@ -66,35 +66,35 @@ class _Exit:
         with self._lock:
             self._inside -= 1
 
-    def begin(self) -> None:
-        """Wait for the calls that other threads are in; they are short, as none of them waits for a key."""
-        self._has_begun = True
+    def wait(self) -> None:
+        """Wait for the calls of other threads; they are short, as none of them waits for a key."""
+        self._is_exiting = True
         for beat in list(self.beats):
             beat.close()
-        deadline = time.monotonic() + _LEAVES
+        deadline = time.monotonic() + _EXIT_PATIENCE
         while self._inside and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
-_exit = _Exit()
-atexit.register(_exit.begin)
+_calls = _CallsAtExit()
+atexit.register(_calls.wait)
 
 
 def _forked() -> None:
-    """Begin anew in a child, which has none of the other threads."""
-    global _exit
-    _exit = _Exit()
-    atexit.register(_exit.begin)
+    """Reset the count of calls in a forked child, which has none of the other threads."""
+    global _calls
+    _calls = _CallsAtExit()
+    atexit.register(_calls.wait)
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def adapt(obj: object) -> Store | None:
-    """Return a store over one of torch's; None if `obj` is not one."""
-    from torch.distributed import Store as Theirs
+    """Return a `Store` over a store of torch; None if `obj` is not one."""
+    from torch.distributed import Store as TorchsStore
 
-    return TorchStore(obj) if isinstance(obj, Theirs) else None
+    return TorchStore(obj) if isinstance(obj, TorchsStore) else None
 
 
 def connect(address: str | None, port: int | None, timeout: float) -> Store:
@@ -115,38 +115,38 @@ def connect(address: str | None, port: int | None, timeout: float) -> Store:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the text of an error of torch, without the C++ frames after it."""
+    """Return the text of an error of torch, without the C++ frames that follow it."""
     return str(error).split("\nException raised from ", 1)[0].split("\nframe #", 1)[0].strip()
 
 
 class TorchStore(Store):
-    """Keep keys in a store of torch's, through a client of its own.
+    """Keep keys in a store of torch, through a separate client if the store can be cloned.
 
-    Torch's stores have no call that waits without holding up the client's other threads, so waits poll. Values are
-    torch's own, which other programs see. Where torch's calls do not tell enough, in `compare_set`, a lock in the
-    store is used, which only clients of this kind heed.
+    Torch's stores have no call that waits without holding up the client's other threads, so waits poll. Keys and
+    values are stored unchanged, so that other programs can read them. Torch's calls cannot implement `compare_set`
+    alone: it takes a lock in the store, which only a `TorchStore` respects.
 
     Parameters
     ----------
     theirs
-        The store.
+        The store of torch.
     timeout
         Seconds that an operation may take by default; None means the store's own timeout.
     shutdown
-        The shutdown of the world that this belongs to: no call is made once that has ended.
+        The shutdown of the store's world; once it has ended, no call is made.
     """
 
     def __init__(self, theirs: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
         super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
-        self._idle, self._shutdown = connection_to(theirs), shutdown
-        self._nothing = secrets.token_bytes(16)
-        self._is_own = True  # calls of the program do not hold up calls of this store
+        self._connection, self._shutdown = connection_to(theirs), shutdown
+        self._absent = secrets.token_bytes(16)
+        self._has_own_client = True  # a clone: the program's calls do not hold up calls of this store
         try:
             self._theirs = theirs.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
-            self._theirs, self._is_own = theirs, False  # a store that cannot be cloned, as before torch 2.8
-        self._lists = hasattr(self._theirs, "list_keys")
+            self._theirs, self._has_own_client = theirs, False  # a store that cannot be cloned, as before torch 2.8
+        self._can_list = hasattr(self._theirs, "list_keys")
 
     def __repr__(self) -> str:
         return f"as_store({self._shown})"
@@ -164,15 +164,15 @@ class TorchStore(Store):
             self._shutdown.leave()
 
     def _call(self, call: Callable[..., T], *args: Any) -> T:
-        if self._idle is not None and self._idle.has_ended():  # torch would print a C++ backtrace
+        if self._connection is not None and self._connection.has_ended():  # torch would print a C++ backtrace
             server = "its server" if self._shutdown is None else self._shutdown.server
-            raise StoreLost(f"{self}: {server} has ended (at {self._idle.host}:{self._idle.port})")
-        _exit.enter()
+            raise StoreLost(f"{self}: {server} has ended (at {self._connection.host}:{self._connection.port})")
+        _calls.enter()
         try:
             with self._errors():
                 return call(*args)
         finally:
-            _exit.leave()
+            _calls.leave()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -212,8 +212,8 @@ class TorchStore(Store):
         Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` returns
         the value in one step or, if there is none, the expected value.
         """
-        found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
-        return None if found == self._nothing else found
+        found = bytes(self._ask(self._theirs.compare_set, name, self._absent, self._absent))
+        return None if found == self._absent else found
 
     def _finish(self, name: str) -> None:
         """Wait until the server has carried out what this connection has sent.
@@ -224,59 +224,59 @@ class TorchStore(Store):
 
     def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
         """Return what `look` returns once that is not None, or None at the deadline."""
-        pause = _FIRST
+        pause = _SHORTEST_PAUSE
         while True:
             found = look()
             rest = deadline - time.monotonic()
             if found is not None or rest <= 0:
                 return found
             time.sleep(min(pause, rest))
-            pause = min(2 * pause, _LAST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     @contextlib.contextmanager
-    def _locked(self, name: str, deadline: float) -> Iterator[None]:
+    def _key_lock(self, name: str, deadline: float) -> Iterator[None]:
         """Hold the lock of a key among all clients of this kind.
 
-        The lock is given back also if this store is closed, its world ends or the process ends meanwhile, or a signal
-        handler raises: other processes would wait for it until their deadlines.
+        The lock is released even if this store is closed, its world ends, the process ends or a signal handler raises
+        meanwhile: otherwise other processes would wait for it until their deadlines.
         """
         lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
 
         def take() -> contextlib.ExitStack | None:
             with contextlib.ExitStack() as held:
-                held.enter_context(self._call_under_way())
+                held.enter_context(self._exit_waits())
                 found = self._ask(self._theirs.compare_set, lock, b"", mine)
                 return held.pop_all() if bytes(found) == mine else None
 
         try:
             held = self._until(take, deadline)
         except BaseException:  # also of a signal handler, just after the server has given this client the lock
-            with contextlib.suppress(StoreError), self._call_under_way():
+            with contextlib.suppress(StoreError), self._exit_waits():
                 if self._read(lock) == mine:
-                    self._give_back(lock)
+                    self._release(lock)
             raise
         if held is None:
             holder = self._read(lock) or b"?"
             raise StoreError(
-                f"{self}: process {holder.decode().partition('/')[0]} holds {names([name])} for itself, and has not "
-                "let go in time; if it has ended, delete the key " + repr(lock)
+                f"{self}: process {holder.decode().partition('/')[0]} holds the lock of {names([name])} and has "
+                "not released it in time; if the process has ended, delete the key " + repr(lock)
             )
         with held:
             try:
                 yield
             finally:
-                self._give_back(lock)
+                self._release(lock)
 
-    def _give_back(self, lock: str) -> None:
-        """Give a lock back, also in a closed store."""
-        if self._idle is None or not self._idle.has_ended():
+    def _release(self, lock: str) -> None:
+        """Release a lock, also in a closed store."""
+        if self._connection is None or not self._connection.has_ended():
             with self._errors():
                 self._theirs.delete_key(lock)
 
     @contextlib.contextmanager
-    def _call_under_way(self) -> Iterator[None]:
-        """Have the ends of the world and of the process wait, as for one call."""
-        _exit.enter()
+    def _exit_waits(self) -> Iterator[None]:
+        """Make the process's exit and the world's shutdown wait until the block ends."""
+        _calls.enter()
         try:
             if self._shutdown is None:
                 yield
@@ -287,16 +287,16 @@ class TorchStore(Store):
             finally:
                 self._shutdown.leave()
         finally:
-            _exit.leave()
+            _calls.leave()
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
-        self._note(name, deadline)
+        self._record_key(name, deadline)
         if value:
             self._ask(self._theirs.set, name, self._value(key, value))
             self._finish(name)
         else:
-            with self._locked(name, deadline):  # for torch's compare_set, an empty value and no key are the same
+            with self._key_lock(name, deadline):  # for torch's compare_set, an empty value and no key are the same
                 self._ask(self._theirs.set, name, value)
 
     def _get(self, key: str, deadline: float) -> bytes | None:
@@ -307,7 +307,7 @@ class TorchStore(Store):
         name = self._name(key)
         # Raises for a value that torch's server cannot read as a number, and for a sum that would overflow there.
         summed(self, key, self._read(name), number)
-        self._note(name, deadline)
+        self._record_key(name, deadline)
         return int(self._ask(self._theirs.add, name, number))
 
     def _compare_set(
@@ -318,8 +318,8 @@ class TorchStore(Store):
             found = self._read(name)
             return found is None, found
         if desired is not None:
-            self._note(name, deadline)
-        with self._locked(name, deadline):
+            self._record_key(name, deadline)
+        with self._key_lock(name, deadline):
             while True:
                 found = self._read(name)
                 if found != expected:
@@ -329,14 +329,14 @@ class TorchStore(Store):
                         self._ask(self._theirs.delete_key, name)
                     return True, None
                 now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
-                # Another client may have set the same without the lock: that counts as after this.
+                # Also equal if another program has set the same value without the lock: its write counts as later.
                 if now == desired:
                     return True, desired
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
         if value and self._theirs.has_extended_api():
-            self._note(name, deadline)
+            self._record_key(name, deadline)
             self._ask(self._theirs.append, name, self._value(key, value))
             self._finish(name)
             return
@@ -363,37 +363,37 @@ class TorchStore(Store):
 
     def _delete(self, key: str, deadline: float) -> bool:
         name = self._name(key)
-        with self._locked(name, deadline):
-            there = self._read(name) is not None  # a FileStore's delete_key does not tell
+        with self._key_lock(name, deadline):
+            existed = self._read(name) is not None  # FileStore's delete_key does not return it
             self._ask(self._theirs.delete_key, name)
-        self._note(name, deadline, False)
-        return there
+        self._record_key(name, deadline, exists=False)
+        return existed
 
-    def _note(self, name: str, deadline: float, there: bool = True) -> None:
-        """Note that a key is about to be there, or is no more, if torch cannot list keys."""
-        if self._lists:
+    def _record_key(self, name: str, deadline: float, exists: bool = True) -> None:
+        """If torch cannot list keys, add a key to the list of its folder before the key is set, or remove it."""
+        if self._can_list:
             return
-        book, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
-        with self._locked(book, deadline):
-            found = self._read(book) or b""
-            if there and line not in found:
-                self._ask(self._theirs.set, book, found + line)
-            elif not there and found == line:
-                self._ask(self._theirs.delete_key, book)
-            elif not there and line in found:
-                self._ask(self._theirs.set, book, found.replace(line, b""))
+        listing, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
+        with self._key_lock(listing, deadline):
+            found = self._read(listing) or b""
+            if exists and line not in found:
+                self._ask(self._theirs.set, listing, found + line)
+            elif not exists and found == line:
+                self._ask(self._theirs.delete_key, listing)
+            elif not exists and line in found:
+                self._ask(self._theirs.set, listing, found.replace(line, b""))
 
-    def _noted(self, prefix: str) -> list[str]:
-        """Return the noted keys of a folder that exist."""
+    def _recorded(self, prefix: str) -> list[str]:
+        """Return the recorded keys of a folder that exist."""
         if not prefix.endswith("/"):
-            raise StoreError(f"{self}: this release of torch cannot list keys; noted are those of a folder, 'name/'")
+            raise StoreError(f"{self}: this release of torch cannot list keys, except those in a folder, 'name/'")
         lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
         names = [bytes.fromhex(line).decode() for line in dict.fromkeys(lines)]
         return [name for name in names if self._ask(self._theirs.check, [name])]
 
     def _keys(self, prefix: str, deadline: float) -> list[str]:
         found = []
-        for name in self._ask(self._theirs.list_keys) if self._lists else self._noted(prefix):
+        for name in self._ask(self._theirs.list_keys) if self._can_list else self._recorded(prefix):
             if name.startswith(_ESCAPED):
                 name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
             if name.startswith(prefix) and not name.startswith(_LOCKS):
@@ -402,19 +402,19 @@ class TorchStore(Store):
         return found
 
     def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
-        if not self._is_own:
-            raise StoreError(f"{self}: a wait of the program in this store would hold up heartbeats")
-        extension = sys.modules.get(EXTENSION)  # a program that uses the backend of torch.distributed has it built
-        idle = None if self._idle is None else self._idle.fileno()
+        if not self._has_own_client:
+            raise StoreError(f"{self}: torch cannot clone this store: a wait of the program would hold up heartbeats")
+        extension = sys.modules.get(EXTENSION)  # loaded if the program uses the torch.distributed backend
+        idle = None if self._connection is None else self._connection.fileno()
         if extension is None or idle is None:
             return None
         name = self._name(key)
-        self._note(name, time.monotonic() + self.timeout)
-        theirs = self._theirs.clone()  # its calls do not wait for others
+        self._record_key(name, time.monotonic() + self.timeout)
+        theirs = self._theirs.clone()  # so that heartbeats do not wait for this store's calls
 
         def begin() -> StatusPublication:
             beat: StatusPublication = extension.Heartbeat(theirs, name, before.decode(), period, idle)
-            _exit.beats.add(beat)
+            _calls.beats.add(beat)
             if self._shutdown is not None:
                 self._shutdown.beats.add(beat)
             return beat
@@ -422,4 +422,4 @@ class TorchStore(Store):
         return self._ask(begin)
 
     def _close(self) -> None:
-        """Leave torch's store as it is; threads that wait in this one see that it is closed at their next look."""
+        """Leave torch's store as it is; a thread that waits in this one raises at its next call of torch's store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ncclpy.coordinator import data_plane as _of_groups
+from ncclpy.coordinator import data_plane as _group_plane
 
 if TYPE_CHECKING:
     from ncclpy.coordinator.buffers import FusedLaunch, TensorEntry
@@ -20,8 +20,8 @@ class DataPlane(Protocol):
     A launch returns the `FusedLaunch` to copy out after it, or None if there is nothing to copy out.
     """
 
-    def stands(self) -> bool:
-        """Return whether its communicator is made, or will never be."""
+    def is_settled(self) -> bool:
+        """Return whether its communicator is made, or will never be made."""
 
     def all_reduce(self, brought: TensorEntry, op: int, factor: float | None) -> None:
         """Launch an all-reduce in place; `factor`, unless None, multiplies the input first."""
@@ -59,16 +59,16 @@ class DataPlane(Protocol):
         """Launch an all-to-all; the counts have the elements for and from each rank."""
 
     def is_free(self) -> bool:
-        """Return whether the next copy-in of CPU memory waits for no other rank; this may wait a moment for that."""
+        """Wait a moment at most; return whether the next copy-in of CPU memory then waits for no other rank."""
 
     def abandon(self, error: BaseException) -> None:
         """Fail a launch that could not be made; arrays that are being copied for it are held until the copies end."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the error that has ended this, if `error` follows from that; else `error`."""
+        """Return the error that has ended this data plane, if it has caused `error`; else `error`."""
 
     def fail(self, error: BaseException) -> None:
-        """End what runs here with an error."""
+        """End this data plane's operations with an error."""
 
     def close(self, timeout: float | None) -> None:
         """Wait for what was launched, and release everything."""
@@ -93,19 +93,19 @@ class DataBackend(Protocol):
         """Return this rank's data plane: for arrays in device memory and, without a `host_plane`, for all arrays."""
 
     def host_plane(self) -> DataPlane | None:
-        """Return this rank's data plane for arrays in CPU memory, if that is another one."""
+        """Return this rank's data plane for arrays in CPU memory; None if `plane` is for them too."""
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
-        """Call `callback` with the error when something that runs here fails."""
+        """Call `callback` with the error when an operation of this backend fails."""
 
     def failure(self) -> BaseException | None:
-        """Return the error that has ended it, also if only the store has the error so far; None if there is none."""
+        """Return the error that has ended this backend, even if only the store has it so far; None without one."""
 
     def part(self, name: str, members: Sequence[int]) -> DataBackend:
-        """Return a backend of some of these ranks, this one included; all other ranks call `pass_by`."""
+        """Return a backend of some of these ranks, this one included; all other ranks call `skip_part`."""
 
-    def pass_by(self, members: Sequence[int]) -> None:
-        """Note that some other ranks make a part now."""
+    def skip_part(self, members: Sequence[int]) -> None:
+        """Take part in making a backend of other ranks: all ranks call `part` or this, in one order."""
 
     def end(self, orderly: bool) -> None:
         """Release what is left, once all planes and the control plane are closed.
@@ -121,18 +121,18 @@ class GroupBackend:
     ----------
     group
         The group.
-    behind
-        Called at the end, with whether it is orderly.
+    on_end
+        Called by `end`, with its `orderly`.
     """
 
     for_devices = True
 
-    def __init__(self, group: ProcessGroup, behind: Callable[[bool], None] = lambda orderly: None) -> None:
-        self._group, self._behind = group, behind
+    def __init__(self, group: ProcessGroup, on_end: Callable[[bool], None] = lambda orderly: None) -> None:
+        self._group, self._on_end = group, on_end
         self.name, self.device = group.name, group.device
 
     def plane(self) -> DataPlane:
-        return _of_groups.DataPlane(self._group)
+        return _group_plane.DataPlane(self._group)
 
     def host_plane(self) -> DataPlane | None:
         return None
@@ -141,16 +141,16 @@ class GroupBackend:
         self._group.on_abort(callback)
 
     def failure(self) -> BaseException | None:
-        return _of_groups.error_of(self._group)
+        return _group_plane.error_of(self._group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupBackend:
-        return GroupBackend(_of_groups.part_of(self._group, name, list(members)))
+        return GroupBackend(_group_plane.part_of(self._group, name, list(members)))
 
-    def pass_by(self, members: Sequence[int]) -> None:
+    def skip_part(self, members: Sequence[int]) -> None:
         pass
 
     def end(self, orderly: bool) -> None:
-        self._behind(orderly)
+        self._on_end(orderly)
 
 
 class SplitBackend:
@@ -184,9 +184,9 @@ class SplitBackend:
     def part(self, name: str, members: Sequence[int]) -> SplitBackend:
         return SplitBackend(self._devices.part(name, members), self._host.part(name, members))
 
-    def pass_by(self, members: Sequence[int]) -> None:
-        self._devices.pass_by(members)
-        self._host.pass_by(members)
+    def skip_part(self, members: Sequence[int]) -> None:
+        self._devices.skip_part(members)
+        self._host.skip_part(members)
 
     def end(self, orderly: bool) -> None:
         self._devices.end(orderly)

@@ -335,12 +335,12 @@ cdef class DataPlane:
         if copies_apart():  # to allocate later may wait for launches of other ranks here, which wait for this one
             self._have_slots(_AT_FIRST)
 
-    def stands(self):
-        """Return whether the communicator is made, or will never be."""
+    def is_settled(self):
+        """Return whether the communicator is made, or will never be made."""
         return self.connection.state != MAKING
 
     def is_free(self):
-        """Return whether the next copy-in of CPU memory waits for no other rank; this waits a moment for that."""
+        """Wait a moment at most; return whether the next copy-in of CPU memory then waits for no other rank."""
         cdef FusionBuffer slot
         if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
@@ -677,7 +677,7 @@ cdef class DataPlane:
     # The end.
 
     def cause_of(self, error):
-        """Return the error that has ended this, if `error` follows from that; else `error`."""
+        """Return the error that has ended this data plane, if it has caused `error`; else `error`."""
         return self.ending.cause_of(error)
 
     def fail(self, error):

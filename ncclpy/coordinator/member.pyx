@@ -321,12 +321,12 @@ cdef class ProcessSetWorker:
         return 0
 
     cdef bint _can_launch(self, Step step) except -1:
-        """Return whether a step's communicator is made, or never will be, and its copies wait for no other rank.
+        """Return whether a step's communicator is made, or never will be, and the step's copies wait for no other rank.
 
         Copies of CPU memory for a launch would wait for the launch before it, and so for other ranks.
         """
         plane, first = self._plane_of(step), step.signature
-        if not plane.stands():
+        if not plane.is_settled():
             return False
         copies = (step.fused or self.staged) and not first.on_device and first.kind is not _BARRIER
         return not copies or plane.is_free()

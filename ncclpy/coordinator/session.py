@@ -512,7 +512,7 @@ class Session:
     def _group(self, number: int, members: Sequence[int]) -> None:
         members = tuple(members)
         if self.rank not in members:
-            self.backend.pass_by(members)
+            self.backend.skip_part(members)
             return
         with self._lock:
             mine = self._defining.pop(members)

@@ -41,8 +41,8 @@ class MpiBackend:
         This rank, and the number of ranks.
     limit
         Seconds for an operation.
-    behind
-        Called at the end, with whether it is orderly.
+    on_end
+        Called by `end`, with its `orderly`.
     """
 
     for_devices = False
@@ -56,10 +56,10 @@ class MpiBackend:
         rank: int,
         size: int,
         limit: float,
-        behind: Callable[[bool], None] = lambda orderly: None,
+        on_end: Callable[[bool], None] = lambda orderly: None,
     ) -> None:
         self.thread, self.comm, self.name, self.device = thread, comm, name, device
-        self.rank, self.size, self.limit, self._behind = rank, size, limit, behind
+        self.rank, self.size, self.limit, self._on_end = rank, size, limit, on_end
         self.settled = threading.Event()
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[BaseException], object]] = []
@@ -79,7 +79,7 @@ class MpiBackend:
         return self.error
 
     def trouble(self, error: BaseException) -> None:
-        """Tell of a failure that would have other ranks wait for ever."""
+        """Report a failure for which other ranks would otherwise wait without limit."""
         for callback in self._callbacks:
             callback(error)
 
@@ -93,11 +93,11 @@ class MpiBackend:
         self.comm, self.error = comm, error
         self.settled.set()
 
-    def pass_by(self, members: Sequence[int]) -> None:
+    def skip_part(self, members: Sequence[int]) -> None:
         self.thread.make(None, lambda comm, error: None)
 
     def end(self, orderly: bool) -> None:
-        self._behind(orderly)
+        self._on_end(orderly)
 
 
 class MpiPlane:
@@ -116,7 +116,7 @@ class MpiPlane:
         self._lane: deque[MpiCall] = deque()
         self._error: BaseException | None = None
 
-    def stands(self) -> bool:
+    def is_settled(self) -> bool:
         """Return whether the communicator is made, or cannot be made."""
         return self._backend.settled.is_set()
 
@@ -278,14 +278,14 @@ class MpiPlane:
     # The end.
 
     def is_free(self) -> bool:
-        """Return whether no copy that is under way waits for other ranks: here each copy is made at once."""
+        """Return True: each copy is made at once, so none waits for another rank."""
         return True
 
     def abandon(self, error: BaseException) -> None:
         """Do nothing: no copy is under way when a launch has failed."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what has ended this plane, if an error is due to that; else the error."""
+        """Return the error that has ended this plane, if it has caused `error`; else `error`."""
         return self._error if self._error is not None and isinstance(error, NcclAborted) else error
 
     def fail(self, error: BaseException) -> None:

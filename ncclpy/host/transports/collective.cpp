@@ -1,4 +1,4 @@
-// Running one collective: all ranks describe theirs, and when all have arrived the data are moved.
+// Runs one collective: each rank writes a record of its call, and when all ranks have arrived the data are moved.
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -71,7 +71,8 @@ bool has_root(Collective kind) {
          kind == Collective::scatter;
 }
 
-// Collectives of other kinds have one buffer, or two, with a block for each rank.
+// Whether the send and the receive buffer have `count` elements each. In the other kinds, one of them or both have a
+// block of `count` elements for each rank.
 bool has_equal_buffers(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::broadcast;
 }
@@ -89,13 +90,14 @@ std::string described(const Record& record) {
   return text + ")";
 }
 
-bool is_same_as(Comm& comm, uint64_t number, int rank) {
+// Whether rank `rank` has described the same collective as this rank.
+bool has_same_record(Comm& comm, uint64_t number, int rank) {
   const int place = place_of(number);
   return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
 }
 
-// All ranks that meet see the same records, so all of them skip a mismatched operation and what follows. A record that
-// is gone was compared by the rank that has overwritten it.
+// Compares the records of all ranks. All ranks that meet see the same records, so all of them skip a mismatched
+// operation and every later one. A rank that has overwritten its record has compared the records before.
 bool check_agreement(Comm& comm, uint64_t number) {
   Record first, other;
   const int place = place_of(number);
@@ -134,17 +136,18 @@ bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* by
 namespace {
 
 // Whether all data come from the root.
-bool one_gives(const Operation& operation) {
+bool only_root_sends(const Operation& operation) {
   return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
 }
 
-// Whether this rank must wait for others. A rank that need not, in an inline collective, learns of a mismatch only in
-// a later collective.
+// Whether this rank must wait for others. In an inline collective, a rank that does not wait learns of a mismatch only
+// in a later collective.
 bool needs_others(const Operation& operation, int rank) {
-  return one_gives(operation) ? rank != operation.root : operation.receives(rank);
+  return only_root_sends(operation) ? rank != operation.root : operation.receives(rank);
 }
 
-// Describes this rank's collective, and waits for the other ranks if it needs them. Ended if they do not agree.
+// Writes the record of this rank's collective, and waits for the other ranks if it needs them. The result is `ended` if
+// the ranks do not agree.
 WaitResult meet(Comm& comm, const Operation& operation, bool is_inlined, CollectiveProgress& progress) {
   const size_t bytes = is_inlined ? inline_contribution_bytes(comm, operation) : 0;
   if (!comm.rendezvous.is_waiting()) {
@@ -166,9 +169,10 @@ WaitResult meet(Comm& comm, const Operation& operation, bool is_inlined, Collect
     }
   }
   Rendezvous& rendezvous = comm.rendezvous;
-  const WaitResult result = !is_inlined                 ? rendezvous.meet_at_barrier(comm, check_agreement)
-                          : one_gives(operation) ? rendezvous.meet_root(operation.root, comm, is_same_as, check_agreement)
-                                                 : rendezvous.meet(comm, check_agreement);
+  const WaitResult result =
+      !is_inlined                  ? rendezvous.meet_at_barrier(comm, check_agreement)
+      : only_root_sends(operation) ? rendezvous.meet_root(operation.root, comm, has_same_record, check_agreement)
+                                   : rendezvous.meet(comm, check_agreement);
   progress.arrived = result == WaitResult::ok;
   prefetch_inline(comm, comm.rendezvous.next_place(), bytes);
   return result;
@@ -195,7 +199,7 @@ WaitResult move_data(Comm& comm, bool is_inlined, CollectiveProgress& progress) 
   return result;
 }
 
-// Ends a collective without the other ranks' data; the next rank's collective ends so as well.
+// Ends a collective without the other ranks' data; the next rank's collective then ends in the same way.
 void complete_corrupted(Comm& comm, const Operation& operation) {
   if (operation.receives(comm.rank)) {
     const size_t blocks = blocks_received(operation.collective_kind, comm.nranks);

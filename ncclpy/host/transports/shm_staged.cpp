@@ -50,11 +50,11 @@ class ShmStaged {
   void copy(void* to, const void* from, size_t bytes) {
     if (to != from) std::memcpy(to, from, bytes);
   }
-  // As copy, to the caller's memory.
+  // Copies to the caller's memory, with non-temporal stores if the result is large.
   void deliver(void* to, const void* from, size_t bytes) {
     if (to != from) copy_out(to, from, bytes, nontemporal_);
   }
-  // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one line.
+  // The bytes of one part if a step buffer has `parts` equal parts: whole cache lines, at least one.
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
 
   void broadcast() {
@@ -101,9 +101,10 @@ class ShmStaged {
     }
   }
 
-  // Step buffers hold a part for each other rank; `finish(at, n, step, part)` makes this rank's result of the parts.
+  // Step buffers hold a part for each other rank; after the barrier `finish(at, n, step, part)` makes this rank's
+  // result from the parts.
   template <class Finish>
-  void by_parts(Finish finish) {
+  void send_parts(Finish finish) {
     const size_t part = part_of_step(nranks_);
     for (size_t step = progress_.step, at = step * part; at < bytes_; step++, at += part) {
       const size_t n = std::min(part, bytes_ - at);
@@ -121,7 +122,7 @@ class ShmStaged {
   }
 
   void all_to_all() {
-    by_parts([&](size_t at, size_t n, size_t step, size_t part) {
+    send_parts([&](size_t at, size_t n, size_t step, size_t part) {
       for (size_t i = 0; i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
         deliver(recv_ + r * bytes_ + at, part_from(r, at, step, part), n);
@@ -130,7 +131,7 @@ class ShmStaged {
   }
 
   void reduce_scatter() {
-    by_parts([&](size_t at, size_t n, size_t step, size_t part) {
+    send_parts([&](size_t at, size_t n, size_t step, size_t part) {
       reduce_pieces(comm_, place_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
                     {recv_ + at}, bytes_);
     });
@@ -139,7 +140,7 @@ class ShmStaged {
   // After barrier s each rank reduces its range of step s; after barrier s + 1 the results of step s can be collected.
   void reduce_everything() {
     const bool collects = mine_.kind == Collective::all_reduce || at_root_;
-    const bool tells = mine_.kind == Collective::all_reduce || !at_root_;
+    const bool publishes = mine_.kind == Collective::all_reduce || !at_root_;
     const size_t steps = (bytes_ + step_bytes - 1) / step_bytes;
     for (size_t step = progress_.step; step <= steps; step++) {
       const size_t at = step * step_bytes;
@@ -148,15 +149,15 @@ class ShmStaged {
       copy(input(rank_, step), send_ + at, begin);
       copy(input(rank_, step) + end, send_ + at + end, n - end);
       if (!barrier(step)) return;
-      if (n > 0) reduce_range(step, at, begin, end, collects, tells);
+      if (n > 0) reduce_range(step, at, begin, end, collects, publishes);
       if (step > 0 && collects) collect(step - 1);
     }
   }
 
-  void reduce_range(size_t step, size_t at, size_t begin, size_t end, bool collects, bool tells) {
+  void reduce_range(size_t step, size_t at, size_t begin, size_t end, bool collects, bool publishes) {
     std::vector<void*> outputs;
     if (collects) outputs.push_back(recv_ + at + begin);
-    if (tells) outputs.push_back(result(rank_, step));
+    if (publishes) outputs.push_back(result(rank_, step));
     const auto piece = [&, first = begin](int r) -> const char* {
       return size_t(r) == rank_ ? send_ + at + first : input(size_t(r), step) + first;
     };

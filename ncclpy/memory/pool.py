@@ -38,7 +38,7 @@ _MAGIC = 0x6E63636C706F6F6C
 
 
 def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, symmetric: bool = False) -> Pool:
-    """Return a pool: what a framework allocates in a ``with`` block of it is registered with NCCL.
+    """Return a pool: what a framework allocates in a ``with`` block of the pool is registered with NCCL.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
         Memory is allocated on its device, and windows are registered with its ranks. Like all memory of `memory` it
         is registered on every communicator of the device.
     symmetric : bool, optional
-        Whether its segments become symmetric windows of the communicator, at the end of each block that no exception
-        leaves, and in `Pool.commit`. Then all ranks must allocate alike: the same sizes, in the same order.
+        Whether the pool's segments become symmetric windows of the communicator: in `Pool.commit`, and at the end of
+        each block, unless an exception leaves it. All ranks must then allocate the same sizes in the same order.
 
     Returns
     -------
@@ -95,7 +95,7 @@ class Pool:
         self._symmetric = symmetric
         self._number = new_pool()
         self._entered = threading.local()
-        self._alone = threading.RLock()  # reentrant: a signal handler may run during this thread's commit or close
+        self._lock = threading.RLock()  # reentrant: a signal handler may run during this thread's commit or close
         self._busy = False  # whether a commit or close is in progress
         self._windows: dict[int, Window] = {}  # by the numbers of their segments, in order of registration
         self._closed = False
@@ -146,8 +146,8 @@ class Pool:
         Returns
         -------
         array
-            Of the pool's framework, not initialised. Each array of numpy's is a segment of its own; arrays of torch
-            and CuPy share segments, as their pools divide them.
+            Of the pool's framework, not initialised. Each numpy array is a segment of its own; arrays of torch and
+            CuPy share segments, which those frameworks' pools divide.
         """
         self._check_open()
         with self._inside() as source:
@@ -212,17 +212,20 @@ class Pool:
             the next commit lists the segments again. Also if the pool is closed, even by a signal handler during the
             commit: then no window stays.
         NcclTimeout
-            If a rank is missing at the deadline. With a `ProcessGroup` it names the missing ranks, on all others, and
-            nothing has changed: the next commit compares again. A `Communicator` cannot name them, and is aborted.
+            If a rank is missing at the deadline. With a `ProcessGroup` all other ranks raise it with the missing
+            ranks' names, and nothing has changed: the next commit compares again. A `Communicator` cannot name the
+            missing ranks, and is aborted.
         RuntimeError
             In a signal handler that runs during a commit or a close of this pool in the same thread.
         """
         self._check_open()
         if not self._symmetric:
             return []
-        with self._alone:
+        with self._lock:
             if self._busy:
-                raise RuntimeError("pool: this thread is in the middle of another commit of it, or of its close")
+                raise RuntimeError(
+                    "pool: this signal handler has interrupted a commit or a close of the same pool in this thread"
+                )
             try:
                 self._busy = True
                 self._check_open()  # another thread may have closed it while this one waited
@@ -285,16 +288,16 @@ class Pool:
         head = [len(self._windows), len(sizes), *digest.tolist()]
         if self._comm is None:
             # Through the store: it knows which ranks are missing, and nothing has to be aborted then.
-            brought = self._group.bring_to_commit(head, _left(deadline))
-            if all(each == brought[0] for each in brought):
+            heads = self._group.bring_to_commit(head, _left(deadline))
+            if all(each == heads[0] for each in heads):
                 return
-            said = self._group.bring_to_commit(sizes, _left(deadline))
-            ranks = [(each[0], its) for each, its in zip(brought, said, strict=True)]
+            lists = self._group.bring_to_commit(sizes, _left(deadline))
+            ranks = [(each[0], each_sizes) for each, each_sizes in zip(heads, lists, strict=True)]
             raise ValueError("pool: " + difference(ranks) + "; nothing was registered")
         heads = self._gather(self._comm, np.array([_MAGIC, *head], np.int64), deadline)
-        strange = [rank for rank in range(nranks) if heads[rank, 0] != _MAGIC]
-        if strange:
-            raise NcclError(f"pool: rank {strange[0]} is not in a commit of its pool, but in another all-gather")
+        others = [rank for rank in range(nranks) if heads[rank, 0] != _MAGIC]
+        if others:
+            raise NcclError(f"pool: rank {others[0]} is not in a commit of its pool, but in another all-gather")
         if (heads == heads[0]).all():
             return
         longest = max(1, int(heads[:, 2].max()))
@@ -326,10 +329,11 @@ class Pool:
         """Close the windows and drop the framework's pool; a second call does nothing. Arrays keep their memory.
 
         All ranks call it, when nothing uses the windows any more. Windows of a communicator that is closed or aborted
-        are gone already. If one cannot be closed the others still are, and then this raises. A commit in another
-        thread is waited for. In a signal handler that interrupts a commit, the commit closes the windows at its end.
+        are gone already. If one cannot be closed, the others still are, and then the first error is raised. A
+        commit in another thread is waited for. In a signal handler that interrupts a commit, the commit closes the
+        windows at its end.
         """
-        with self._alone:
+        with self._lock:
             self._closed = True
             self._source = None
             if self._busy:  # in a signal handler: the interrupted commit or close closes the windows
@@ -366,9 +370,9 @@ class Pool:
 def difference(ranks: list[tuple[int, list[int]]]) -> str:
     """Describe how ranks differ; each has a number of windows and a list of sizes."""
     windows, sizes = ranks[0]
-    for rank, (others, other_sizes) in enumerate(ranks):
-        if others != windows:
-            return f"rank {rank} has {others} windows in this pool already, rank 0 has {windows}"
+    for rank, (other_windows, other_sizes) in enumerate(ranks):
+        if other_windows != windows:
+            return f"rank {rank} has {other_windows} windows in this pool already, rank 0 has {windows}"
         if other_sizes == sizes:
             continue
         pairs = enumerate(zip(sizes, other_sizes, strict=False))
@@ -388,5 +392,5 @@ def _closed() -> ValueError:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise NcclTimeout("pool: the time of this commit has passed before it met the other ranks")
+        raise NcclTimeout("pool: the deadline of this commit has passed")
     return left

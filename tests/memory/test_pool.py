@@ -247,7 +247,7 @@ def test_pool_closed_while_a_commit_waits_for_its_turn(comm1, host_engine):
             pool.commit()
         refused.append(True)
 
-    with pool._alone:
+    with pool._lock:
         thread = threading.Thread(target=commit)
         thread.start()
         time.sleep(0.1)  # the thread has seen that the pool is open

@@ -1,6 +1,7 @@
 """The command ``ncclpy trace``: its arguments, and what it does.
 
-The modules that read dumps are imported only when it runs: all commands need its arguments, also ``ncclpy run``.
+Each ``ncclpy`` command declares the arguments of all commands, so the modules that read dumps are imported only when
+this one runs.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 from ncclpy.cli.arguments import require_matplotlib, writable
 
 _EPILOG = """\
-Each DUMP is what one process's recorder wrote, or a folder of them; give those of all processes to see which rank the
-others wait for.
+Each DUMP is a file that the recorder of one process wrote, or a folder with such files. To see which rank the others
+wait for, give the dumps of all processes.
 
 Exit status: 0 nothing is stuck or failed, 1 something is, 2 a dump that cannot be read, or bad arguments.
 """
@@ -61,9 +62,9 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     for dump in older:
         print(f"ncclpy trace: {dump.path} is left out: a later dump of {dump.process} is given", file=sys.stderr)
     findings = stuck.find(dumps)
-    said = report.text(dumps, findings, everything=given.all)
+    text = report.text(dumps, findings, everything=given.all)
     encoding = sys.stdout.encoding or "utf-8"
-    print(said.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     try:
         if given.chrome is not None:
             from ncclpy.cli.trace.timeline import write_chrome

@@ -14,8 +14,8 @@ try:
 except ImportError as _error:
     if "interpreter" in str(_error):  # Cython's text and Python's differ; both have this word
         raise ImportError(
-            "ncclpy does not support subinterpreters: NCCL and the table of its functions exist once a process. Use "
-            "it in one interpreter, with threads, or in processes of their own"
+            "ncclpy does not support subinterpreters: NCCL and the table of its functions exist once per process. "
+            "Use it in one interpreter, with threads, or in separate processes"
         ) from _error
     from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
     from pathlib import Path as _Path

@@ -103,7 +103,7 @@ class NcclError(RuntimeError):
     message
         What went wrong, for readers.
     result
-        The `ncclResult_t` as an int; an unknown code of a newer NCCL stays a number. ``None`` if NCCL was not called.
+        The `ncclResult_t` as an int, also a code that only a newer NCCL has. ``None`` if NCCL was not called.
     function
         The C function that reported it.
     detail
@@ -114,8 +114,8 @@ class NcclError(RuntimeError):
     Attributes
     ----------
     ranks : tuple of RankState, or None
-        What each rank of a process group, of a Manager that has a store, or of a Communicator that a launcher's
-        processes have made (`Communicator.from_env`) did when the error was made, if the ranks were asked.
+        What each rank did when the error was made, if the ranks were asked: those of a process group, of a Manager
+        that has a store, or of a Communicator that a launcher's processes have made (`Communicator.from_env`).
     """
 
     ranks: tuple[Any, ...] | None = None
@@ -141,7 +141,7 @@ class NcclError(RuntimeError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """Report that a deadline has passed: of a wait for a `Work`, which continues, or of a call, which was aborted.
+    """Report that a deadline has passed: a wait for a `Work` has ended and the work continues, or a call was aborted.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class NcclRemoteError(NcclError):
 
 
 def same_class_as(kind: str) -> type[NcclError]:
-    """Return the class of the exception that all ranks raise, by the class's name of the exception that came first."""
+    """Return the class of the exception that all ranks raise; `kind` names the class of the first rank's exception."""
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
@@ -169,8 +169,8 @@ def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
     """Return the first of the errors of several operations; None if the program was given one of them.
 
     Code that gives an error to the program sets `_delivered` on it. `close()` of a group or a Manager raises an
-    undelivered error: otherwise the program would take its arrays' contents for results. `_informed`, if it is set,
-    has the threads that it was given to, see `core.runtime.stream_readers`.
+    undelivered error: otherwise the program would take its arrays' contents for results. An error's `_informed`, if it
+    is set, has the threads that were given the error, see `core.runtime.stream_readers`.
     """
     return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
 

@@ -18,10 +18,11 @@ cdef class LazyText:
 cdef object message(str before, object key, str after)
 
 # A text with something before and after it. The text may be a LazyText.
-cdef object around(str before, object words, str after)
+cdef object enclosed(str before, object words, str after)
 
-# A text, which may be a LazyText, with another end: `cut` returns its last part without what is dropped.
-cdef object ended_by(object words, cut, str after)
+# A text, which may be a LazyText, with another end: `cut` removes the old end from the text's last part, and `after`
+# follows.
+cdef object with_end(object words, cut, str after)
 
 # A copy of an error with another sentence at its end; the error itself if it has the sentence already.
 cdef object with_sentence(object error, str sentence)
@@ -73,7 +74,7 @@ cdef class Awaited:
     cdef int may_wait(self) except -1
 
 
-# Does the monitor's work in the calling thread, once the monitor thread has ended.
+# Does in the calling thread what the monitor thread would do, once that thread has ended.
 cdef class MonitorProxy:
     cdef int run_inline(self) except -1
     cdef int loosen(self, object work) except -1
@@ -110,15 +111,15 @@ cdef void idle_wait(double seconds) noexcept nogil
 cdef void hurry_monitor() noexcept nogil
 
 # Whether the monitor has the GIL and is working.
-cdef int attending
+cdef int monitor_has_gil
 
-# The monitor tells the executors that works with callbacks are in flight, and that none are any more.
-cdef void expect() noexcept nogil
-cdef void expect_none() noexcept nogil
-cdef bint is_expecting() noexcept nogil
+# Called by the monitor: works with callbacks are in flight (`expect_callbacks`), or no longer (`expect_no_callbacks`).
+cdef void expect_callbacks() noexcept nogil
+cdef void expect_no_callbacks() noexcept nogil
+cdef bint expects_callbacks() noexcept nogil
 
 # When the monitor next calls look_after_executors().
-cdef double attention
+cdef double next_check
 
 
 # A thread of an executor.
@@ -139,13 +140,13 @@ cdef class Executor:
     cdef int word  # futex on which idle threads sleep
     cdef int idle
     cdef int asleep  # how many idle threads sleep in the kernel, without polling
-    cdef bint called  # whether a thread was woken or started that has not begun yet
-    cdef double called_at
+    cdef bint waking  # whether a thread was woken or started and has not begun yet
+    cdef double waking_since
 
     cdef int submit(self, object task) except -1
     cdef int look_after(self) except -1
     cdef double _grace(self) noexcept
-    cdef int _call(self) except -1
+    cdef int _wake_or_start(self) except -1
     cdef void _rest(self, int seen, double seconds) noexcept nogil
     cdef int _serve(self, Member me) except -1
     cdef int run_here(self) except -1
@@ -166,4 +167,4 @@ cdef int end_callback(object callback) except -1
 cdef int step_aside() except -1
 
 # Show an exception that no caller can handle.
-cdef int tell() except -1
+cdef int report_exception() except -1

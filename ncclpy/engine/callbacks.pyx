@@ -1,15 +1,15 @@
 """Callbacks: what the engine calls in layers above it, and the executors that run users' callbacks.
 
-A layer calls only layers below it. Where news has to go up, from a work to its launch, from there to the communicators
-that it ran on and on to their owners, the lower layer calls a method of a class that is declared here, and the upper
-layer implements it. Each method is called with the GIL.
+A layer calls only layers below it. A work must report to its launch, a launch to the communicators that it ran on, and
+these to their owners: there the lower layer calls a method of a class that is declared here, and the upper layer
+implements the method. Each method is called with the GIL.
 
 A key's ``__eq__`` or a finaliser may take a lock of its own. If another thread holds that lock while it waits for a
 lock of ncclpy, the two threads deadlock. A *quiet stretch* is code under a `Lock` or in the monitor. It runs compiled
-code only: it compares, hashes and shows nothing of a user's class, calls nothing written in Python, and passes on,
-instead of dropping, what may be the last reference to a user's object. The garbage collector is disabled meanwhile,
-since it may run any object's finaliser: up to Python 3.11 any allocation of a container may start a collection, from
-3.12 on any bytecode may.
+code only: it compares, hashes and shows nothing of a user's class, and calls nothing written in Python. It does not
+drop what may be the last reference to a user's object, but passes the reference on. The garbage collector is disabled
+meanwhile, since it may run any object's finaliser: up to Python 3.11 any allocation of a container may start a
+collection, from 3.12 on any bytecode may.
 
 An `Executor` is a queue of tasks and some threads. One thread leads: it runs the tasks in order, so callbacks that
 return soon run in the order in which their works were done. When a task does not return in time, the monitor lets
@@ -80,7 +80,7 @@ cdef extern from * nogil:
 
 
 # Python's own exception classes that are raised when ranks disagree.
-cdef tuple _PLAIN = (TypeError, ValueError, RuntimeError)
+cdef tuple _MISMATCH_CLASSES = (TypeError, ValueError, RuntimeError)
 
 # How deep tuples within tuples are examined.
 cdef int _DEPTH = 4
@@ -125,8 +125,8 @@ cdef object message(str before, object key, str after):
     return made
 
 
-cdef object around(str before, object words, str after):
-    """Return a text between two others."""
+cdef object enclosed(str before, object words, str after):
+    """Return a text with something before and after it."""
     cdef LazyText made, inner
     if type(words) is not LazyText:
         return before + <str>words + after
@@ -136,8 +136,8 @@ cdef object around(str before, object words, str after):
     return made
 
 
-cdef object ended_by(object words, cut, str after):
-    """Return a text with another end: `cut` takes the last part and returns it without what is dropped."""
+cdef object with_end(object words, cut, str after):
+    """Return a text with another end: `cut` removes the old end from the text's last part, and `after` follows."""
     cdef LazyText made, inner
     if type(words) is not LazyText:
         return cut(words) + after
@@ -150,10 +150,10 @@ cdef object ended_by(object words, cut, str after):
 cdef object with_sentence(object error, str sentence):
     """Return a copy of an error with another sentence at its end; the error itself if it has the sentence already.
 
-    Works that failed together share an error. Those that were called at one place share the copy too.
+    Works that failed together share an error. Works with the same sentence share a copy.
     """
     cdef dict copies
-    if not _takes(error, sentence):
+    if not _can_add(error, sentence):
         return error
     error.__traceback__ = None  # its frames hold arrays, and it is not needed: the copy is raised
     copies = error.__dict__.setdefault("_copies", {})
@@ -171,14 +171,16 @@ cdef object with_sentence(object error, str sentence):
 
 cdef int add_sentence(object error, str sentence) except -1:
     """Add a sentence to the end of an error's text in place, unless the text has it already."""
-    if _takes(error, sentence):
-        error.args = (ended_by(words_of(error), _without_stop, f". {sentence}"),)
+    if _can_add(error, sentence):
+        error.args = (with_end(words_of(error), _without_stop, f". {sentence}"),)
     return 0
 
 
-cdef bint _takes(object error, str sentence) except -1:
+cdef bint _can_add(object error, str sentence) except -1:
     """Return whether a sentence can be added: a known class, a text as the only argument, without the sentence."""
-    if sentence is None or not (isinstance(error, NcclError) or type(error) in _PLAIN) or len(error.args) != 1:
+    if sentence is None or len(error.args) != 1:
+        return False
+    if not isinstance(error, NcclError) and type(error) not in _MISMATCH_CLASSES:
         return False
     words = error.args[0]
     if type(words) is LazyText:
@@ -200,7 +202,7 @@ cdef object words_of(object error):
 cdef class LaunchGroup:
     """What the works of one launch share: each work reports its end here, and one that fails makes the others fail.
 
-    Below: `work`, `monitor`. Above: `launcher`.
+    Called by `work` and `monitor`, implemented by `launcher`.
     """
 
     cdef int settled(self, object work) except -1:
@@ -233,7 +235,7 @@ cdef class LaunchGroup:
         return bool(self.works) or self.loose != NULL or bool(self.more_loose)
 
     cdef int loosen(self, object work) except -1:
-        """Drop the reference to a work but keep its address; `forget` comes before its end. In a caller's thread."""
+        """Replace the reference to a work by its address, until `forget` is called. In a caller's thread."""
         if self.loose == NULL:
             self.loose = <PyObject*>work
         else:
@@ -255,18 +257,18 @@ cdef class LaunchGroup:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return the cause of an error, which a thread that finds an aborted communicator lacks. In any thread."""
+        """Return why a communicator was aborted, for a thread that has only found that it was. In any thread."""
         return error
 
     cdef bint is_spared(self) noexcept:
-        """Return whether its communicators are left alone when it fails. In any thread, under any lock."""
+        """Return whether a failure of it aborts no communicator. In any thread, under any lock."""
         return False
 
 
 cdef class LaunchOwner:
     """What a launch reports to its owner.
 
-    Below: `launcher`. Above: `CommunicatorSet`.
+    Called by `launcher`, implemented by `CommunicatorSet`.
     """
 
     cdef int launch_done(self, LaunchGroup launch) except -1:
@@ -276,8 +278,9 @@ cdef class LaunchOwner:
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
-        An owner that `spares` them aborts none, and their other operations continue. An owner that `aborts` aborts
-        them itself, later. Return whether all works of the launch were done in the meantime: then nothing is aborted.
+        If the owner's `spares` is True, it aborts none, and their other operations continue. If its `aborts` is True,
+        the owner aborts them itself, later. Return whether all works of the launch were done in the meantime: then
+        nothing is aborted.
 
         Threads and locks as for `LaunchGroup.fail`; called before the works of the launch fail.
         """
@@ -287,7 +290,7 @@ cdef class LaunchOwner:
 cdef class SetOwner:
     """What a set of communicators reports to its owner.
 
-    Below: `CommunicatorSet`. Above: the Manager.
+    Called by `CommunicatorSet`, implemented by the Manager.
     """
 
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
@@ -305,7 +308,7 @@ cdef class SetOwner:
 cdef class Awaited:
     """What a work waits for before it is launched.
 
-    Below: `work`. Above: the Manager's gatherings.
+    Called by `work`, implemented by the Manager's gatherings.
     """
 
     cdef str missing(self):
@@ -321,13 +324,13 @@ cdef class Awaited:
 
 
 cdef class MonitorProxy:
-    """The monitor's work, done by other threads.
+    """What the monitor thread does, for other threads to do after its end.
 
-    Below: `work`. Above: `monitor`.
+    Called by `work`, implemented by `monitor`.
     """
 
     cdef int run_inline(self) except -1:
-        """Do it in this thread if the monitor thread has ended; return whether it has. In any thread, unlocked."""
+        """If the monitor thread has ended, take its place once, and return True. In any thread, under no lock."""
         return False
 
     cdef int loosen(self, object work) except -1:
@@ -342,26 +345,26 @@ cdef extern from "Python.h":
     int PyGC_Disable()
     int PyGC_Enable()
 
-cdef int _depth = 0  # of quiet stretches, in all threads: one may release the GIL, to make an event for instance
-cdef bint _collects = False  # whether the collector was enabled before the first of them
+cdef int _quiet_depth = 0  # quiet stretches in progress: several if one releases the GIL, for example to make an event
+cdef bint _gc_was_enabled = False  # before the first of them began
 
 
 cdef void begin_quiet() noexcept:
     """Begin a stretch in which no code of users may run."""
-    global _depth, _collects
-    if _depth == 0:
-        _collects = PyGC_Disable()
-    _depth += 1
+    global _quiet_depth, _gc_was_enabled
+    if _quiet_depth == 0:
+        _gc_was_enabled = PyGC_Disable()
+    _quiet_depth += 1
 
 
 cdef bint is_quiet() noexcept:
-    return _depth > 0
+    return _quiet_depth > 0
 
 
 cdef void end_quiet() noexcept:
-    global _depth
-    _depth -= 1
-    if _depth == 0 and _collects:
+    global _quiet_depth
+    _quiet_depth -= 1
+    if _quiet_depth == 0 and _gc_was_enabled:
         PyGC_Enable()
 
 
@@ -398,15 +401,15 @@ cdef class Lock:
         mutex_unlock(&self.mutex)
 
 
-def _renew_lock():
+def _reset_quiet():
     """Reset quiet stretches in a forked child: the threads that were in one do not exist there."""
-    global _depth
-    if _depth and _collects:
+    global _quiet_depth
+    if _quiet_depth and _gc_was_enabled:
         PyGC_Enable()
-    _depth = 0
+    _quiet_depth = 0
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_reset_quiet)
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -416,12 +419,12 @@ _log = logging.getLogger("ncclpy")
 # How long a task may take before another thread leads: longer than a task may wait for the GIL, since a change of
 # thread disturbs the order of tasks. It grows with the number of threads, up to twice that: the machine may be slow.
 cdef double _GRACE = 0.05
-cdef double _MOST_GRACE = 0.1
+cdef double _MAX_GRACE = 0.1
 
-# How long a woken thread may take to begin before another one is woken, and how long until a thread that could not be
-# started is tried again.
-cdef double _LATE = 1.0
-cdef double _AGAIN = 0.02
+# How long a woken thread may take to begin before another one is woken; and the time after which starting a thread is
+# tried again, if no thread could be started.
+cdef double _WAKE_LIMIT = 1.0
+cdef double _START_RETRY = 0.02
 
 # A callback that has run for longer is named in a warning.
 cdef double _LONG = 5.0
@@ -432,23 +435,26 @@ cdef double _IDLE = 5.0
 # How long an idle thread spins; only where cores are plenty, since waking an idle core can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
-# How long it polls with short sleeps after that while works with callbacks are in flight, and how long it leaves the
-# GIL to the monitor, which has woken it and is about to release it: waiting for the GIL would be one more sleep.
-cdef double _LIGHTLY = 1.0
-cdef double _LIGHTLY_ON_HOST = 1e-3  # the operation and the program's own work need the cores
-cdef double _COURTESY = 50e-6
+# How long an idle thread polls with short sleeps after it has spun, while works with callbacks are in flight.
+cdef double _POLL = 1.0
+cdef double _POLL_ON_HOST = 1e-3  # the operation and the program's own work need the cores
+
+# How long a woken thread spins for the monitor, which has woken it, to release the GIL: to wait for the GIL would be
+# one more sleep.
+cdef double _YIELD = 50e-6
 
 # How long the process's exit waits for tasks that are left.
 _PATIENCE = 2.0
 wakeups = 0
 listening = 0
-attending = 0
-attention = FOREVER
-cdef int _hurry = 0  # changes when a thread must end the monitor's idle wait
-cdef int _dozing = 0, _roused = 0  # whether the monitor is in an idle wait; the `_hurry` that it has seen
-cdef int _expected = 0  # changes with each call of expect(); 0 when nothing is expected
+monitor_has_gil = 0
+next_check = FOREVER
+cdef int _idle_word = 0  # futex of the monitor's idle wait; changes when a thread must end the wait
+cdef int _seen_idle_word = 0  # its value at the monitor's last idle wait
+cdef int _in_idle_wait = 0  # whether the monitor is in an idle wait
+cdef int _expected_callbacks = 0  # changes with each call of expect_callbacks(); 0 if no work in flight has callbacks
 cdef bint _stop = False
-cdef list _inherited = []  # of the parent, in a forked child: dropping it would run finalisers during the fork
+cdef list _inherited = []  # in a forked child, the parent's queues: to drop them would run finalisers during the fork
 
 
 cdef void wake_monitor() noexcept nogil:
@@ -466,44 +472,44 @@ cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil:
 
 
 cdef void idle_wait(double seconds) noexcept nogil:
-    """Sleep for so many seconds, unless `hurry_monitor` is called, or was called since the last time."""
-    global _roused
-    cdef int hurried = load(&_hurry)
-    if hurried == _roused:
-        swap(&_dozing, 1)
-        sleep_on(&_hurry, hurried, seconds)
-        swap(&_dozing, 0)
-    _roused = hurried
+    """Sleep for so many seconds, unless `hurry_monitor` is called, or was called since the last idle wait."""
+    global _seen_idle_word
+    cdef int hurried = load(&_idle_word)
+    if hurried == _seen_idle_word:
+        swap(&_in_idle_wait, 1)
+        sleep_on(&_idle_word, hurried, seconds)
+        swap(&_in_idle_wait, 0)
+    _seen_idle_word = hurried
 
 
 cdef void hurry_monitor() noexcept nogil:
     """End the monitor's idle wait."""
-    add(&_hurry, 1)
-    if load(&_dozing):
-        wake(&_hurry)
+    add(&_idle_word, 1)
+    if load(&_in_idle_wait):
+        wake(&_idle_word)
 
 
-cdef void expect() noexcept nogil:
+cdef void expect_callbacks() noexcept nogil:
     """Let the callbacks' threads poll, since works with callbacks are in flight; only the monitor calls it."""
-    swap(&_expected, max(1, load(&_expected) + 1))
+    swap(&_expected_callbacks, max(1, load(&_expected_callbacks) + 1))
     if load(&user_executor.asleep):
         wake(&user_executor.word)
 
 
-cdef void expect_none() noexcept nogil:
-    if load(&_expected):
-        swap(&_expected, 0)
+cdef void expect_no_callbacks() noexcept nogil:
+    if load(&_expected_callbacks):
+        swap(&_expected_callbacks, 0)
 
 
-cdef bint is_expecting() noexcept nogil:
-    return load(&_expected) != 0
+cdef bint expects_callbacks() noexcept nogil:
+    return load(&_expected_callbacks) != 0
 
 
 cdef int _attend_at(double when) except -1:
     """Have the monitor call look_after_executors() at a moment."""
-    global attention
-    if when < attention:
-        attention = when
+    global next_check
+    if when < next_check:
+        next_check = when
         wake_monitor()
     return 0
 
@@ -541,26 +547,26 @@ cdef class Executor:
             if moment - self.leading.since < self._grace():
                 return _attend_at(self.leading.since + self._grace())
             self.leading = None  # it continues with its present task
-        if self.called and moment - self.called_at < _LATE:
-            return _attend_at(self.called_at + _LATE)
-        return self._call()
+        if self.waking and moment - self.waking_since < _WAKE_LIMIT:
+            return _attend_at(self.waking_since + _WAKE_LIMIT)
+        return self._wake_or_start()
 
     cdef double _grace(self) noexcept:
-        return min(_GRACE * len(self.members), _MOST_GRACE)
+        return min(_GRACE * len(self.members), _MAX_GRACE)
 
-    cdef int _call(self) except -1:
+    cdef int _wake_or_start(self) except -1:
         """Wake an idle thread or start one."""
-        self.called_at = now()
-        self.called = True
+        self.waking_since = now()
+        self.waking = True
         if self.idle:
             add(&self.word, 1)
             wake_one(&self.word)
-            return _attend_at(self.called_at + _LATE)
+            return _attend_at(self.waking_since + _WAKE_LIMIT)
         try:
             begin_thread(self._main)  # starts the thread without running Python or waiting here
         except RuntimeError:  # too many threads; perhaps not for long
-            self.called_at += _AGAIN - _LATE
-        return _attend_at(self.called_at + _LATE)
+            self.waking_since += _START_RETRY - _WAKE_LIMIT
+        return _attend_at(self.waking_since + _WAKE_LIMIT)
 
     def _main(self):
         """Run tasks until another thread is idle too."""
@@ -574,7 +580,7 @@ cdef class Executor:
         name_this_thread(name)  # it inherits the monitor's name otherwise
         sharp_timers()
         while True:
-            self.called = False
+            self.waking = False
             if self.leading is None:
                 self._serve(me)
             seen = load(&self.word)
@@ -594,27 +600,27 @@ cdef class Executor:
         getattr(threading, "_active", {}).pop(me.thread, None)
 
     cdef void _rest(self, int seen, double seconds) noexcept nogil:
-        """Sleep until a task is queued, or for so long; poll at first, and while callbacks are expected."""
-        cdef double began = now(), awake = began, moment = began
-        cdef double lightly = _LIGHTLY if event_tell == NULL else _LIGHTLY_ON_HOST
-        cdef int expected, known = load(&_expected)
+        """Sleep until a task is queued, or for so many seconds; poll at first, and while callbacks are expected."""
+        cdef double began = now(), poll_began = began, moment = began
+        cdef double poll_limit = _POLL if event_tell == NULL else _POLL_ON_HOST
+        cdef int expected, seen_expected = load(&_expected_callbacks)
         while load(&self.word) == seen and moment - began < seconds:
-            expected = load(&_expected)
-            if event_tell != NULL and expected != known:  # poll again for each, without the spinning
-                known, awake = expected, moment - _spin
-            if moment - awake < _spin:
+            expected = load(&_expected_callbacks)
+            if event_tell != NULL and expected != seen_expected:  # after an expect_callbacks(), poll without spinning
+                seen_expected, poll_began = expected, moment - _spin
+            if moment - poll_began < _spin:
                 sched_yield()
-            elif self is user_executor and expected and moment - awake < lightly:
-                sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
+            elif self is user_executor and expected and moment - poll_began < poll_limit:
+                sleep_on(&self.word, seen, 20e-6 if moment - poll_began < 0.1 else 50e-6)
             else:
                 add(&self.asleep, 1)
-                if load(&_expected) == expected:  # a later expect() sees `asleep` and wakes this thread
+                if load(&_expected_callbacks) == expected:  # a later expect_callbacks() wakes this thread
                     sleep_on(&self.word, seen, seconds - (moment - began))
                 add(&self.asleep, -1)
                 if event_tell == NULL:
-                    awake = now()
+                    poll_began = now()
             moment = now()
-        while load(&attending) and now() - moment < _COURTESY:
+        while load(&monitor_has_gil) and now() - moment < _YIELD:
             sched_yield()
 
     cdef int _serve(self, Member me) except -1:
@@ -629,7 +635,7 @@ cdef class Executor:
             try:
                 task()
             except BaseException:
-                tell()
+                report_exception()
             task = None  # dropping it may run a finaliser
         if self.leading is me:
             self.leading = None
@@ -642,7 +648,7 @@ cdef class Executor:
             try:
                 task()
             except BaseException:
-                tell()
+                report_exception()
         return 0
 
 
@@ -652,26 +658,26 @@ internal_executor = Executor("ncclpy-internal")
 
 cdef int look_after_executors() except -1:
     """Do the monitor's part: let another thread lead past a task that does not return, and name slow callbacks."""
-    global attention
+    global next_check
     cdef Member one
     cdef double moment = now()
-    if moment < attention:
+    if moment < next_check:
         return 0
-    attention = FOREVER
+    next_check = FOREVER
     internal_executor.look_after()
     for one in user_executor.members:
         if one.callback is None or one.named:
             continue
         if moment - one.since >= _LONG:
             one.named = True
-            user_executor.queue.append(_Slow(one))
+            user_executor.queue.append(_SlowCallback(one))
         else:
-            attention = min(attention, one.since + _LONG)
+            next_check = min(next_check, one.since + _LONG)
     user_executor.look_after()
     return 0
 
 
-cdef class _Slow:
+cdef class _SlowCallback:
     """The warning about a callback that does not return."""
 
     cdef object callback
@@ -683,7 +689,7 @@ cdef class _Slow:
 
     def __call__(self):
         _log.warning(
-            "the callback %s of %s has run for %.0f s and goes on; what it is in may wait for what will not come",
+            "the callback %s of %s has run for %.0f s and still runs; it may wait for something that never happens",
             show(self.callback), self.work._name(), now() - self.since,
         )
 
@@ -723,8 +729,8 @@ cdef int step_aside() except -1:
     return 0
 
 
-cdef int tell() except -1:
-    """Show the exception that is being handled, even if the program's ``sys.excepthook`` raises one itself."""
+cdef int report_exception() except -1:
+    """Show the exception that is being handled, even if the program's ``sys.excepthook`` raises another one."""
     try:
         sys.excepthook(*sys.exc_info())
     except BaseException:
@@ -748,13 +754,13 @@ def _end_of_process():
         add(&(<Executor>executor).word, 1)
         wake(&(<Executor>executor).word)
     end = now() + _PATIENCE
-    while now() < end and _idle():
+    while now() < end and _has_thread_outside_callbacks():
         with nogil:
             sleep_on(&word, 0, 0.001)
 
 
-cdef bint _idle() except -1:
-    """Return whether a thread that is in no user's callback has not ended yet."""
+cdef bint _has_thread_outside_callbacks() except -1:
+    """Return whether there still is a thread that is not in a user's callback."""
     cdef Member one
     for one in internal_executor.members + user_executor.members:
         if one.callback is None:
@@ -764,10 +770,10 @@ cdef bint _idle() except -1:
 
 def _forked():
     """Start afresh in a forked child: the threads do not exist there, and none of their tasks can end."""
-    global attention, listening, attending, _dozing, _expected, _stop
+    global next_check, listening, monitor_has_gil, _in_idle_wait, _expected_callbacks, _stop
     cdef Executor executor
-    attention = FOREVER
-    listening = attending = _dozing = _expected = 0
+    next_check = FOREVER
+    listening = monitor_has_gil = _in_idle_wait = _expected_callbacks = 0
     _stop = False
     for executor in (user_executor, internal_executor):
         _inherited.append((executor.queue, executor.members, executor.leading))
@@ -775,7 +781,7 @@ def _forked():
         executor.members = []
         executor.leading = None
         executor.idle = executor.asleep = 0
-        executor.called = False
+        executor.waking = False
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -785,12 +791,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def take_signal(int number):
-    """Have a signal counted, and the thread in `sleep_until_woken` woken; return False if the program handles it."""
+    """Install a handler that counts a signal and wakes `sleep_until_woken`; return False if the program handles it."""
     return ncclpy_take_signal(number)
 
 
 def signals():
-    """Return how many such signals have come."""
+    """Return how many signals the handler has counted."""
     return load(&ncclpy_signals)
 
 
@@ -806,6 +812,6 @@ def wake_all():
 
 
 def sleep_until_woken(int seen, double limit):
-    """Sleep until `wakeup_count` is another number than `seen`, for `limit` seconds at most."""
+    """Sleep until `wakeup_count` differs from `seen`, for `limit` seconds at most."""
     with nogil:
         sleep_on(&ncclpy_wake_ups, seen, limit)

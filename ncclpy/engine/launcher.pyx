@@ -36,7 +36,7 @@ from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, 
 from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
 from ncclpy.core.runtime.stream cimport as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now
-from ncclpy.engine.callbacks cimport around, user_executor, words_of
+from ncclpy.engine.callbacks cimport enclosed, user_executor, words_of
 from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, store, wake
@@ -818,7 +818,7 @@ cdef class CommunicatorSet(LaunchOwner):
         """Remove the set from the owner's cache: its communicators are aborted, and the next use makes new ones."""
         self.owner.set_lost(self)
         failure = same_class_as(type(error).__name__)(
-            around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
+            enclosed("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
         failure.ranks, failure._informed = getattr(error, "ranks", None), getattr(error, "_informed", None)
         self.failures.append(failure)

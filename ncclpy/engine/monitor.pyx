@@ -32,8 +32,9 @@ from ncclpy.core.runtime.library cimport driver, event_help, event_tell
 from ncclpy.core.runtime.wait cimport FOREVER, Call
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    MonitorProxy, attending, attention, begin_quiet, wakeups, idle_wait, end_quiet, internal_executor, expect, expect_none, hurry_monitor,
-    is_expecting, wait_for_wakeup, look_after_executors, wake_monitor, user_executor,
+    MonitorProxy, begin_quiet, end_quiet, expect_callbacks, expect_no_callbacks, expects_callbacks, hurry_monitor,
+    idle_wait, internal_executor, look_after_executors, monitor_has_gil, next_check, user_executor, wait_for_wakeup,
+    wake_monitor, wakeups,
 )
 from ncclpy.engine.work cimport (
     NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_tick, note_tick, tell_of_stops,
@@ -344,7 +345,7 @@ cdef class _Thread(Call):
 cdef int _attend() except -1:
     """Do all that is due with the GIL."""
     begin_quiet()
-    swap(&attending, 1)
+    swap(&monitor_has_gil, 1)
     try:
         tell_of_stops()
         _complete()
@@ -363,13 +364,13 @@ cdef int _attend() except -1:
     except BaseException as error:  # an internal error must not end the thread on which all waits rely
         internal_executor.submit(_Defect(error))
     finally:
-        swap(&attending, 0)
+        swap(&monitor_has_gil, 0)
         end_quiet()
     return 0
 
 
 cdef class _Proxy(MonitorProxy):
-    """Do the monitor's work in any thread after the monitor's own has ended."""
+    """Take the place of the monitor thread in any thread, after the monitor thread has ended."""
 
     cdef int run_inline(self) except -1:
         if not _agenda.gone:
@@ -422,7 +423,7 @@ cdef void _watch(double next_round) noexcept nogil:
             _take_in()
         _ask()
         moment = now()
-        if _signs.stop or moment >= _signs.next_timer or moment >= attention:
+        if _signs.stop or moment >= _signs.next_timer or moment >= next_check:
             return
         if _watching.ended.size():
             if _watching.ended_at == 0:
@@ -432,11 +433,11 @@ cdef void _watch(double next_round) noexcept nogil:
             idle_wait(rest - (moment - _watching.ended_at))
             continue
         if _watching.streams.empty():
-            expect_none()
+            expect_no_callbacks()
             if moment - began < _spin:
                 sched_yield()
             else:
-                wait_for_wakeup(seen, min(_signs.next_timer, attention, next_tick()) - moment)
+                wait_for_wakeup(seen, min(_signs.next_timer, next_check, next_tick()) - moment)
             if load(&wakeups) != seen:
                 began = now()
             continue
@@ -444,8 +445,10 @@ cdef void _watch(double next_round) noexcept nogil:
             return
         waited = moment - began
         if event_tell != NULL:
-            wait_for_wakeup(seen, min(next_round, _signs.next_timer, attention, be_told(&_watching.streams, moment)) - moment)
-        elif waited < 100e-6 and is_expecting():  # else polling gains nothing: a waiting thread polls at first
+            wait_for_wakeup(
+                seen, min(next_round, _signs.next_timer, next_check, be_told(&_watching.streams, moment)) - moment
+            )
+        elif waited < 100e-6 and expects_callbacks():  # else polling gains nothing: a waiting thread polls at first
             sched_yield()
         elif not is_asked_for(&_watching.streams):
             idle_wait(rest)
@@ -496,7 +499,7 @@ cdef void _take_in() noexcept nogil:
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
     if calls:
-        expect()
+        expect_callbacks()
 
 
 cdef void _ask() noexcept nogil:

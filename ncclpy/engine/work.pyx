@@ -42,8 +42,8 @@ from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
-    LaunchGroup, add_sentence, begin_callback, end_callback, ended_by, internal_executor, hurry_monitor, is_plain, is_quiet, message, wake_monitor,
-    step_aside, user_executor, with_sentence, words_of,
+    LaunchGroup, add_sentence, begin_callback, end_callback, hurry_monitor, internal_executor, is_plain, is_quiet,
+    message, step_aside, user_executor, wake_monitor, with_end, with_sentence, words_of,
 )
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
@@ -267,7 +267,7 @@ def add_answer(error, said, states):
     states : tuple of RankState, or None
         The data.
     """
-    error.args = (ended_by(words_of(error), without_advice, f". {said}"),)
+    error.args = (with_end(words_of(error), without_advice, f". {said}"),)
     error.ranks = states
 
 

@@ -18,7 +18,7 @@ from ncclpy.core.handles.handle cimport WAS_ABORTED
 from ncclpy.core.handles.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, INIT_IN_PARENT, READY, SUSPENDED, is_over
 from ncclpy.core.runtime.stream cimport DeviceWait, Stream, hold
 from ncclpy.core.runtime.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
-from ncclpy.core.handles.watch cimport check_alive, check_not_beneath, finish, wait_stream
+from ncclpy.core.handles.watch cimport check_alive, finish, refuse_nested_wait, wait_stream
 
 from ncclpy.core.runtime import device as _device
 from ncclpy.core.runtime.stream_readers import raise_at_end
@@ -293,7 +293,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
 cdef int give_back(Handle handle, object timeout) except -1:
     """Close a communicator, its dependent objects first; abort it if it would wait for ranks that may never join."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
-    check_not_beneath(handle, b"close")
+    refuse_nested_wait(handle, b"close")
     with raise_at_end():
         try:
             return _give_back(handle, limit)
@@ -409,7 +409,7 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
 
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
-    """Wait for operations with a deadline: the watcher cannot enforce it while NCCL ends the communicator."""
+    """Wait for operations with a deadline: the watchdog cannot enforce it while NCCL ends the communicator."""
     cdef bint some = handle.in_flight.marks != NULL
     while some:
         with nogil:

@@ -100,7 +100,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
         look_up_overrides()  # before NCCL is called, as far as the environment shows overrides by then
     if parent is not None:
         made.parent = parent
-        made.asked = <void*>parent
+        made.parent_pointer = <void*>parent
         made.device = parent.device
         made.init_state.init_args.context = context_of(parent.device)
     return 0
@@ -213,7 +213,7 @@ cdef int take_over_comm(Handle made, object pointer) except -1:
     made.site = _caller()
     made.raw = <ncclComm_t>address
     made.owned = False
-    made.ask_who()
+    made.read_properties()
     made.become(READY)
     return 0
 

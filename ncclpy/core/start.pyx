@@ -19,7 +19,7 @@ from ncclpy.core.window cimport CustomOp, Window, lies_in_window
 from ncclpy.core.runtime.stream cimport as_stream_of
 from ncclpy.core.calls.submit cimport makes_pairs, submit
 from ncclpy.core.runtime.wait cimport as_timeout
-from ncclpy.core.handles.watch cimport be_watched
+from ncclpy.core.handles.watch cimport enforce_limit
 
 from ncclpy.core.runtime import device as _device
 from ncclpy.errors import not_copied
@@ -82,13 +82,13 @@ cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except 
 
 
 cdef double limit_of(Handle comm, object timeout) except? -1:
-    """Return the seconds that an operation may take; the watcher enforces them."""
+    """Return the seconds that an operation may take; the watchdog enforces them."""
     cdef double limit
     if timeout is None:
         return comm.limit
     limit = as_timeout(timeout)
     comm.check_endable("timeout")
-    be_watched(comm, limit)
+    enforce_limit(comm, limit)
     return limit
 
 

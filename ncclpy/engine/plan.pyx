@@ -25,7 +25,7 @@ from ncclpy.core.handles.state cimport READY, Mark
 from ncclpy.core.runtime.stream cimport Stream, owner_of
 from ncclpy.core.calls.batch cimport Step, CallBatch, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause, this_thread
-from ncclpy.core.handles.watch cimport be_watched, check_alive, wait_stream
+from ncclpy.core.handles.watch cimport enforce_limit, check_alive, wait_stream
 from ncclpy.engine.launcher cimport (
     Batch, borrow_lanes, distinct, divide, give_lanes_back, lane_of, make_whole, push_jobs, run_batch, sort_parts,
 )
@@ -616,7 +616,7 @@ Record a group of operations once and launch it many times.
         if timeout is not None:
             for handle in self.handles:
                 handle.check_endable("timeout")
-                be_watched(handle, limit)
+                enforce_limit(handle, limit)
         count_waits(self.waits, 1)
         try:
             self._launch(limit)

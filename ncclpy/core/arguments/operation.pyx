@@ -78,17 +78,18 @@ cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
     if result != ncclSuccess:
         return result
     result = nccl.ncclSend(o.send, o.count, <ncclDataType_t>o.datatype, o.root, o.comm, o.stream)
-    if _goes_on(result):
+    if _is_accepted(result):
         result = nccl.ncclRecv(r.recv, r.count, <ncclDataType_t>r.datatype, r.root, o.comm, o.stream)
     ended = nccl.ncclGroupEnd()
-    return ended if _goes_on(result) else result
+    return ended if _is_accepted(result) else result
 
 
 cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
-    """Make the sends and receives of a gather or a scatter; without elements no rank makes any.
+    """Make the sends and receives of a gather or a scatter; if the count is 0, make none on any rank.
 
-    For a root with parts that are not adjacent `lower` makes the same ones, so the other ranks need not know which
-    case it is. Only the root has both buffers. If the root works in place, it does not send to itself.
+    If the root's parts are not adjacent, the root's `lower` makes the same sends and receives instead, so the other
+    ranks need not know which of the two the root does. Only the root has both buffers. If the root works in place, it
+    does not send to itself.
     """
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
     cdef bint gathers = o.kind == GATHER
@@ -111,19 +112,19 @@ cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
         return result
     in_place = part + <size_t>o.root * size == own
     for peer in range(nranks):
-        if not (in_place and peer == o.root) and _goes_on(result):
+        if not (in_place and peer == o.root) and _is_accepted(result):
             if gathers:
                 result = nccl.ncclRecv(part, o.count, datatype, peer, o.comm, o.stream)
             else:
                 result = nccl.ncclSend(part, o.count, datatype, peer, o.comm, o.stream)
         part += size
-    if not in_place and _goes_on(result):
+    if not in_place and _is_accepted(result):
         if gathers:
             result = nccl.ncclSend(own, o.count, datatype, o.root, o.comm, o.stream)
         else:
             result = nccl.ncclRecv(own, o.count, datatype, o.root, o.comm, o.stream)
     ended = nccl.ncclGroupEnd()
-    return ended if _goes_on(result) else result
+    return ended if _is_accepted(result) else result
 
 
 # Called through a pointer: gcc would inline it into `issue`, where its registers cost all other kinds 11 instructions.
@@ -131,7 +132,7 @@ cdef ncclResult_t (*_rooted)(const Operation* o) noexcept nogil
 _rooted = _issue_rooted
 
 
-cdef inline bint _goes_on(ncclResult_t result) noexcept nogil:
+cdef inline bint _is_accepted(ncclResult_t result) noexcept nogil:
     return result == ncclSuccess or result == ncclInProgress
 
 

@@ -22,7 +22,7 @@ cdef struct CallBatch:
     PyObject** handles  # each once, in the order of the locks; NULL if the steps are in that order
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
-    bint watched  # the watcher is told of the calls
+    bint watched  # the watchdog is told of the calls
     bint marked  # and they get marks, by which it sees an operation that is stuck on the device
     double limit  # seconds that the calls may take; negative for the limit of each communicator
     unsigned long caller  # the thread for which another thread makes the calls; else 0

@@ -147,7 +147,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
 
 
 cdef void _enter(CallBatch* batch) noexcept nogil:
-    """Report calls to the watcher; if `marked`, set a mark for each run of steps on one communicator and stream."""
+    """Report calls to the watchdog; if `marked`, set a mark for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL

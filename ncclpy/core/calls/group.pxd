@@ -30,7 +30,7 @@ cdef class Group:
     cdef CUstream awaited_stream
     cdef double awaited_limit
     cdef bint blocks  # a call of the group waits for other ranks: the calls are made in a thread of their own
-    cdef bint watched  # a communicator of the group has a deadline that the watcher enforces
+    cdef bint watched  # a communicator of the group has a deadline that the watchdog enforces
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at the group's end; FOREVER for the communicators' own limits
     cdef CallBatch calls  # the calls and their outcome

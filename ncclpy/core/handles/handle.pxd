@@ -182,7 +182,7 @@ cdef class Handle:
     cdef bint abortable  # abortable=True was passed by the caller or inherited
     cdef object site  # where it was made
     cdef Handle parent
-    cdef void* asked  # the parent as a pointer, for polling without the GIL
+    cdef void* parent_pointer  # the parent as a pointer, for polling without the GIL
     # Dependent objects.
     cdef object children  # WeakSet
     cdef list making  # children that NCCL still makes: they must be kept alive
@@ -211,7 +211,7 @@ cdef class Handle:
     cdef ncclComm_t detach_handle(self) noexcept nogil
     # The guard, NULL if there is none or it was taken. With `take` it is removed from the handle.
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil
-    # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
+    # Around a call of NCCL under the lock, for the watchdog; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
     # `thread` waits for the calling thread; if it is 0, the calling thread waits for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
@@ -223,7 +223,7 @@ cdef class Handle:
 
     # Ask NCCL once about the communicator, see `watch.poll_once` for one that may still be made.
     cdef ncclResult_t peek(self) noexcept nogil
-    cdef int ask_who(self) except -1
+    cdef int read_properties(self) except -1
     # The communicator to ask why this one failed, and NCCL's message for the error that polling has found; or NULL.
     cdef ncclComm_t speaker(self) noexcept
     cdef const char* last_words(self) noexcept

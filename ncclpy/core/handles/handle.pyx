@@ -433,7 +433,7 @@ cdef class Handle:
             self.unlock()
         return ncclSuccess if state == ncclInProgress else state
 
-    cdef int ask_who(self) except -1:
+    cdef int read_properties(self) except -1:
         """Read rank, count and device from NCCL."""
         require(<void*>nccl.ncclCommCount, b"ncclCommCount")
         check(nccl.ncclCommCount(self.raw, &self.nranks), b"ncclCommCount", self.raw)
@@ -573,14 +573,14 @@ cdef class Handle:
         cdef bint ends = self.fenced or self.state == ABORTED
         cdef Waiting* one = NULL if ends else self.waits_now
         while one != NULL:
-            one.whole = has_run_dry(one.stream)
-            all_have = all_have and one.whole
+            one.had_run_dry = has_run_dry(one.stream)
+            all_have = all_have and one.had_run_dry
             one = one.following
         if ends or self.waits_now == NULL or self.peek() == ncclSuccess:
             return all_have
         one = self.waits_now  # a failed communicator may run its streams dry without data
         while one != NULL:
-            one.whole = False
+            one.had_run_dry = False
             one = one.following
         return True
 

@@ -9,8 +9,8 @@ from ncclpy.core.runtime.wait cimport Waiting
 # Take over the communicator that NCCL has made, is making, or failed to make; wait for nothing.
 cdef int end_init(Handle child, ncclResult_t result) except -1
 
-# Have the watcher enforce deadlines of this communicator, `limit` among them.
-cdef int be_watched(Handle handle, double limit) except -1
+# Have the watchdog enforce `limit` and other deadlines of this communicator.
+cdef int enforce_limit(Handle handle, double limit) except -1
 
 # Raise unless operations may be submitted; wait for a nonblocking initialisation to end.
 cdef int check_alive(Handle handle) except -1
@@ -35,17 +35,17 @@ cdef int raise_if_fenced(Handle handle, const char* what) except -1
 cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 
 # Refuse a wait in a signal handler that has interrupted a wait for the same communicator.
-cdef int check_not_beneath(Handle handle, const char* what) except -1
+cdef int refuse_nested_wait(Handle handle, const char* what) except -1
 
 # Abort after a deadline and say what was waited for.
 cdef int give_up(Handle handle, str what, double waited) except -1
 
 
-# Have the watcher check a communicator from now on.
+# Have the watchdog check a communicator from now on.
 cdef int watch(Handle handle) except -1
 
-# Wake the watcher: a watched communicator has a shorter deadline than before.
-cdef int look_sooner() except -1
+# Wake the watchdog: a watched communicator has a shorter deadline than before.
+cdef int check_sooner() except -1
 
 # Ask NCCL once for a communicator's state, also while it is being made. Several threads may call it.
 cdef ncclResult_t poll_once(Handle handle) noexcept nogil

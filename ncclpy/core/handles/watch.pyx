@@ -4,12 +4,11 @@ A wait that ends early, by a deadline or because a signal handler raises, also e
 communicator is aborted (`abort`), and memory that may still be touched is held (`stream.hold`) before the exception
 propagates.
 
-A thread that waits in Python sees its own deadline pass. The watcher's thread handles two other cases, for
-communicators that can be ended: a call in which NCCL itself is stuck, and an operation that is stuck on the device
-while no thread waits for it. The watcher aborts the communicator, which makes the call return and lets the stream run
-on; `NcclTimeout` is raised by the call or, wherever it is, in the thread that has begun the operation. The watcher
-also aborts after Ctrl-C during a stuck call: Python's handler could not end the call, as it runs only when the call
-has returned.
+A thread that waits in Python sees its own deadline pass. The watchdog handles two other cases, for communicators that
+can be ended: a call in which NCCL itself is stuck, and an operation that is stuck on the device while no thread waits
+for it. The watchdog aborts the communicator, which makes the call return and lets the stream run on; `NcclTimeout` is
+raised by the call or, asynchronously, in the thread that has begun the operation. The watchdog also aborts after
+Ctrl-C during a stuck call: Python's handler could not end the call, as it runs only when the call has returned.
 """
 
 import atexit
@@ -65,7 +64,7 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
     cdef ncclResult_t result
     if handle.init_state.stage == INIT_IN_PARENT:
         # Before this handle's lock is taken: locks of communicators are taken in the order of their addresses.
-        result = poll_once(<Handle>handle.asked)
+        result = poll_once(<Handle>handle.parent_pointer)
         if result != ncclSuccess or handle.nranks == 0:
             return result
     handle.lock()
@@ -99,7 +98,7 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
 
 
 cdef ncclResult_t _ask_maker(Handle handle) noexcept nogil:
-    """Ask NCCL about the guard or, without one, the communicator; an abort takes them away under the gate."""
+    """Ask NCCL about the guard or, without one, the communicator, under the gate: an abort removes both pointers."""
     cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
     cdef ncclComm_t maker
     mutex_lock(&handle.gate)
@@ -112,12 +111,15 @@ cdef ncclResult_t _ask_maker(Handle handle) noexcept nogil:
 
 
 cdef int end_init(Handle child, ncclResult_t result) except -1:
-    """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it made."""
+    """Take over a communicator that NCCL has made or is making, without waiting.
+
+    While NCCL still makes it, this is called again once polling has found it made.
+    """
     if child.state == READY or child.state == ABORTED:
         return 0
     if child.state == INITIALISING:
-        return _grown(child)
-    # First the state that an abort depends on, without Python code, in which a signal handler may raise.
+        return _note_made(child)
+    # An abort depends on this state: it is set first, and without Python code, in which a signal handler may raise.
     child.init_state.lent = True
     child.become(INITIALISING)
     # NCCL writes the cell of a child of a nonblocking parent when the parent is done; any other cell is written by
@@ -137,13 +139,13 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
             with nogil:
                 result = poll_init(child)
         if result == ncclSuccess and child.state == INITIALISING:  # it may have been aborted without the GIL
-            _grown(child)
+            _note_made(child)
     if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
         begin_abort(tied(child), "its parent was aborted while it was made")  # that abort did not include it
     return 0
 
 
-cdef int _grown(Handle child) except -1:
+cdef int _note_made(Handle child) except -1:
     """Note that NCCL has made the communicator."""
     child.init_state.lent = False
     if child.parent is not None and child in child.parent.making:
@@ -152,10 +154,10 @@ cdef int _grown(Handle child) except -1:
         child.become(CLOSED)
         return 0
     if child.rank < 0:
-        child.ask_who()
+        child.read_properties()
     child.become(READY)
     if child.guard != NULL:
-        be_watched(child, child.limit)
+        enforce_limit(child, child.limit)
     tell_ready(child)
     # Not for a communicator that has grown: its new ranks do not know the store.
     if child.parent is not None and child.parent.peer_status is not None and 1 < child.nranks <= child.parent.nranks:
@@ -168,11 +170,11 @@ cdef int _grown(Handle child) except -1:
     return 0
 
 
-cdef int be_watched(Handle handle, double limit) except -1:
-    """Have the watcher enforce deadlines, `limit` among them; without any it only handles Ctrl-C in stuck calls."""
+cdef int enforce_limit(Handle handle, double limit) except -1:
+    """Have the watchdog enforce `limit` and other deadlines; without any it only handles Ctrl-C in stuck calls."""
     if limit < handle.in_flight.shortest_limit:
         handle.in_flight.shortest_limit = limit
-        look_sooner()
+        check_sooner()
     if limit != FOREVER and handle.in_flight.marks == NULL:
         handle.in_flight.marks = new_marks(context_of(handle.device))
         if handle.in_flight.marks == NULL:
@@ -258,7 +260,7 @@ cdef double BROKEN_PATIENCE = 1.0
 
 # When Python finalizes, it kills threads that ask for the GIL: from then on waits do not take the GIL.
 cdef bint _exiting = False
-cdef int _looking = 0
+cdef int _checking = 0
 
 
 @atexit.register
@@ -267,13 +269,13 @@ def _end_of_process():
     global _exiting
     _exiting = True
     until = now() + 1.0
-    while _looking and now() < until:
+    while _checking and now() < until:
         time.sleep(0.001)
 
 
 def _forget_waits():
-    global _exiting, _looking
-    _exiting, _looking = False, 0
+    global _exiting, _checking
+    _exiting, _checking = False, 0
 
 
 os.register_at_fork(after_in_child=_forget_waits)
@@ -284,7 +286,7 @@ cdef double _tick(void* argument) noexcept nogil:
 
     The GIL is taken only for a failure, a passed deadline, or signal handlers, which only the main thread runs.
     """
-    global _looking
+    global _checking
     cdef Waiting* waiting = <Waiting*>argument
     cdef double moment = now()
     if waiting.error != NULL:
@@ -292,19 +294,19 @@ cdef double _tick(void* argument) noexcept nogil:
     if moment >= waiting.next:
         waiting.next = min(moment + SLICE, waiting.deadline)
         if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
-            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
+            __atomic_add_fetch(&_checking, 1, __ATOMIC_SEQ_CST)
             if not _exiting:
-                _look(waiting)
+                _check_with_gil(waiting)
             else:
                 waiting.next = moment + SLICE
-            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
+            __atomic_add_fetch(&_checking, -1, __ATOMIC_SEQ_CST)
             if waiting.error != NULL:
                 return LEAVE
     return waiting.next - now()
 
 
 cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
-    """Return whether the communicator has failed and the device has not ended its work in time since."""
+    """Return whether the communicator has failed and its work has not ended within BROKEN_PATIENCE seconds."""
     cdef ncclResult_t result = (<Handle>waiting.handle).peek()
     if result == ncclSuccess or waiting.broken == FOREVER:
         waiting.broken = FOREVER if result == ncclSuccess else moment
@@ -315,7 +317,7 @@ cdef object _failure_of(Handle handle, const char* what):
     """Return the exception for the error that NCCL reports of a communicator, with NCCL's message."""
     cdef ncclResult_t result = handle.peek()
     cdef char* words = NULL
-    if result == ncclSuccess:  # another thread has begun its end meanwhile
+    if result == ncclSuccess:  # another thread has begun to abort it
         return handle.aborted_error(f"{what.decode()} on {handle!r} did not complete: the communicator was aborted")
     mutex_lock(&handle.gate)
     if handle.raw != NULL and nccl.ncclGetLastError != NULL:
@@ -327,7 +329,7 @@ cdef object _failure_of(Handle handle, const char* what):
         free(words)
 
 
-cdef int _look(Waiting* waiting) noexcept with gil:
+cdef int _check_with_gil(Waiting* waiting) noexcept with gil:
     """Run signal handlers and check the deadline; if the wait must end, note why and begin the abort."""
     cdef Handle handle = <Handle>waiting.handle
     together = [handle] if waiting.together == NULL else <list>waiting.together
@@ -361,7 +363,7 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
 
 
 cdef int raise_if_fenced(Handle handle, const char* what) except -1:
-    """Raise if another rank was aborted: what ends now may have wrong data. A close hands out no data: no error."""
+    """Raise if another rank was aborted, since the data may be wrong. A close hands out no data and never raises."""
     if handle.fenced and strcmp(what, b"close") != 0:
         handle.inform()
         raise type(handle.abort_state.peer_error)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_state.peer_error}")
@@ -381,7 +383,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         raise error
     if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort may have ended the wait
         raise _not_complete(handle, waiting, "aborted")
-    if waiting.whole:
+    if waiting.had_run_dry:
         return 0
     if handle.state == ABORTED:
         raise _not_complete(handle, waiting, "aborted")
@@ -413,9 +415,9 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.broken = FOREVER
     waiting.error = waiting.aborting = NULL
     waiting.state = ncclSuccess
-    waiting.stream, waiting.whole = NULL, False
-    check_not_beneath(handle, what)
-    forget_wait(waiting, handle)  # the same `waiting` may begin once more
+    waiting.stream, waiting.had_run_dry = NULL, False
+    refuse_nested_wait(handle, what)
+    forget_wait(waiting, handle)  # an earlier begin_wait may have put it into the list
     waiting.following, handle.waits_now = handle.waits_now, waiting
     return 0
 
@@ -449,8 +451,8 @@ cdef int wait_stream(
 ) except -1:
     """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
 
-    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
-    (by default this one) is aborted.
+    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, the handles in
+    `together` (by default only `handle`) are aborted.
     """
     cdef Waiting waiting
     begin_wait(&waiting, handle, what, deadline, together)
@@ -464,7 +466,7 @@ cdef int wait_stream(
         handle.waiters -= 1
 
 
-cdef int check_not_beneath(Handle handle, const char* what) except -1:
+cdef int refuse_nested_wait(Handle handle, const char* what) except -1:
     if handle.main_waits and on_main_thread():
         raise RuntimeError(
             f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it "
@@ -479,8 +481,9 @@ cdef extern from *:
     #include <stddef.h>
     #include <time.h>
 
-    /* When SIGINT came last, on the monotonic clock; and the handler that ours calls. */
+    /* When the last SIGINT arrived, on the monotonic clock. */
     static volatile double ncclpy_sigint_at = 0;
+    /* The handler that ours calls. */
     static struct sigaction ncclpy_before;
 
     static void ncclpy_on_sigint(int number, siginfo_t* info, void* context) {
@@ -494,7 +497,7 @@ cdef extern from *:
 
     /* Installs our handler of SIGINT before the present one, unless it is installed already. */
     static void ncclpy_note_sigint(void) {
-      static void (*python)(int) = NULL; /* Python's handler; any other may call ours in an endless loop */
+      static void (*python)(int) = NULL; /* Python's handler; another one may call ours, which would call it again */
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;
       if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
@@ -511,15 +514,16 @@ cdef extern from *:
     volatile double ncclpy_sigint_at
     void ncclpy_note_sigint()
 
-# Seconds that Python's handler of SIGINT has to raise before the call in which the main thread is stuck is ended.
+# Seconds from a SIGINT until the watchdog aborts the call in which the main thread is stuck, unless Python's handler
+# runs before.
 cdef double SIGINT_PATIENCE = 1.0
 
-# Seconds between two looks of the watcher: an eighth of the shortest deadline, within these bounds.
-cdef double OFTEN = 0.01
-cdef double SELDOM = 1.0
+# Seconds between two rounds of the watchdog: an eighth of the shortest deadline, within these bounds.
+cdef double SHORTEST_PAUSE = 0.01
+cdef double LONGEST_PAUSE = 1.0
 _log = logging.getLogger("ncclpy.core")
-cdef list _watched = []  # of weak references; only the watcher removes them
-cdef bint _watching = False  # tested and set without releasing the GIL: there must never be two watchers
+cdef list _watched = []  # of weak references; only the watchdog removes them
+cdef bint _watching = False  # tested and set without releasing the GIL: there must never be two watchdogs
 _wake = threading.Event()
 
 
@@ -530,15 +534,15 @@ cdef int watch(Handle handle) except -1:
     if not _watching:
         _watching = True
         try:
-            (<Call>_Watcher()).start("ncclpy-watcher")
+            (<Call>_Watchdog()).start("ncclpy-watcher")
         except BaseException:  # no more threads: a later communicator tries again
             _watching = False
             raise
     return 0
 
 
-cdef class _Watcher(Call):
-    """The watcher's thread, which runs until nothing is left to watch."""
+cdef class _Watchdog(Call):
+    """The watchdog thread, which runs until nothing is left to watch."""
 
     def __cinit__(self):
         self.serves = True
@@ -546,32 +550,32 @@ cdef class _Watcher(Call):
     cdef int make(self) except -1:
         global _watching
         try:
-            _look_on()
-        except BaseException as error:  # a defect of ncclpy; the next communicator starts another watcher
+            _run_rounds()
+        except BaseException as error:  # a defect of ncclpy; the next communicator starts another watchdog
             _watching = False
             _log.error("deadlines are not watched until another communicator is made", exc_info=error)
         return 0
 
 
-cdef int _look_on() except -1:
+cdef int _run_rounds() except -1:
     global _watching
     cdef double pause
     while True:
         _wake.clear()  # before the round: a wake-up during it must cause another round at once
-        pause = min(_round(), SELDOM, _rest_of_patience())
+        pause = min(_check_all(), LONGEST_PAUSE, _rest_of_patience())
         if not _watched:
             _wake.wait(10.0)
             if not _watched:
                 _watching = False
                 return 0
             continue
-        _wake.wait(max(OFTEN, pause))
+        _wake.wait(max(SHORTEST_PAUSE, pause))
 
 
-cdef double _round() except? -1:
+cdef double _check_all() except? -1:
     """Check every communicator once; return the seconds until the next round."""
     cdef Handle handle
-    cdef double shortest_limit = SELDOM * 8
+    cdef double shortest_limit = LONGEST_PAUSE * 8
     cdef bint asked_to_stop = _is_interrupted()
     for reference in list(_watched):
         handle = reference()
@@ -581,14 +585,14 @@ cdef double _round() except? -1:
         shortest_limit = min(shortest_limit, handle.limit, handle.in_flight.shortest_limit)
         if handle.state in (READY, FINALIZED):  # operations from before a close keep their deadlines
             try:
-                _look_at(handle, asked_to_stop)
+                _check_communicator(handle, asked_to_stop)
             except Exception as error:  # the others are still watched
                 _watched.remove(reference)
                 _log.error("%r is no longer watched", handle, exc_info=error)
     return shortest_limit / 8
 
 
-cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
+cdef int _check_communicator(Handle handle, bint asked_to_stop) except -1:
     cdef double moment = now(), in_call_since = handle.in_flight.call_since
     cdef Mark late
     cdef bint overdue = False
@@ -614,7 +618,7 @@ cdef int _end(Handle handle, str what, double waited, const Operation* operation
     if operation != NULL and tracer is not None:
         tracer.explain(tracer.find(handle, operation), error)
     handle.abort_state.error = error
-    note_failure([handle], handle.abort_state.error)  # before the abort, which ends on the device what is stuck now
+    note_failure([handle], handle.abort_state.error)  # before the abort: it ends the stuck operation, which is noted
     begin_abort(tied(handle), f"{what} passed its deadline")
     return 0
 
@@ -628,12 +632,12 @@ cdef bint _is_interrupted() except -1:
 
 
 cdef double _rest_of_patience() noexcept:
-    """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT; SELDOM if it has passed."""
+    """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT; LONGEST_PAUSE if it has passed."""
     cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
-    return rest + OFTEN if rest > 0 else SELDOM
+    return rest + SHORTEST_PAUSE if rest > 0 else LONGEST_PAUSE
 
 
-cdef int look_sooner() except -1:
+cdef int check_sooner() except -1:
     _wake.set()
     return 0
 

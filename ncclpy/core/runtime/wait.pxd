@@ -36,7 +36,7 @@ cdef struct Waiting:
     PyObject* error  # an owned reference: why the wait must end early
     PyObject* aborting  # an owned reference: the list of the aborting threads
     CUstream stream  # NULL until the wait for it begins
-    bint whole  # the stream had run dry before another rank's abort began
+    bint had_run_dry  # the stream had run dry before another rank's abort began
     Waiting* following  # the next older wait of the same communicator
     CUresult result  # the driver's result for the stream
     ncclResult_t state  # NCCL's state of the communicator after that

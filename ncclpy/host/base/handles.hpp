@@ -53,7 +53,7 @@ class HandleTable {
     return found;
   }
 
-  // As find, and invalidates the handle.
+  // Finds the object and invalidates the handle. Returns nullptr if there is no such object.
   std::shared_ptr<Object> remove(std::uint64_t handle) {
     Slot* slot = slot_of(handle);
     if (slot == nullptr) return nullptr;

@@ -28,7 +28,7 @@ struct FutexEvent {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     notify_after_fence();
   }
-  // As notify(), for a caller that has executed a seq_cst fence after the change.
+  // Like notify(), for a caller that has executed a seq_cst fence after the change.
   void notify_after_fence() {
     if (waiters.load(std::memory_order_relaxed) == 0) return;
     generation.fetch_add(1, std::memory_order_seq_cst);

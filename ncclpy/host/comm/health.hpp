@@ -32,7 +32,7 @@ class Health {
     if (has_disagreement()) adopt_disagreement();
     return busy_.load(std::memory_order_acquire) ? ncclInProgress : async_.load(std::memory_order_acquire);
   }
-  // As async(), counted as a poll of pretend_busy.
+  // Like async(); the call counts as a poll of pretend_busy.
   ncclResult_t poll();
   // Injected fault: reports ncclInProgress for `polls` polls or, if that is 0, for `seconds`.
   void pretend_busy(uint64_t polls, double seconds);

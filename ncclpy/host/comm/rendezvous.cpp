@@ -76,11 +76,11 @@ WaitResult Rendezvous::meet(Comm& comm, Agree agree) {
 }
 
 // A rank that does not agree with the root waits for all ranks, and learns of the mismatch then.
-WaitResult Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
+WaitResult Rendezvous::meet_root(int root, Comm& comm, HasSameRecord has_same_record, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
   bool root_agrees = false;
   const WaitResult result = await_described(comm, agree, [&] {
-    if (number_of(root, described_) == described_) root_agrees = same(comm, described_, root);
+    if (number_of(root, described_) == described_) root_agrees = has_same_record(comm, described_, root);
     return root_agrees;
   });
   if (result != WaitResult::ok) return result;

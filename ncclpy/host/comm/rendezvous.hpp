@@ -28,8 +28,8 @@ enum class WaitResult {
 
 // Whether the ranks agree on a collective that all have described. A mismatch becomes the communicator's async error.
 using Agree = bool (*)(Comm& comm, uint64_t number);
-// Whether another rank's record of a collective, which is still in its place, equals this rank's.
-using SameAs = bool (*)(Comm& comm, uint64_t number, int rank);
+// Whether another rank's record of a collective equals this rank's; the record must not have been overwritten.
+using HasSameRecord = bool (*)(Comm& comm, uint64_t number, int rank);
 
 class Rendezvous {
  public:
@@ -50,9 +50,9 @@ class Rendezvous {
   // After the record is written: tells the other ranks, and waits for theirs. The result is `ended` also if the ranks
   // do not agree. After `suspended` the next call resumes the wait, since other ranks may have read the record.
   WaitResult meet(Comm& comm, Agree agree);
-  // As meet(), but waits only until the root has described the same collective.
-  WaitResult meet_root(int root, Comm& comm, SameAs same, Agree agree);
-  // As meet(), for ranks that access each other's memory afterwards. The last rank to arrive opens the barrier, so
+  // Like meet(), but waits only until the root has described the same collective.
+  WaitResult meet_root(int root, Comm& comm, HasSameRecord has_same_record, Agree agree);
+  // Like meet(), for ranks that access each other's memory afterwards. The last rank to arrive opens the barrier, so
   // either all ranks go through, even if one of them is ended, or none does.
   WaitResult meet_at_barrier(Comm& comm, Agree agree);
   bool is_waiting() const { return waiting_; }
@@ -68,7 +68,7 @@ class Rendezvous {
   WaitResult data_barrier();
   // Waits for the end of the communicator where this rank cannot do its part of a collective and so must not arrive.
   WaitResult await_end();
-  // As data_barrier(), where all other ranks are known to arrive without waiting for anything else.
+  // Like data_barrier(), where all other ranks are known to arrive without waiting for anything else.
   void data_barrier_uninterruptible();
   // An all-gather of `bytes` of every rank, in rank order; at most exchange_bytes. Blocks. Returns false if the
   // communicator ended first, or if the ranks have not agreed on a collective: a rank that has found that does not

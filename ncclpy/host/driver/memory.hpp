@@ -16,7 +16,7 @@ struct Allocation {
 
 // Device memory, aligned to 512 bytes, with undefined contents; nullptr if the machine does not have that much.
 void* allocate(std::size_t bytes, int device);
-// As allocate, with memory that other processes can map. If the process has no free descriptor, it is as allocate.
+// Like allocate, with memory that other processes can map, unless the process has no free descriptor.
 void* allocate_shared(std::size_t bytes, int device);
 // Host memory of cuMemHostAlloc.
 void* allocate_pinned(std::size_t bytes, int device);

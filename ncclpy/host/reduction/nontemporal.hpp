@@ -26,8 +26,8 @@ static inline void store_line_nontemporal(void* to, const void* from) {
 #endif
 }
 
-// As memcpy. A nontemporal_fence() must follow before another thread is told of the data. Internal linkage and no
-// calls of external functions, since the includers are compiled for several instruction sets.
+// Copies like memcpy. A nontemporal_fence() must follow before another thread is told of the data. Internal linkage
+// and no calls of external functions, since the includers are compiled for several instruction sets.
 static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   char* target = static_cast<char*>(to);

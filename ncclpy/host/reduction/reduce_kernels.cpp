@@ -113,8 +113,8 @@ template <class Op, class First, class Second, class Out>
   }
 }
 
-// As combine, with non-temporal stores to an output aligned to its element size. For two inputs, for which blocks take
-// longer.
+// Like combine, with non-temporal stores to an output aligned to its element size. Used for two inputs, for which
+// blocks take longer.
 template <class Op, class T>
 [[gnu::noinline]] void combine_nontemporal(const T* first, const T* second, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);

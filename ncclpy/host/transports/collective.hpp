@@ -59,8 +59,8 @@ ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
 // Whether a mismatch is known, or is found now, on a collective from which this rank continued without waiting: other
 // ranks then do not reach later operations. For stream tasks only.
 bool finds_disagreement(Comm& comm);
-// Waits until the other ranks have read what this rank has left for them in the segment. Ended if the ranks do not
-// agree.
+// Waits until the other ranks have read what this rank has left for them in the segment. The result is
+// `ended` if the ranks do not agree.
 WaitResult await_all_passed(Comm& comm);
 
 // Inline collectives: each rank leaves its contribution in the segment beside its record, so a second rendezvous is

@@ -34,7 +34,7 @@ _PATIENCE = 2.0
 # is made for that, and a set changes in one step.
 _dropped: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
 _threads: set[object] = set()
-_inherited: list[Any] = []  # of the parent, in a forked child, which can close none
+_inherited: list[Any] = []  # in a forked child, what the parent had: the child can close none of it
 
 
 def close_when_dropped(owner: object, comm: Communicator) -> weakref.finalize[[Communicator, int], Any]:

@@ -50,7 +50,7 @@ __all__ = [
 _log = logging.getLogger("ncclpy")
 
 #: Seconds for an abort, as in vLLM; after them the call returns, and the abort may go on.
-_ABORT = 5.0
+_ABORT_TIMEOUT = 5.0
 _MEETING = "ncclpy/pynccl"
 
 
@@ -203,7 +203,7 @@ class PyNcclCommunicator:
         if self.available:
             self.available, self.disabled = False, True
             self._windows.clear()
-            self.comm.abort(timeout=_ABORT)
+            self.comm.abort(timeout=_ABORT_TIMEOUT)
 
     def _mine(self, tensor: Any, argument: str) -> Any:
         if tensor.device != self.device:

@@ -44,7 +44,7 @@ _OPERATORS = {"PRODUCT": "PROD"}
 
 
 def as_operator(op: Any) -> int:
-    """Return the `ncclRedOp_t` of one of torch's operators, or of another name of one; None is a sum."""
+    """Return the `ncclRedOp_t` of an operator of torch or of its name; None is a sum."""
     if op is None:
         return ReduceOp.SUM
     # Torch's operators are an enum of C++ and a class around it, and both have their name.

@@ -48,8 +48,8 @@ def adapt(obj: object) -> Store | None:
 class RedisStore(Store):
     """Keep keys in a redis server, through connections of its own that are made like the client's.
 
-    Keys and values are redis's own strings, which other programs see. A wait for a key ends when a client of this kind
-    sets it; for keys set by other clients it looks ten times a second.
+    Keys and values are stored unchanged as strings of Redis, so that other programs can read them. A wait for a key
+    ends when a `RedisStore` sets it; for keys that other clients set, it reads ten times a second.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class RedisStore(Store):
         return [name.decode("utf-8", "surrogatepass") for name in found]
 
     def _close(self) -> None:
-        """Close the connections; waiting threads see it at their next look, or by an error."""
+        """Close the connections; waiting threads see it at their next read, or by an error."""
         self._pool.disconnect()
 
 

@@ -18,8 +18,8 @@ from ncclpy.types import as_integer
 
 __all__ = ["all_tell", "devices_of", "duplicate", "exchange"]
 
-#: Seconds between two looks whether all ranks are there.
-_SLICE = 1e-3
+#: Seconds between two checks whether all ranks have arrived.
+_POLL_INTERVAL = 1e-3
 
 #: Communicators that were still being made when ranks did not come in time: MPI goes on making them.
 left: list[Any] = []
@@ -128,7 +128,7 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
                 raise NcclTimeout(
                     f"{what}: not all {comm.size} ranks of the communicator came within {seconds(patience)}"
                 )
-            time.sleep(_SLICE)
+            time.sleep(_POLL_INTERVAL)
     except BaseException:  # also for Ctrl-C
         left.append((own, request))
         raise

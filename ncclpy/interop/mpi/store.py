@@ -14,7 +14,7 @@ from ncclpy.bootstrap.tcp import TCPStore
 # What is broadcast has a fixed size, so that ranks need not unpickle it: address, port, token.
 _SIZE = 256
 #: Seconds for the system's resolver to give the address of this machine.
-_LOOKS_UP = 5.0
+_RESOLVE_TIMEOUT = 5.0
 
 
 def adapt(obj: object) -> Store | None:
@@ -60,7 +60,7 @@ def _address() -> str:
                 continue
             return str(way.getsockname()[0])
     name = socket.gethostname()
-    known = look_up(name, 0, time.monotonic() + _LOOKS_UP)
+    known = look_up(name, 0, time.monotonic() + _RESOLVE_TIMEOUT)
     if not isinstance(known, list):
         why = "the system's resolver does not answer" if known is None else str(known.strerror)
         raise OSError(f"this machine has no address that others reach: no route leads out, and {name!r}: {why}")

@@ -31,13 +31,13 @@ __all__ = ["MpiCall", "MpiThread", "is_running"]
 _FRAMES, _AGREEMENTS = 1, 2
 #: The most bytes of a frame in one message.
 _PIECE = 64 << 10
-#: Seconds between two looks at MPI, which has nothing to sleep on: a hundredth of the time since something moved last,
-#: so that a wait ends late by as much. The longest determines the cost of an idle rank: a look takes up to 150 us if
-#: all that it needs has left the caches, so this is 0.06% of a core.
-_LATE, _SHORTEST, _LONGEST = 0.01, 50e-6, 0.25
+#: Seconds between two polls of MPI, which has nothing to sleep on: this fraction of the time since something moved
+#: last, so that a wait ends late by as much, within these bounds. The upper one determines the cost of an idle rank: a
+#: poll takes up to 150 us if all that it needs has left the caches, so that is 0.06% of a core.
+_PAUSE_FRACTION, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 50e-6, 0.25
 #: Seconds without sleep after something has moved: usually an answer is on its way by then, and data move only while
 #: MPI is called. Otherwise an operation takes a third longer, from the last rank's call to its end.
-_EAGER = 200e-6
+_SPIN = 200e-6
 #: Seconds for the end messages of the neighbours, and at exit for messages to arrive.
 _FAREWELL, _AT_EXIT = 10.0, 2.0
 
@@ -199,7 +199,7 @@ class MpiThread:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Fail what will not be done any more."""
+        """Fail the tasks that the thread will not run any more."""
         error = NcclAborted("the thread that calls MPI has ended")
         error.__cause__ = self.error
         lanes, self._active = self._active, []
@@ -233,12 +233,12 @@ class MpiThread:
                 break
             watched = [self._wake, *(line.end.fileno() for line in self._lines.values() if not line.said)]
             waited = moment - last
-            if moved or waited < _EAGER:
+            if moved or waited < _SPIN:
                 ready = await_readable(watched, 0.0)
                 if not moved and not ready:
                     os.sched_yield()
             else:
-                ready = await_readable(watched, min(_LONGEST, max(_SHORTEST, waited * _LATE)))
+                ready = await_readable(watched, min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited * _PAUSE_FRACTION)))
         if self._orderly and not self._sends and not self._active and all(line.heard for line in self._lines.values()):
             for comm in reversed(self._comms):
                 comm.Free()

@@ -1,4 +1,4 @@
-// Heartbeats through a store of torch's, from a thread that needs no GIL: by them other machines know that this
+// Heartbeats through a store of torch, from a thread that needs no GIL: by them other machines know that this
 // process is there, even while a call of the program keeps the GIL.
 #pragma once
 

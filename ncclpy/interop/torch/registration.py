@@ -70,7 +70,7 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
 
 
 def _deadline(theirs: datetime.timedelta) -> float:
-    """Return the seconds that an operation may take, by the timeout of a group of torch's."""
+    """Return the seconds that an operation may take, by the timeout of a torch group."""
     from torch.distributed import constants
 
     return _DEADLINE if theirs == constants.default_pg_timeout else float(theirs.total_seconds())

@@ -1,9 +1,9 @@
-"""The end of the process that serves a TCPStore of torch's, as the processes of the other ranks see it.
+"""The end of the process that serves a TCPStore of torch, as the processes of the other ranks see it.
 
 Torch's client prints a warning with a C++ backtrace for each call that finds the server gone, and a group's threads
-call it as long as the group is there. So a process looks, before each call, at an idle connection to the server, which
-ends when the server does. And the process that serves the store announces its end: it waits until the other processes
-have confirmed that no call of theirs is on its way, and that they begin none.
+call it as long as the group exists. So before each call a process checks an idle connection to the server, which ends
+when the server does. And the process that serves the store announces its end: it waits until the other processes
+have confirmed that they have no call in progress and begin none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ncclpy.peers.reports import MACHINE, has_begun_to_end, process, process_sta
 __all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
 
 #: Seconds for the other processes to confirm.
-_CONFIRM = 5.0
-#: Seconds between two looks of a process whether it has to confirm; and how many looks of all processes the server
+_CONFIRM_TIMEOUT = 5.0
+#: Seconds between two checks of a process whether it has to confirm; and how many checks of all processes the server
 #: answers in a second.
-_LOOKS = 0.1
-_LOOKS_A_SECOND = 500
+_POLL_INTERVAL = 0.1
+_POLLS_PER_SECOND = 500
 #: Seconds to connect.
-_CONNECT = 5.0
+_CONNECT_TIMEOUT = 5.0
 
 # Keys, below the world's: each rank's process, and that it makes no more calls; which process serves, and its end.
 _PROCESS, _LEFT, _SERVER, _ENDS = "process/", "left/", "server", "ends"
@@ -46,7 +46,7 @@ class IdleConnection:
         self.host, self.port = host, port
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError, ValueError):  # without a connection nothing is known of the server
-            self._socket = socket.create_connection((host, port), _CONNECT)
+            self._socket = socket.create_connection((host, port), _CONNECT_TIMEOUT)
             self._socket.setblocking(False)
 
     def has_ended(self) -> bool:
@@ -75,7 +75,7 @@ _connections: dict[tuple[str, int], IdleConnection] = {}
 
 
 def _tcp_store(theirs: Any) -> Any:
-    """Return the TCPStore below a store of torch's, None if it is of another kind."""
+    """Return the TCPStore below a store of torch, None if it is a store of another kind."""
     while hasattr(theirs, "underlying_store"):
         theirs = theirs.underlying_store
     return theirs if hasattr(theirs, "host") and hasattr(theirs, "port") else None
@@ -103,7 +103,7 @@ def connection_to(theirs: Any) -> IdleConnection | None:
 
 
 def _serves(theirs: Any) -> bool:
-    """Return whether the server is in this process: since 2.7 torch tells that in the store's text form."""
+    """Return whether the server is in this process: since 2.7 the text form of torch's store has it."""
     return "server=TCPServer" in repr(_tcp_store(theirs))
 
 
@@ -138,7 +138,7 @@ class StoreShutdown:
         if self._serves:
             self._store.set(_SERVER, str(rank).encode())
         else:
-            threading.Thread(target=self._listen, name="ncclpy-torch-shutdown", daemon=True).start()
+            threading.Thread(target=self._watch_server, name="ncclpy-torch-shutdown", daemon=True).start()
         atexit.register(self.end)
         _current = self
 
@@ -160,7 +160,7 @@ class StoreShutdown:
             self._inside -= 1
 
     def end(self) -> None:
-        """Make no more calls, and tell so; in the process that serves, wait until the others make none either."""
+        """Make no more calls and announce it; in the process that serves, wait until the others make none either."""
         if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
             return
         wait_for_ends()
@@ -169,7 +169,7 @@ class StoreShutdown:
                 return
             self._has_ended = True
         atexit.unregister(self.end)
-        deadline = time.monotonic() + _CONFIRM
+        deadline = time.monotonic() + _CONFIRM_TIMEOUT
         _until(lambda: self._inside == 0, deadline)
         for beat in list(self.beats):
             beat.close()
@@ -195,7 +195,7 @@ class StoreShutdown:
             self._is_recovering = False
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank makes no calls: it says so, has ended or is stopped here, or is not there yet."""
+        """Return whether a rank makes no calls: it announced so, has ended or is stopped here, or has not joined."""
         if self._store.check([f"{_LEFT}{rank}"]):
             return True
         there = self._process_of(rank)
@@ -206,8 +206,8 @@ class StoreShutdown:
         told = self._store.compare_set(f"{_PROCESS}{rank}", None, None)[1]
         return None if told is None else told.decode().split("\n")
 
-    def _listen(self) -> None:
-        """Look whether the server is about to end, and confirm it."""
+    def _watch_server(self) -> None:
+        """Wait until the server is about to end, and confirm it."""
         is_known = False
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
             while not self._has_ended and not (self._server and has_begun_to_end(*self._server)):
@@ -220,7 +220,7 @@ class StoreShutdown:
                 if not self._is_recovering and self._store.check([_ENDS]):
                     self.end()
                     return
-                time.sleep(max(_LOOKS, self._size / _LOOKS_A_SECOND))
+                time.sleep(max(_POLL_INTERVAL, self._size / _POLLS_PER_SECOND))
 
 
 _current: StoreShutdown | None = None
@@ -237,7 +237,7 @@ def _until(is_so: Callable[[], bool], deadline: float) -> None:
 
 
 def _forked() -> None:
-    """Begin anew in a child: the connections are the parent's."""
+    """Forget the connections in a forked child: they are the parent's."""
     global _lock, _current
     _lock, _current = threading.Lock(), None
     _connections.clear()

@@ -219,7 +219,7 @@ class Staging:
 
 
 def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
-    """Return the operator for one of torch's, and what inputs have to be multiplied by first, or None.
+    """Return the operator for an operator of torch, and what inputs have to be multiplied by first, or None.
 
     Parameters
     ----------

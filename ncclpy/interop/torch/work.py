@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CoalescedWork", "PartWork", "TorchWork", "backend_error"]
 
-#: Seconds between two looks whether another thread's block is over.
-_LOOKS = 1e-3
+#: Seconds between two checks whether another thread's block has ended.
+_POLL_INTERVAL = 1e-3
 
 
 def backend_error(error: BaseException) -> BaseException:
@@ -326,7 +326,7 @@ class PartWork(TorchWork):
                 return
             if time.monotonic() >= end:
                 raise backend_error(NcclTimeout(f"its coalescing block is still open after {seconds:.3g} s"))
-            time.sleep(_LOOKS)
+            time.sleep(_POLL_INTERVAL)
         whole = self._whole()
         if whole is not None:
             whole.wait(seconds)

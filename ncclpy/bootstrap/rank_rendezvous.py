@@ -27,7 +27,7 @@ __all__ = ["RankRendezvous", "listed", "refuse", "set_while_alive"]
 _SLICE = 0.3
 _SLICE_OF_A_RANK = 0.5e-3
 #: How many missing ranks are checked for being lost after each slice, in turn: each check takes several requests.
-_LOOKS = 8
+_CHECKS_PER_SLICE = 8
 
 _MET, _FAILED = b"+", b"-"
 #: Why a rendezvous has failed, if it is not because a rank was late or has left.
@@ -104,8 +104,8 @@ class _Lookout:
     def look(self, missing: Sequence[int]) -> None:
         """Check some of the missing ranks; raise `_Lost` for those found lost often enough in a row."""
         begin = self._turn % len(missing)
-        some = {*missing[begin : begin + _LOOKS], *(rank for rank in missing if rank in self._suspects)}
-        self._turn = begin + _LOOKS
+        some = {*missing[begin : begin + _CHECKS_PER_SLICE], *(rank for rank in missing if rank in self._suspects)}
+        self._turn = begin + _CHECKS_PER_SLICE
         try:
             found = {rank: told for rank in sorted(some) if (told := self._is_lost(rank)) is not None}
         except NcclTimeout:  # the store was late, not the rendezvous
@@ -218,8 +218,8 @@ class RankRendezvous:
             self._put(self._here(place, each), brought)
         try:
             if members[0] in self._own:
-                come = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
-                met = _MET + combine(come) if come else None
+                contributions = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
+                met = _MET + combine(contributions) if contributions else None
                 outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
             else:
                 outcome = self._await([self._outcome(place)], deadline, len(keys), wanted, first=members[0])[0]
@@ -230,7 +230,7 @@ class RankRendezvous:
         except NcclTimeout:
             outcome = self._leave(place, *self._absent(place, members, what, timeout))
         except _Lost as lost:
-            outcome = self._leave(place, self._forsaken(lost.why, what), sorted(lost.why), kind=_GONE)
+            outcome = self._leave(place, self._lost_text(lost.why, what), sorted(lost.why), kind=_GONE)
         except NcclAborted:
             self._leave(place, left, None)
             raise
@@ -244,10 +244,10 @@ class RankRendezvous:
     def combined(self, place: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
         """Return a `combine` that decodes each rank's contribution with `read` and makes one JSON list of them."""
 
-        def combine(come: list[bytes]) -> bytes:
-            for rank, each in enumerate(come):
+        def combine(contributions: list[bytes]) -> bytes:
+            for rank, each in enumerate(contributions):
                 decode(read, each, self.store, self._here(place, rank), rank)
-            return b"[" + b",".join(come) + b"]"
+            return b"[" + b",".join(contributions) + b"]"
 
         return combine
 
@@ -262,11 +262,11 @@ class RankRendezvous:
 
         return decode(parts, met, self.store, self._outcome(place), 0)
 
-    def there(self, place: str) -> set[int]:
+    def arrived(self, place: str) -> set[int]:
         """Return the ranks that have arrived at a rendezvous."""
         return ranks_of(self.store.keys(f"{place}/here/"))
 
-    def has_come(self, place: str, rank: int) -> bool:
+    def has_arrived(self, place: str, rank: int) -> bool:
         """Return whether a rank has arrived at a rendezvous."""
         return self.store.check([self._here(place, rank)])
 
@@ -363,11 +363,11 @@ class RankRendezvous:
 
     def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
         """Return a text about the ranks that have not arrived, and these ranks."""
-        there = self.there(place) | set(self._own)
-        missing = [member for member in members if member not in there]
+        arrived = self.arrived(place) | set(self._own)
+        missing = [member for member in members if member not in arrived]
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
-        text = f"{self._who(missing)} did not come {what} within {seconds(timeout)}"
+        text = f"{self._named(missing)} did not come {what} within {seconds(timeout)}"
         gone = [member for member in missing if self.is_gone(member)]
         if len(gone) == 1:
             text += f"; rank {gone[0]}'s process has ended"
@@ -375,13 +375,13 @@ class RankRendezvous:
             text += f"; the processes of {ranks(spans(gone))} have ended"
         return text, missing
 
-    def _who(self, members: Sequence[int]) -> str:
+    def _named(self, members: Sequence[int]) -> str:
         return self.called(members) if self.called else f"{ranks(spans(members))} of {self.size}"
 
-    def _forsaken(self, why: dict[int, str], what: str) -> str:
+    def _lost_text(self, why: dict[int, str], what: str) -> str:
         """Return a text about the ranks that will not come, and why."""
         reasons = {reason: [rank for rank in why if why[rank] == reason] for reason in why.values()}
-        return "; ".join(f"{self._who(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
+        return "; ".join(f"{self._named(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
 
     @property
     def has_leases(self) -> bool:

@@ -343,7 +343,7 @@ class GroupStatus(StatusService):
         """Inquire for this rank alone, after its wait for a communicator has failed; name the missing ranks."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
-            there = self.rendezvous.there(f"communicator/{label}")
+            there = self.rendezvous.arrived(f"communicator/{label}")
             missing = [rank for rank in members if rank not in there and rank != self.rank]
             if missing and there and said is not None:  # with none there, it is complete and cleared away
                 said = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {said}"

@@ -430,8 +430,8 @@ cdef class Membership:
         if is_lost is None:
             return True
         if group.rank > 0:  # rank 0 waits for all, the others for rank 0
-            return rendezvous.has_come(_MEETING, 0) or not is_lost(0)
-        there = rendezvous.there(_MEETING)
+            return rendezvous.has_arrived(_MEETING, 0) or not is_lost(0)
+        there = rendezvous.arrived(_MEETING)
         return not any(is_lost(rank) for rank in range(1, group.size) if rank not in there)
 
 

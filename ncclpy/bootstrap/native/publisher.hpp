@@ -36,7 +36,7 @@ class Publisher {
 
   const std::string& key() const { return key_; }
 
-  // Seconds between two looks at the source.
+  // Seconds between two reads of the source.
   static constexpr double kPace = 1.0;
 
  private:

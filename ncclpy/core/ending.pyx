@@ -163,22 +163,22 @@ cdef class CommCall(Call):
 
 
 # Seconds that a close waits at most until the other ranks are told that this rank has left.
-cdef double LEAVING = 1.0
+cdef double LEAVE_PATIENCE = 1.0
 
 # Seconds that NCCL may take to end a communicator on which nothing runs; it takes half a second on idle machines. A
 # Python variable, so that a test can lower it.
-_ENDING = 3.0
+_END_PATIENCE = 3.0
 
 # From this release on ncclCommFinalize waits in a barrier for all ranks of the machine, after what was issued.
-cdef int MEETS_AT_THE_END = 23100
+cdef int FINALIZE_BARRIER_VERSION = 23100
 
 # Seconds that the end of a communicator may take before ncclpy checks whether it waits for ranks of this process that
 # are still open: with an NCCL that waits for them, and with one that is not known to.
-cdef double KIN_PATIENCE = 0.02
-_STRANGE_PATIENCE = 1.0
+cdef double LOCAL_PEERS_PATIENCE = 0.02
+_UNKNOWN_PATIENCE = 1.0
 
 # Seconds between two such checks.
-cdef double LOOK = 0.01
+cdef double CHECK_INTERVAL = 0.01
 _log = logging.getLogger("ncclpy.core")
 
 
@@ -207,12 +207,12 @@ cdef class Destruction(CommCall):
 
     cdef bint wait(self, double deadline) except -1:
         cdef double started = now()
-        cdef double patience = _STRANGE_PATIENCE
+        cdef double patience = _UNKNOWN_PATIENCE
         cdef DeviceWait idle = None
         cdef bint local_peer_aborted
         if _waits_for_local_peers():
-            patience = KIN_PATIENCE
-        while not Call.wait(self, min(deadline, max(started + patience, now() + LOOK))):
+            patience = LOCAL_PEERS_PATIENCE
+        while not Call.wait(self, min(deadline, max(started + patience, now() + CHECK_INTERVAL))):
             if now() >= deadline:
                 return False
             local_peer_aborted = self.comm.abort_state.peer_aborted and not self.alone and _waits_for_local_peers()
@@ -225,7 +225,7 @@ cdef class Destruction(CommCall):
             if idle.done and idle.failure is None and not self.over:
                 if local_peer_aborted:
                     abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
-                    if Call.wait(self, now() + <double>_ENDING):
+                    if Call.wait(self, now() + <double>_END_PATIENCE):
                         return True
                 self.left = True
                 note_ending(self.comm, self)
@@ -243,7 +243,7 @@ cdef class Destruction(CommCall):
 
 cdef bint _waits_for_local_peers() except -1:
     """Whether NCCL, when it ends a communicator, waits for the communicator's other ranks in this process."""
-    return not abort_preempts and version_code() >= MEETS_AT_THE_END
+    return not abort_preempts and version_code() >= FINALIZE_BARRIER_VERSION
 
 
 cdef bint _are_open(list local_peers) except -1:
@@ -300,7 +300,7 @@ cdef int give_back(Handle handle, object timeout) except -1:
         finally:
             if handle.peer_status is not None and is_over(handle.state):
                 handle.peer_status.leave()
-                handle.peer_status.left(LEAVING)
+                handle.peer_status.left(LEAVE_PATIENCE)
 
 
 cdef int _give_back(Handle handle, double limit) except -1:
@@ -378,14 +378,14 @@ cdef list _end(Handle handle, double limit):
         handle.hook_keeper.close(handle)
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
-    # The deadline is for what was issued; NCCL's own work to end the communicator gets `_ENDING` seconds in addition.
+    # The deadline is for what was issued; NCCL gets `_END_PATIENCE` seconds more to end the communicator.
     if handle.peer_status is not None:  # first: a rank with an operation that this end breaks asks why it broke
         handle.peer_status.leave()
-    call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
+    call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_END_PATIENCE)
     if call.left:
         handle.become(CLOSED)
         return failures
-    call.wait_for_local_peers(now() + <double>_ENDING)
+    call.wait_for_local_peers(now() + <double>_END_PATIENCE)
     handle.unkeep_all()
     if handle.state == ABORTED:
         return failures

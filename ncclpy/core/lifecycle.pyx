@@ -190,7 +190,7 @@ cdef object comm_from_env(object cls, object device, dict options):
         start.fail(error)
         raise
     try:
-        start.stands(made.state == READY)
+        start.end_start(made.state == READY)
         if place.size > 1:
             made.peer_status = start.peer_status_of(comm)
             made.status.noted = made.peer_status is not None

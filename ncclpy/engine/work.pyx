@@ -36,7 +36,7 @@ from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport (
     check_driver, driver, driver_error, event_await, event_help, event_tell, nccl_error, require_driver,
-    who_is_missing,
+    missing_ranks,
 )
 from ncclpy.core.runtime.stream cimport as_stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
@@ -236,7 +236,7 @@ cdef object _trouble(Work work, ncclResult_t result):
         if handle is not None:
             words = handle.last_words()
         return nccl_error(result, b"ncclCommGetAsyncError", words)
-    missing = "" if handle is None else who_is_missing(handle.speaker())
+    missing = "" if handle is None else missing_ranks(handle.speaker())
     missing += ". " if missing else ""
     then = _GOES_ON if launch is not None and launch.is_spared() else _ABORTED
     limit = f" of {seconds(work.given)}" if work.given > 0 else ""

@@ -115,7 +115,7 @@ class Start:
         if failure is not None:
             raise failure
 
-    def stands(self, ready: bool) -> None:
+    def end_start(self, ready: bool) -> None:
         """Stop listening; clear the rendezvous away if the communicator is `ready`: all ranks have reached NCCL."""
         self._hear_no_more()
         if ready and self.place.rank == 0:

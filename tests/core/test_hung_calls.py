@@ -267,7 +267,7 @@ END = ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDes
 
 @pytest.mark.parametrize("call", BIRTH + END)
 def test_creation_and_close_end_although_one_call_hangs(host_engine, monkeypatch, call):
-    monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
+    monkeypatch.setattr(ncclpy.core.ending, "_END_PATIENCE", 0.2)
     mapped = leak_check.settle(leak_check.mappings, lambda seen: False, 0.1)
     comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=1.0)
     with ncclpy.faults(f"call={call} do=hang"), pytest.raises(ncclpy.NcclTimeout):

@@ -21,7 +21,7 @@ WAITS = "rank=0 call=CommFinalize nth=1 do=delay:{}"
 @pytest.fixture
 def look_early(monkeypatch):
     """Check after 0.1 s, not after 1 s, whether an end waits for ranks of this process."""
-    monkeypatch.setattr(ncclpy.core.ending, "_STRANGE_PATIENCE", 0.1)
+    monkeypatch.setattr(ncclpy.core.ending, "_UNKNOWN_PATIENCE", 0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])

@@ -521,7 +521,7 @@ CALLS = {
         late(lambda: comm.wait_ready(0.3))
     """,
     "a close": """
-        ncclpy.core.ending._ENDING = 0.2
+        ncclpy.core.ending._END_PATIENCE = 0.2
         comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), abortable=True)
         with ncclpy.faults("rank=0 call=CommDestroy do=hang; rank=0 call=CommFinalize do=hang"):
             late(lambda: comm.close(timeout=0.3))

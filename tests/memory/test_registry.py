@@ -393,7 +393,7 @@ def test_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
 
 
 def test_close_keeps_its_deadline_with_segments(registry, host_engine, comms2, monkeypatch):
-    monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
+    monkeypatch.setattr(ncclpy.core.ending, "_END_PATIENCE", 0.2)
     (mine, others) = segments_of(comms2)
     with ncclpy.Stream(0) as stream:
         comms2[0].all_reduce(mine, stream=stream)

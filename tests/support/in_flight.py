@@ -192,7 +192,7 @@ canary(other.join)
 """,
     "close gives up at its deadline": """
 C = ncclpy.Communicator.init_all([0, 1], abortable=True)
-ncclpy.core.ending._ENDING = 0.2
+ncclpy.core.ending._END_PATIENCE = 0.2
 stream, array = ncclpy.Stream(0), np.full(2000, 1.0)
 C[0].all_reduce(array, stream=stream)
 try:

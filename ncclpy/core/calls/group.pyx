@@ -44,7 +44,7 @@ cdef extern from *:
     PyObject* ncclpy_current_group
 
 # How many operations of a group an error tells the call sites of.
-cdef int EXPLAINED = 3
+cdef int MAX_EXPLAINED = 3
 
 
 cdef PyObject* open_group() noexcept nogil:
@@ -465,7 +465,7 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
 
 cdef int _explain(CallTracer tracer, list noted, object error) except -1:
     """Add to an error where the first operations of a group were called."""
-    cdef int left = EXPLAINED
+    cdef int left = MAX_EXPLAINED
     for each in noted:
         if each is not None and left > 0:
             tracer.explain(each, error)

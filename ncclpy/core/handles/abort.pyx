@@ -39,9 +39,9 @@ from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.errors import attach, same_class_as
 
 
-# Seconds in which an operation that another rank has just completed ends on this rank as well; and between two looks.
-cdef double _ENDS = 0.01
-cdef double _LOOKS = 0.0005
+# Seconds in which an operation that another rank has just completed ends on this rank as well; and between two polls.
+cdef double _END_PATIENCE = 0.01
+cdef double _POLL_INTERVAL = 0.0005
 
 # Both change under the GIL alone, in one step each.
 cdef dict _known = {}  # a weak reference to each communicator of this process, by its address
@@ -96,9 +96,9 @@ cdef int fence_local_peers(Handle handle) except -1:
 
 
 cdef int _let_waits_end(list handles) except -1:
-    """Note which waits of communicators have their data; give waits that are about to have them `_ENDS` seconds."""
+    """Note which waits of communicators have their data; for up to `_END_PATIENCE` seconds, wait until all have."""
     cdef Handle handle
-    cdef double until = now() + _ENDS
+    cdef double until = now() + _END_PATIENCE
     cdef bint all_have = False
     while not all_have:
         all_have = True
@@ -107,7 +107,7 @@ cdef int _let_waits_end(list handles) except -1:
         if now() >= until:
             break
         if not all_have:
-            time.sleep(_LOOKS)
+            time.sleep(_POLL_INTERVAL)
     return 0
 
 
@@ -173,10 +173,10 @@ cdef double ABORT_PATIENCE = 0.2
 cdef double PREEMPT_PATIENCE = 0.02  # in its place where the abort itself makes the call return
 cdef double CALL_PATIENCE = 5.0
 
-# Seconds between two looks whether an aborted call has meanwhile made a communicator to abort.
-cdef double LOOK_AGAIN = 0.02
+# Seconds between two checks whether an aborted call has meanwhile made a communicator to abort.
+cdef double RECHECK_INTERVAL = 0.02
 
-# Seconds between two looks whether a communicator that is being made has a handle to abort.
+# Seconds between two checks whether a communicator that is being made has a handle to abort.
 cdef double INIT_POLL_INTERVAL = 0.002
 
 # Seconds that a signal handler waits for an abort if the host engine runs the interrupted operation in the same
@@ -658,7 +658,7 @@ cdef class _Ending(Call):
     cdef int make(self) except -1:
         cdef double deadline = now() + ABORT_DEADLINE
         # The abort may have come before the call had begun, and found nothing.
-        while not self.call.wait(min(now() + LOOK_AGAIN, deadline)) and now() < deadline:
+        while not self.call.wait(min(now() + RECHECK_INTERVAL, deadline)) and now() < deadline:
             abort_late(self.children, self.reason, False)
         if self.call.done:
             abort_late(self.children, self.reason)

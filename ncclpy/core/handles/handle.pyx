@@ -32,7 +32,7 @@ from ncclpy.core.handles.state cimport (
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (
-    abort_preempts, check, driver, guarded_was_in_progress, nccl, require, who_is_missing,
+    abort_preempts, check, driver, guarded_was_in_progress, nccl, require, missing_ranks,
 )
 from ncclpy.core.runtime.stream cimport Stream, event_behind, hold
 from ncclpy.core.runtime.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
@@ -517,7 +517,7 @@ cdef class Handle:
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; call it before the abort: it asks for missing ranks."""
         if self.state == INITIALISING and self.init_state.stage == INIT_IN_PARENT:
-            missing = who_is_missing(self.speaker())
+            missing = missing_ranks(self.speaker())
             missing += ". " if missing else ""
             return NcclTimeout(
                 f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
@@ -534,7 +534,7 @@ cdef class Handle:
             )
         else:
             advice = _ADVICE
-        missing = who_is_missing(self.speaker())
+        missing = missing_ranks(self.speaker())
         advice = f"{missing}. {advice}" if missing else advice
         return NcclTimeout(
             f"{what} of {described} was not done after {seconds(waited)}; the communicator was aborted. {advice}",

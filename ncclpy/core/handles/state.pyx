@@ -355,7 +355,7 @@ cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, siz
 
 
 # Seconds that NCCL may take to close a communicator's connections.
-cdef double CLOSING = 10.0
+cdef double CLOSE_PATIENCE = 10.0
 
 
 cdef class AbortState:
@@ -481,7 +481,7 @@ cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint guard
         result = nccl.ncclCommFinalize(comm)
     elif left > 0 and not guard_aborted and nccl.ncclCommRevoke != NULL:
         result = nccl.ncclCommRevoke(comm, 0)
-    while result == ncclInProgress and now() < started + CLOSING:
+    while result == ncclInProgress and now() < started + CLOSE_PATIENCE:
         pause(now() - started)
         result = state if nccl.ncclCommGetAsyncError(comm, &state) == ncclSuccess else ncclSuccess
     for i in range(left if result != ncclInProgress else 0):  # else NCCL still works on the communicator

@@ -2,7 +2,7 @@ from ncclpy.abi.driver cimport CUDA_SUCCESS, CUevent, CUresult, CUstream, ncclpy
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclWindow_t, ncclpy_nccl_table
 
 
-cdef str who_is_missing(ncclComm_t comm)
+cdef str missing_ranks(ncclComm_t comm)
 
 # Warn of NCCL variables in the process's environment that override the configuration which a guard needs.
 cdef int look_up_overrides() except -1
@@ -37,7 +37,7 @@ cdef EventTell event_tell
 cdef EventHelp event_await
 
 # Only of the host engine, else NULL: writes which ranks have not joined the call for which a communicator waits.
-cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
+cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
 
 # Only of the host engine. `host_hold_window` keeps the memory that `ncclGetPeerDevicePointer` returns for a rank
 # mapped, even after the window is deregistered; it returns NULL if there is no such window. `host_let_window_go`

@@ -26,7 +26,7 @@ from ncclpy.core.runtime import search
 from ncclpy.errors import LibraryNotFound, NcclError, NcclRemoteError, NcclTimeout, NcclUnsupported
 
 
-cdef str who_is_missing(ncclComm_t comm):
+cdef str missing_ranks(ncclComm_t comm):
     """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
 
     The text is empty on NCCL, and if the communicator waits for no rank. For a child that is still being made, pass
@@ -35,10 +35,10 @@ cdef str who_is_missing(ncclComm_t comm):
     """
     cdef char text[4096]
     text[0] = 0
-    if host_who_is_missing == NULL or comm == NULL:
+    if host_missing_ranks == NULL or comm == NULL:
         return ""
     with nogil:
-        host_who_is_missing(comm, text, sizeof(text))
+        host_missing_ranks(comm, text, sizeof(text))
     return text.decode(errors="replace")
 
 
@@ -148,7 +148,7 @@ cdef extern from *:
     int ncclpy_forked
     void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*, void*)
 
-ncclpy_watch_fork(&nccl, &driver, &host_who_is_missing)
+ncclpy_watch_fork(&nccl, &driver, &host_missing_ranks)
 
 # The host engine marks itself with this symbol, a C string.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
@@ -340,7 +340,7 @@ def _ensure_loaded():
 
 
 def _tell_of_faults():
-    """Warn, once a process, of faults that the environment sets: left set by mistake, they give wrong results."""
+    """Warn, once per process, of faults that the environment sets: left set by mistake, they give wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(
@@ -382,7 +382,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     If none is, raise LibraryNotFound with a message that begins with `failed`.
     """
     global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
-    global host_who_is_missing, host_hold_window, host_let_window_go
+    global host_missing_ranks, host_hold_window, host_let_window_go
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -415,7 +415,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
         event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
         event_await = <EventHelp>dlsym(handle, b"ncclpyHostEventAwait")
-        host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
+        host_missing_ranks = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )
         host_hold_window = <void* (*)(ncclWindow_t, int) noexcept nogil>dlsym(handle, b"ncclpyHostHoldWindow")

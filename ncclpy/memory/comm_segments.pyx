@@ -61,9 +61,9 @@ log = logging.getLogger("ncclpy")
 
 # Seconds between two rounds of the reaper: at first, while something is about to leave; and while all that leaves
 # waits for something else, such as the end of a communicator.
-cdef double _BRISK = 0.001
-cdef double _SLOW = 0.05
-cdef double _IDLE = 0.5
+cdef double _SHORTEST_PAUSE = 0.001
+cdef double _LEAVING_PAUSE = 0.05
+cdef double _WAITING_PAUSE = 0.5
 
 segments = NULL  # made at the first use; never freed
 cdef bint _is_open = False
@@ -432,7 +432,7 @@ def _reap():
             sem_wait(&_bell)
             while sem_trywait(&_bell) == 0:
                 pass
-        rest = _BRISK
+        rest = _SHORTEST_PAUSE
         while not _stopped and nccl.ncclMemFree != NULL and (
             segments.has_leaving() or _ending or _parting or _endings_noted != _endings
         ):
@@ -440,13 +440,13 @@ def _reap():
                 visit_all(0.0)
             except BaseException:
                 log.exception("the registry of segments could not take a segment away; it tries again")
-                rest = _IDLE
+                rest = _WAITING_PAUSE
             with nogil:
                 usleep(<unsigned int>(1e6 * rest))
                 if sem_trywait(&_bell) == 0:
-                    rest = _BRISK
+                    rest = _SHORTEST_PAUSE
                 else:
-                    rest = min(2 * rest, _SLOW if rest < _SLOW else _IDLE)
+                    rest = min(2 * rest, _LEAVING_PAUSE if rest < _LEAVING_PAUSE else _WAITING_PAUSE)
 
 
 cdef void wake_reaper() noexcept nogil:

@@ -289,7 +289,7 @@ cdef extern from *:
 
 # How long an abort begun here may take, and within that how long it waits for a call that holds a communicator's lock:
 # a call that may be stuck, and a call that the guard's abort, or NCCL itself, makes return.
-cdef double _ABORT = 10.0
+cdef double _ABORT_LIMIT = 10.0
 cdef double _PATIENCE = 5.0
 cdef double _PREEMPT_PATIENCE = 0.02
 
@@ -335,7 +335,7 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
                 result = STILL_USED
                 break
             result = ENDED
-            deadline = now() + _ABORT
+            deadline = now() + _ABORT_LIMIT
         if result == ENDED and not begun:
             begun = _end(number, base)  # retried if threads could not be started
         pause(now() - started)

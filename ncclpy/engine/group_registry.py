@@ -21,11 +21,11 @@ from ncclpy.engine.recorder import add_group_source, text_of
 __all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_group"]
 
 #: How many failed groups are kept.
-_FAILED = 50
+_MAX_FAILED = 50
 
 # Weak: an entry goes with its group, also with a group that was never complete.
 _there: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
-_failed: deque[KnownGroup] = deque(maxlen=_FAILED)
+_failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 
 
 class GroupInfo:

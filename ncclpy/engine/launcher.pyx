@@ -68,7 +68,7 @@ cdef extern from "sched.h" nogil:
 # an idle core can take 200 us.
 cdef double _SPIN = 50e-6
 cdef double _LONG_SPIN = 500e-6
-cdef int _MANY = 4  # cores for each lane
+cdef int _CORES_PER_LANE = 4  # cores for each lane
 cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; never freed
 
 
@@ -85,7 +85,7 @@ cdef int lane_of(int device) except -1:
         cores = len(os.sched_getaffinity(0))
         wanted = max(1, min(_device.device_count(), cores - 1))
         if _lanes == NULL:
-            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _MANY * wanted else _SPIN, _settle_in)
+            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _CORES_PER_LANE * wanted else _SPIN, _settle_in)
     number = device % _lanes.count()
     if not _lanes.need(number):
         raise RuntimeError("no thread can be started for launching: the process or the system has too many")

@@ -45,7 +45,7 @@ from ncclpy.engine.recorder cimport COMPLETED, PENDING
 
 # How long completed works without a sleeping thread or a callback may wait for more to complete: each time that the
 # monitor takes the GIL delays the threads that use it.
-cdef double _TOGETHER = 200e-6
+cdef double _COLLECT_TIME = 200e-6
 
 # How many works at the front of a stream are checked for waiting threads and callbacks.
 cdef size_t _LOOKED_AT = 256
@@ -90,7 +90,7 @@ cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
 cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
     """Return whether not to ask for a stream yet: asking starts a thread, but a waiting caller may run it."""
     return (
-        moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
+        moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_asked_for(row, 1)
     )
 
 
@@ -116,7 +116,7 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
         row = &dereference(it).second
         one = _to_be_told_of(row)
         if _is_left_alone(row, moment):
-            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _TOGETHER)
+            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _COLLECT_TIME)
         elif one != NULL and row.told != <void*>one.work:
             result = event_tell(one.event, _ring, NULL)
             if result == CUDA_SUCCESS and driver.cuEventQuery(row.works.front().event) != CUDA_ERROR_NOT_READY:
@@ -124,7 +124,7 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
             if result == CUDA_ERROR_NOT_READY:
                 row.told = <void*>one.work
             else:  # no memory, for example, or several streams with one handle
-                soonest = min(soonest, moment + _TOGETHER)
+                soonest = min(soonest, moment + _COLLECT_TIME)
         preincrement(it)
     return soonest
 
@@ -181,13 +181,14 @@ cdef extern from "Python.h":
 cdef double _ROUND = 0.02
 
 # How long a work that was not launched, since an earlier call failed, waits for that call's error to end it.
-cdef double _CAUSE_FIRST = 4.0
+cdef double _CAUSE_PATIENCE = 4.0
 
-# On GPUs, how long a completed work that no thread awaits is left alone while launches follow each other faster than
-# `_FAST`: each query and each time that the monitor takes the GIL delays the launching thread by 20 us or more.
-cdef double _LONG_TOGETHER = 1e-3
-cdef double _FAST = 100e-6
-cdef int _FEW = 2  # with no more launches than this a pace is not measured
+# On GPUs, how long a completed work that no thread awaits may wait while launches follow each other faster than
+# `_FAST_LAUNCH_INTERVAL`: each query, and each time that the monitor takes the GIL, delays the launching thread by 20
+# us or more.
+cdef double _LONG_COLLECT_TIME = 1e-3
+cdef double _FAST_LAUNCH_INTERVAL = 100e-6
+cdef int _TOO_FEW_LAUNCHES = 2  # with no more launches than this a pace is not measured
 
 # How long the thread spins when no works are left; only where cores are plenty, since waking an idle core can take
 # 200 us.
@@ -349,11 +350,11 @@ cdef int _attend() except -1:
     try:
         tell_of_stops()
         _complete()
-        _look_at_unsettled()
+        _check_unsettled()
         if _watching.streams.size() and now() >= _signs.next_round:
             _signs.next_round = now() + _ROUND
-            _look_after()
-        _look_at_lanes()
+            _check_works()
+        _check_lanes()
         _pass_on_last()
         while _agenda.timers and _agenda.timers[0][0] <= now():
             internal_executor.submit(heapq.heappop(_agenda.timers)[2])
@@ -382,7 +383,7 @@ cdef class _Proxy(MonitorProxy):
         return True
 
     cdef int loosen(self, object work) except -1:
-        """Remove a work, and launched works before it, from those that wait for lanes, as `_look_at_lanes` does."""
+        """Remove a work, and launched works before it, from those that wait for lanes, as `_check_lanes` does."""
         while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
             _agenda.unlaunched.popleft()
         if work in _agenda.unlaunched:  # an earlier work is stuck in its lane
@@ -413,7 +414,7 @@ cdef void _watch(double next_round) noexcept nogil:
     while True:
         seen = load(&wakeups)
         note_tick(now())
-        rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else _TOGETHER
+        rest = _LONG_COLLECT_TIME if event_help == NULL and _launches_fast(seen) else _COLLECT_TIME
         if seen != _watching.heard:  # else nothing was handed over since: leave the inbox's mutex to the lanes
             _watching.heard, _watching.heard_at = seen, now()
             if not is_asked_for(&_watching.streams):
@@ -458,10 +459,10 @@ cdef void _watch(double next_round) noexcept nogil:
             wait_for_wakeup(seen, 500e-6)
 
 
-cdef bint _come_fast(int seen) noexcept nogil:
+cdef bint _launches_fast(int seen) noexcept nogil:
     """Return whether launches follow each other fast, judged by those since the inbox was last emptied."""
-    cdef int come = seen - _watching.heard
-    return come > _FEW and now() - _watching.heard_at < come * _FAST
+    cdef int launches = seen - _watching.heard
+    return launches > _TOO_FEW_LAUNCHES and now() - _watching.heard_at < launches * _FAST_LAUNCH_INTERVAL
 
 
 cdef bint _is_awaited() noexcept nogil:
@@ -556,7 +557,7 @@ cdef int _end(Watched* watched) except -1:
             if follows_a_failure(work, watched):
                 task = failing_of(work, watched, ncclSuccess)
                 if task is not None:
-                    call_at(now() + _CAUSE_FIRST, task)
+                    call_at(now() + _CAUSE_PATIENCE, task)
             else:
                 have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
@@ -584,7 +585,7 @@ cdef int _is_over(Work work) except -1:
     return 0
 
 
-cdef int _look_at_unsettled() except -1:
+cdef int _check_unsettled() except -1:
     """Look again at works with doubted ends and works about to fail: settle or release what is ready."""
     cdef Work work
     if not _agenda.unsettled:
@@ -622,7 +623,7 @@ cdef class _LettingGo:
             work.let_go()
 
 
-cdef int _look_after() except -1:
+cdef int _check_works() except -1:
     """Check communicators for errors, and works for deadlines that have passed."""
     cdef StreamWorks* row
     cdef size_t i
@@ -657,7 +658,7 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
     cdef bint behind
     if work.allowed == 0:
         return 0
-    behind = event != NULL and not _has_come(event)
+    behind = event != NULL and not _is_passed(event)
     work.entry.place(behind)  # the event was queried anyway, so that calls need no query for it
     if behind:
         return 0
@@ -667,7 +668,7 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
     return 0
 
 
-cdef bint _has_come(CUevent event) noexcept:
+cdef bint _is_passed(CUevent event) noexcept:
     """Return whether a stream has passed an event.
 
     A thread that frees device memory blocks the driver until all work on the device has ended; that may end only by an
@@ -681,7 +682,7 @@ cdef bint _has_come(CUevent event) noexcept:
     return result != CUDA_ERROR_NOT_READY
 
 
-cdef int _look_at_lanes() except -1:
+cdef int _check_lanes() except -1:
     """Forget works that their lanes have launched; fail those overdue because NCCL does not return."""
     cdef Work work
     cdef double moment = now()

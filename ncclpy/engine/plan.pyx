@@ -38,12 +38,12 @@ cdef extern from "sched.h" nogil:
     int sched_yield()
 
 # How long a launch on several lanes is awaited by polling.
-cdef double _AWAKE = 200e-6
+cdef double _POLL = 200e-6
 
 
 cdef bint await_all(int* remaining, double deadline) noexcept nogil:
     """Wait until a count has reached 0; return whether it has by the deadline."""
-    cdef double until = now() + _AWAKE
+    cdef double until = now() + _POLL
     cdef int left
     while load(remaining) and now() < until:
         sched_yield()  # the lane's thread may have been woken on this core

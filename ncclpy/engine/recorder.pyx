@@ -369,7 +369,7 @@ cdef int note_site(Entry entry) except -1:
     while True:
         code = ncclpy_frame_code(frame)
         inner = PyDict_GetItem(_is_inner, ncclpy_code_file(code))
-        own = _look_at(<str>ncclpy_code_file(code)) if inner == NULL else <object>inner
+        own = _is_own_file(<str>ncclpy_code_file(code)) if inner == NULL else <object>inner
         if own is False or left == 0:
             entry.code, entry.at = code, ncclpy_frame_at(frame)
             return 0
@@ -381,7 +381,7 @@ cdef int note_site(Entry entry) except -1:
         Py_XDECREF(found)
 
 
-cdef object _look_at(str file):
+cdef object _is_own_file(str file):
     if len(_is_inner) >= _MOST_FILES:  # code made at run time may have a new file name each time
         _is_inner.clear()
     inner = file.startswith(_OWN)

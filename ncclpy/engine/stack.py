@@ -19,7 +19,7 @@ _BYTES, _FRAMES = 2048, 32
 #: The most characters of a file's name, of which the end is kept, and of a function's.
 _FILE, _FUNCTION = 200, 100
 #: Frames in a sentence, and what only paths of libraries contain.
-_SAID = 3
+_MAX_FRAMES = 3
 _LIBRARY = re.compile(r"/lib/python\d|-packages/|^<frozen ")
 
 
@@ -67,7 +67,7 @@ def in_short(stack: Sequence[str]) -> str:
     """
     program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []
-    for each in [*stack[:1], *(program or stack[1:])][:_SAID]:
+    for each in [*stack[:1], *(program or stack[1:])][:_MAX_FRAMES]:
         path, colon, rest = each.rpartition(":")
         short.append("/".join(path.split("/")[-2:]) + colon + rest)
     return ", called by ".join(short)

@@ -87,11 +87,11 @@ cdef int give_event(int device, bint timing, CUevent event) except -1:
 
 
 # Other ranks wait at least a second for a silent rank. After half of that, a process that was stopped asks the store.
-cdef double _STILL = 0.5
+cdef double _STOPPED_AFTER = 0.5
 
 # How often the monitor runs, even with nothing in flight: an operation launched after a stop may depend on an abort
 # during it.
-cdef double _TURNS = 0.2
+cdef double _TICK_INTERVAL = 0.2
 cdef int stops = 0
 cdef double _turn = 0  # when the monitor last ran; 0 while no communicator needs that
 cdef int _told = 0
@@ -113,14 +113,14 @@ cdef void note_tick(double moment) noexcept nogil:
     global _turn
     if _turn == 0:  # no communicator needs it
         return
-    if moment - _turn > _STILL:
+    if moment - _turn > _STOPPED_AFTER:
         add(&stops, 1)
         wake_monitor()
     _turn = moment
 
 
 cdef double next_tick() noexcept nogil:
-    return _turn + _TURNS if _turn != 0 else FOREVER
+    return _turn + _TICK_INTERVAL if _turn != 0 else FOREVER
 
 
 cdef int tell_of_stops() except -1:
@@ -300,16 +300,16 @@ cdef extern from "sched.h" nogil:
     int sched_yield()
 
 # How long a wait polls the device itself before it sleeps until the monitor wakes it.
-cdef double _EAGER = 100e-6
+cdef double _POLL = 100e-6
 
 # How long a wait on GPUs polls at intervals after that, since the end of an operation wakes no thread (the monitor
 # would notice it 50 us later), and the interval: a query holds a lock for 1.5 us that each launch needs.
-cdef double _PATIENT = 1e-3
-cdef double _BETWEEN = 10e-6
+cdef double _SLOW_POLL = 1e-3
+cdef double _SLOW_POLL_INTERVAL = 10e-6
 
 # How long a wait runs the operation itself, where that is possible, before it leaves it to the stream's thread: a
 # signal, or the work's failure, must be able to interrupt it in time.
-cdef double _HELPS = 1e-3
+cdef double _HELP_SLICE = 1e-3
 
 # How long a wait sleeps before Python's signal handlers may run; shorter where it does the monitor's work as well, and
 # in the host engine.
@@ -661,19 +661,19 @@ What an asynchronous operation returns.
                 helped = True
                 with nogil:  # the host engine: the waiting thread runs the work itself until it is interrupted
                     mode = relax()
-                    event_help(self.done, min(_HELPS, deadline - now()))
+                    event_help(self.done, min(_HELP_SLICE, deadline - now()))
                     restore(mode)
                 self._look()
                 continue
-            if seen == LAUNCHED and now() - begun < _EAGER:
-                self._ask(min(begun + _EAGER, deadline), 0)
+            if seen == LAUNCHED and now() - begun < _POLL:
+                self._ask(min(begun + _POLL, deadline), 0)
                 if self._look():
                     break
             if now() >= deadline:
                 return False
             step_aside()
-            if seen == LAUNCHED and event_help == NULL and now() - begun < _PATIENT:
-                self._ask(min(begun + _PATIENT, deadline), _BETWEEN)
+            if seen == LAUNCHED and event_help == NULL and now() - begun < _SLOW_POLL:
+                self._ask(min(begun + _SLOW_POLL, deadline), _SLOW_POLL_INTERVAL)
                 if self._look():
                     break
             slice = _SHORT_SLICE if attend() else _SLICE

@@ -18,32 +18,32 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.errors import NcclTimeout
 
-__all__ = ["HEARS", "TELLS", "Confirmation", "Patience", "wait_for_ends"]
+__all__ = ["EXIT_PATIENCE", "TELL_TIMEOUT", "Confirmation", "Patience", "wait_for_ends"]
 
 _log = logging.getLogger("ncclpy.peers")
 
 _HEARD = "heard/"
-#: Seconds between two looks at the ranks that have not confirmed; and for how long a stopped rank, and a live one, is
+#: Seconds between two checks of the ranks that have not confirmed; and for how many a stopped rank, and a live one, is
 #: waited for.
-_LOOKS = 0.1
-_STOPPED, _LIVES = 1.0, 5.0
+_POLL_INTERVAL = 0.1
+_STOPPED_PATIENCE, _LIVE_PATIENCE = 1.0, 5.0
 #: Set when Python ends, which closes its stores: an abort from then on could not be told, and its kernels end anyway.
 _exits = threading.Event()
 atexit.register(_exits.set)
-#: Seconds for the end to be in the store, before the wait for confirmations begins.
-TELLS = _LIVES
+#: Seconds to wait for the write of the end to the store, before the wait for confirmations begins.
+TELL_TIMEOUT = _LIVE_PATIENCE
 #: Seconds for which a process that is about to end waits until the others know of the end that it tells.
-HEARS = 1.0
+EXIT_PATIENCE = 1.0
 #: The ends that this process is telling, see `Confirmation.begin`.
 _ends: set[Confirmation] = set()
 
 
 def wait_for_ends() -> None:
-    """Wait until the other ranks know of the ends that this process tells, `HEARS` seconds at most.
+    """Wait until the other ranks know of the ends that this process tells, `EXIT_PATIENCE` seconds at most.
 
     A process that serves a store calls it before the store ends: the other ranks read there what the ranks do.
     """
-    deadline = time.monotonic() + HEARS
+    deadline = time.monotonic() + EXIT_PATIENCE
     while _ends and time.monotonic() < deadline:
         time.sleep(0.002)
 
@@ -66,7 +66,7 @@ class Patience:
         self._begun = begun
         self._stops: dict[int, tuple[int, float]] = {}  # the last stop of each, and when it was first seen
         self._seen: dict[int, float | None] = {}  # when each was seen last; None if it was stopped then
-        self._ran: dict[int, float] = {}  # seconds between two looks that both saw a rank run
+        self._ran: dict[int, float] = {}  # sum of the intervals between two checks that both saw a rank run
 
     def has_for(self, rank: int, condition: str, moment: float, stop: int = 0) -> bool:
         """Return whether a rank is still waited for, by the state of its process now (`RankState.state`).
@@ -81,12 +81,12 @@ class Patience:
                 first = moment
             self._stops[rank] = stop, first
             self._seen[rank] = None
-            return moment - first < _STOPPED
+            return moment - first < _STOPPED_PATIENCE
         seen = self._seen.get(rank, self._begun)
         self._seen[rank] = moment
-        if seen is not None:  # in a longer time between two looks the rank may have been stopped unseen
-            self._ran[rank] = self._ran.get(rank, 0.0) + min(moment - seen, _LOOKS)
-        return self._ran.get(rank, 0.0) < _LIVES
+        if seen is not None:  # in a longer interval the rank may have been stopped unseen
+            self._ran[rank] = self._ran.get(rank, 0.0) + min(moment - seen, _POLL_INTERVAL)
+        return self._ran.get(rank, 0.0) < _LIVE_PATIENCE
 
 
 class Confirmation:
@@ -140,7 +140,7 @@ class Confirmation:
                 "operations that end from now on may have wrong data",
                 self._own[0],
             )
-            _exits.wait(max(0.0, _STOPPED - (time.monotonic() - begun)))
+            _exits.wait(max(0.0, _STOPPED_PATIENCE - (time.monotonic() - begun)))
         return not _exits.is_set()
 
     def wait_shortly(self, limit: float) -> bool:
@@ -153,7 +153,7 @@ class Confirmation:
         try:
             while missing and time.monotonic() - begun < limit:
                 with contextlib.suppress(NcclTimeout):
-                    self._store.wait([self.key(rank) for rank in missing], _LOOKS)
+                    self._store.wait([self.key(rank) for rank in missing], _POLL_INTERVAL)
                     return True
                 missing = [rank for rank in missing if not self._store.check([self.key(rank)])]
                 moment = time.monotonic()

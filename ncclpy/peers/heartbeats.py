@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["Heartbeats"]
 
 #: How many ranks have made the group; and a rank's count, after the seconds without a change that it announces.
-_COME, _BEAT = "processes/come", "beat/"
+_MADE, _BEAT = "processes/come", "beat/"
 #: Seconds between two beats, and without a beat until a rank is silent: for a thread that needs no GIL, and for
 #: Python.
 _PERIOD, _SILENCE = 0.2, 1.25
 _PERIOD_OF_PYTHON, _SILENCE_OF_PYTHON = 1.0, 6.0
 #: The most seconds that count between two reads: the rest is the reader's silence, or the store's.
-_READS = 0.4
+_MAX_READ_INTERVAL = 0.4
 #: The most ranks on other machines that one rank reads: those that follow it.
-_MOST = 32
+_MAX_READ_RANKS = 32
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Heartbeats:
         self._native: StatusPublication | None = None
         self._over = threading.Event()
         self._begun = False
-        self._have_come = False  # all ranks
+        self._all_have_made = False  # all ranks
         self._waited_for: object = None  # at the last look
         self._count, self._due = 0, 0.0
         self._heard: dict[int, _Heard] = {}
@@ -95,7 +95,7 @@ class Heartbeats:
     def tell(self) -> None:
         """Tell the others that these ranks have made the group; called after `PeerProcesses.tell`."""
         with contextlib.suppress(StoreError, NcclTimeout):
-            self._store.add(_COME, len(self._own))
+            self._store.add(_MADE, len(self._own))
 
     def look(self, waits_for: Callable[[], object]) -> list[tuple[int, str]]:
         """Beat; also listen to the others, if this process waits for the same as at the last look.
@@ -128,36 +128,36 @@ class Heartbeats:
 
     def beat(self) -> None:
         """Begin to beat once a rank of another machine has made the group; beat, unless the store does so itself."""
-        if self._over.is_set() or (self._have_come and not self._begun):
+        if self._over.is_set() or (self._all_have_made and not self._begun):
             return
         moment = time.monotonic()
         if moment < self._due:
             return
         self._due = moment + _PERIOD_OF_PYTHON
-        if not self._have_come:
-            self._look_who_has_come()
+        if not self._all_have_made:
+            self._count_made()
         if self._begun and self._native is None:
             self._count += 1
             self._store.set(self._key, b"%g %d" % (max(self._asked, _SILENCE_OF_PYTHON), self._count))
         if self._over.is_set():  # meanwhile
             self.close()
 
-    def _look_who_has_come(self) -> None:
-        come = number_of(self._value(_COME))  # ranks of this machine among them have told their process before
+    def _count_made(self) -> None:
+        nmade = number_of(self._value(_MADE))  # ranks of this machine among them have told their process before
         self._processes.look()
-        self._have_come = come >= self._size
-        if not self._begun and come > len(self._processes.here):
+        self._all_have_made = nmade >= self._size
+        if not self._begun and nmade > len(self._processes.here):
             try:
                 self._native = self._store._beat(self._key, b"%g" % max(self._asked, _SILENCE), _PERIOD)
                 self._begun = True
             except StoreError:  # no heartbeats in this store
-                self._have_come = True
+                self._all_have_made = True
 
     def listen(self) -> list[tuple[int, str]]:
         """Read the counts of ranks on other machines; return which have become silent, and why."""
         found = []
         behind = [(self._own[0] + step) % self._size for step in range(1, self._size)]
-        for rank in [each for each in behind if each not in self._processes.here][:_MOST]:
+        for rank in [each for each in behind if each not in self._processes.here][:_MAX_READ_RANKS]:
             value, moment = self._value(self.key(rank)), time.monotonic()
             heard = self._heard.get(rank)
             if value is None:  # it has not made the group, has closed it, or another rank of its process beats
@@ -166,7 +166,7 @@ class Heartbeats:
                 self._heard[rank] = _Heard(value, moment)
                 self._silent.pop(rank, None)
             else:
-                heard.silent += min(moment - heard.read, _READS)
+                heard.silent += min(moment - heard.read, _MAX_READ_INTERVAL)
                 heard.read = moment
                 if not heard.told and heard.silent >= _patience(value):
                     heard.told = True

@@ -18,7 +18,7 @@ __all__ = ["Inquiries"]
 _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds that a rank in trouble waits for the answer, whatever happens to the store.
-_ASKS = 3.0
+_ANSWER_TIMEOUT = 3.0
 
 Said = tuple[str | None, tuple[RankState, ...] | None]
 #: Finds out what all ranks do; called with the operation that this rank is in, and whether each failure is its own.
@@ -32,11 +32,11 @@ class _Inquiry:
         self.done = threading.Event()
         self.said: Said = None, None
 
-    def ask(self, inquire: Inquire, subject: OperationInfo | None, alone: bool, who: str) -> None:
+    def ask(self, inquire: Inquire, subject: OperationInfo | None, alone: bool, asker: str) -> None:
         try:
             self.said = inquire(subject, alone)
         except Exception:  # the failure must be raised all the same
-            _log.warning("%s could not ask what the others do", who, exc_info=True)
+            _log.warning("%s could not ask what the others do", asker, exc_info=True)
         finally:
             self.done.set()
 
@@ -50,14 +50,14 @@ class Inquiries:
         Asks all ranks.
     alone
         Whether each failure is this rank's own; otherwise there is one for all ranks, which ends their group.
-    who
+    asker
         The rank that asks, for the log: "rank 3 of process group 'default'".
     stopped_here
         Returns what is known without the store, as the end of a sentence.
     """
 
-    def __init__(self, inquire: Inquire, alone: bool, who: str, stopped_here: Callable[[], str]) -> None:
-        self._inquire, self._alone, self._who, self._stopped_here = inquire, alone, who, stopped_here
+    def __init__(self, inquire: Inquire, alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
+        self._inquire, self._alone, self._asker, self._stopped_here = inquire, alone, asker, stopped_here
         self._now: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Said:
@@ -74,18 +74,22 @@ class Inquiries:
             try:
                 current = look()["current"]
                 subject = None if current is None else OperationInfo(**current)
-                question = self._inquire, subject, self._alone, self._who
+                question = self._inquire, subject, self._alone, self._asker
                 threading.Thread(target=mine.ask, args=question, name="ncclpy-ask", daemon=True).start()
             except Exception:  # no thread can be started, say
-                _log.warning("%s could not ask what the others do", self._who, exc_info=True)
+                _log.warning("%s could not ask what the others do", self._asker, exc_info=True)
                 mine.done.set()
             except BaseException:  # of a signal handler
                 mine.done.set()
                 raise
-        told = asked.done.wait(_ASKS)
-        if self._alone and self._now.get("inquiry") is asked:  # the next one asks anew
+        told = asked.done.wait(_ANSWER_TIMEOUT)
+        if self._alone and self._now.get("inquiry") is asked:  # the next question is a new one
             self._now.pop("inquiry", None)
         if told:
             return asked.said
         stopped = self._stopped_here()
-        return f"What the other ranks do is not known: the store has not answered within {_ASKS:.3g} s{stopped}", None
+        return (
+            "What the other ranks do is not known: the store has not answered within "
+            f"{_ANSWER_TIMEOUT:.3g} s{stopped}",
+            None,
+        )

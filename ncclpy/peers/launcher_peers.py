@@ -33,13 +33,13 @@ __all__ = ["LauncherPeers", "describe_late", "launcher_peers_of"]
 _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
-_DEAF = 10.0
+_SILENT_STORE_PAUSE = 10.0
 #: Seconds without an answer of the store after which a rank, which may have been stopped, asks it whether the
 #: communicator has ended meanwhile; it believes in no completed operation until it knows. The others wait a second for
 #: a stopped rank.
-_STILL = 0.5
+_STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
-_LOOKED_FOR = 16
+_MAX_CHECKED = 16
 #: What is said of missing ranks by their state, which is all that is known.
 _LITTLE = {
     "not_joined": "not come to the launcher's store either",
@@ -100,7 +100,7 @@ class LauncherPeers(PeerStatusHook):
         global _silent
         try:
             said, states = None, None
-            if _silent is not None and time.monotonic() - _silent[0] < _DEAF:
+            if _silent is not None and time.monotonic() - _silent[0] < _SILENT_STORE_PAUSE:
                 said = _silent[1]
             else:
                 said, states = self._peer_status.ask()
@@ -139,7 +139,7 @@ class LauncherPeers(PeerStatusHook):
         if self._heard:
             return True
         moment = time.monotonic()
-        if moment - self._asked < _STILL:
+        if moment - self._asked < _STOPPED_AFTER:
             return False
         try:
             ended = self._peer_status.look_for_end()
@@ -206,7 +206,7 @@ def describe_late(late: NcclTimeout) -> None:
         missing = [rank for rank in late.missing or () if isinstance(rank, int)]
         if not missing:
             return
-        known = {rank: process_before(rank) for rank in missing[:_LOOKED_FOR]}
+        known = {rank: process_before(rank) for rank in missing[:_MAX_CHECKED]}
         size = environment().size
         states = tuple(
             RankState(rank, (known.get(rank) or "unknown") if rank in missing else "running") for rank in range(size)

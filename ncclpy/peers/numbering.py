@@ -212,7 +212,7 @@ class Numbering:
     def _follows(self, last: _Made) -> bool:
         """Return whether this rank makes the group after the one that another process has made as this rank.
 
-        If not, the ranks count anew.
+        If not, the ranks skip the numbers up to that group's.
         """
         if has_closed(self.part(last.number), last.rank):  # the other ranks count it as well
             return True
@@ -226,7 +226,7 @@ class Numbering:
                 f"rank {self._rank} of {self._name} was made twice, by {last.who} and by {mine.who}. Give each "
                 "process a rank of its own, or each group another name",
             )
-        self._begin_anew(last.number, last, f"{mine.who} has come in its place")
+        self._count_past(last.number, last, f"{mine.who} has come in its place")
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
@@ -235,7 +235,7 @@ class Numbering:
         first = _read(packed) or made
         if first.size != self._size:
             if self._is_over(made.number, first):
-                self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank} of {self._size}")
+                self._count_past(made.number, first, f"{made.who} begins anew as rank {self._rank} of {self._size}")
                 return False
             self._refuse(
                 made.number,
@@ -250,7 +250,7 @@ class Numbering:
             return True  # if the group has failed, this rank is told so there
         if self.lives(first) is not False or has_closed(self.part(made.number), first.rank):
             return True
-        self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank}")
+        self._count_past(made.number, first, f"{made.who} begins anew as rank {self._rank}")
         return False
 
     def _is_over(self, number: int, first: _Made) -> bool:
@@ -263,12 +263,12 @@ class Numbering:
     def _refuse(self, number: int, text: str, size: int | None = None) -> None:
         """Raise ValueError; the ranks of a group that is not complete are told so too."""
         size = self._size if size is None else size
-        come = [last for rank in range(size) if (last := self._last(rank)[1]) is not None and last.number >= number]
-        if len(come) < size or any(each.size != size for each in come if each.number == number):
+        arrived = [last for rank in range(size) if (last := self._last(rank)[1]) is not None and last.number >= number]
+        if len(arrived) < size or any(each.size != size for each in arrived if each.number == number):
             self._tell(number, text)
         raise ValueError(text)
 
-    def _begin_anew(self, number: int, gone: _Made, why: str) -> None:
+    def _count_past(self, number: int, gone: _Made, why: str) -> None:
         """Have all ranks count on after a group that a process has left; tell the ranks that are still in it."""
         text = (
             f"rank {self._rank} of {self._size}: rank {gone.rank} is gone: {gone.who} has ended or failed, and {why}"

@@ -181,7 +181,7 @@ def _nothing() -> None:
 
 
 def _forked() -> None:
-    """Begin anew in the child: the watching thread is the parent's."""
+    """Start without a watching thread in a forked child: it is the parent's."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 

@@ -187,5 +187,5 @@ def _where(number: int) -> str:
     return f"communicator-{number}"
 
 
-def _first(come: list[bytes]) -> bytes:
-    return come[0]
+def _first(contributions: list[bytes]) -> bytes:
+    return contributions[0]

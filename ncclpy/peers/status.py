@@ -2,7 +2,7 @@
 
 Each process publishes the status of its ranks and answers questions. A rank in trouble asks all others and leaves
 their answers in the store for ranks that are in trouble later: those ranks have ended what they were in by then, and
-would answer something else. The rank that ends the group tells so under a key that is written once. Every rank
+would answer something else. The rank that ends the group writes that under a key that is written once. Every rank
 confirms that it knows of the end before one of them aborts a communicator.
 """
 
@@ -44,14 +44,14 @@ ENDED = "told/ended"
 _END = "end"
 _TROUBLE, _SAID = "trouble", "said"
 #: Seconds that other ranks wait for that answer.
-_OTHERS_ASK = 2.5
+_ANSWER_TIMEOUT = 2.5
 #: Seconds after which the answer is said to be old.
-_LONG_AGO = 3.0
-#: Seconds between two publications of a status that has changed; and between two looks into a store that cannot be
+_OLD_ANSWER = 3.0
+#: Seconds between two publications of a status that has changed; and between two reads of a store that cannot be
 #: watched.
-_BEAT, _LOOK = 1.0, 0.2
-#: So many of the first publications also look for processes of this machine that have other ranks.
-_LOOKS = 5
+_PUBLISH_INTERVAL, _POLL_INTERVAL = 1.0, 0.2
+#: How many of the first publications also search for processes of this machine that have other ranks.
+_PROCESS_SEARCHES = 5
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class StatusService:
     reports
         The `Reports` of the first of them.
     is_watched
-        Whether the store tells of changes; otherwise this looks there a few times a second.
+        Whether the store reports changes; otherwise this reads it a few times a second.
     is_over
         Whether this process has left: it neither listens nor tells.
     gone
@@ -183,7 +183,7 @@ class StatusService:
         self._confirmation = Confirmation(store, self.own, size, self.condition_of, self.reports.stop_of)
         self._watches: list[Watch] = []
         self._has_looked = self._has_ended = False
-        self._looks, self._due = _LOOKS, 0.0
+        self._looks, self._due = _PROCESS_SEARCHES, 0.0
         self._ended: Callable[[End], object] = _nothing
         self.gone: Callable[[int, str], object] = _nothing
         self._silent: Callable[[int, str], object] = _nothing
@@ -259,7 +259,7 @@ class StatusService:
         try:
             moment = time.monotonic()
             if moment >= self._due and self.size > len(self.own):
-                self._due = moment + _BEAT
+                self._due = moment + _PUBLISH_INTERVAL
                 if self._goes_on():
                     self.publish()
             if not self.is_watched:
@@ -275,7 +275,7 @@ class StatusService:
                 log_silence(self.who, error)
             return
         if self.size > len(self.own) or not self.is_watched:
-            call_at(time.monotonic() + (_BEAT if self.is_watched else _LOOK), self._beat)
+            call_at(time.monotonic() + (_PUBLISH_INTERVAL if self.is_watched else _POLL_INTERVAL), self._beat)
 
     def publish(self) -> None:
         """Put what these ranks do into the store, if that has changed and the store does not do so itself."""
@@ -335,7 +335,7 @@ class StatusService:
             trouble, key = f"{place}/{_TROUBLE}", f"{place}/{_SAID}"
             claim = functools.partial(self.store.compare_set, trouble, None, b"")
             if place is not None and not self.reports.while_open(claim)[0]:
-                return decode(_heard, self.store.get(key, _OTHERS_ASK), self.store, key)
+                return decode(_heard, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
             found = keep_stacks(self.collect(), subject)
             said = sentence(self.name, found, self.size, subject, self._kind)
             if place is not None:  # before a program sees an error: its process may end with that
@@ -440,7 +440,7 @@ def _heard(packed: bytes) -> Said:
     """Return the answer that another rank got, with its age if it is old."""
     told = json.loads(packed)
     age = time.time() - told["at"]
-    before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
+    before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _OLD_ANSWER else ""
     return str(told["said"]) + before, from_data(told["ranks"])
 
 

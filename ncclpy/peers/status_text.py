@@ -16,13 +16,13 @@ from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 __all__ = ["keep_stacks", "sentence"]
 
 #: The most groups of ranks that are described; of more, those that no others wait for are counted.
-_MOST_SAID = 8
+_MAX_DESCRIBED = 8
 #: So many of the latter are described in any case.
-_LEAST_SAID = 3
+_MIN_DESCRIBED = 3
 #: The most spans of ranks that are named for ranks in operations.
-_MOST_SPANS = 6
+_MAX_SPANS = 6
 #: So many clauses that differ only in their peers become one; fewer clauses each name the peer.
-_ALIKE = 3
+_MIN_MERGED = 3
 
 #: The most stacks that go with an error, and in its sentence.
 _STACKS, _STACKS_SAID = 8, 2
@@ -61,7 +61,7 @@ class _Clause:
         return min(each.rank for each in self.members)
 
     def text(self, thing: str) -> str:
-        who = ranks(spans(each.rank for each in self.members), _MOST_SPANS if self.state in _MANY else None)
+        who = ranks(spans(each.rank for each in self.members), _MAX_SPANS if self.state in _MANY else None)
         durations = [each.since for each in self.members if each.since is not None]
         several = len(self.members) > 1
         return self.template.format(
@@ -93,12 +93,12 @@ def sentence(
     """
     thing = kind.rpartition(" ")[2]
     guilty = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
-    if len(guilty) > _MOST_SAID:  # what each did last is in the data
+    if len(guilty) > _MAX_DESCRIBED:  # what each did last is in the data
         guilty = _grouped((each for clause in guilty for each in clause.members), lambda each: _lost(each, ""))
     waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
     asked = [each for each in waiting if each.order == len(_ORDER)]
     others = _merged([each for each in waiting if each.order < len(_ORDER)])
-    space = max(_LEAST_SAID, _MOST_SAID - len(guilty) - len(asked))
+    space = max(_MIN_DESCRIBED, _MAX_DESCRIBED - len(guilty) - len(asked))
     parts = [each.text(thing) for each in (*guilty, *others[:space], *asked)]
     parts += _counted(each for clause in others[space:] for each in clause.members)
     unknown = size - len(states)
@@ -135,7 +135,7 @@ def _stacks(states: Iterable[RankState]) -> str:
         if each.stack:
             alike.setdefault(in_short(each.stack), []).append(each.rank)
     first = list(alike.items())[:_STACKS_SAID]
-    return "".join(f". Python of {ranks(spans(numbers), _MOST_SPANS)}: {where}" for where, numbers in first)
+    return "".join(f". Python of {ranks(spans(numbers), _MAX_SPANS)}: {where}" for where, numbers in first)
 
 
 def _grouped(states: Iterable[RankState], say: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
@@ -159,7 +159,7 @@ def _merged(clauses: list[_Clause]) -> list[_Clause]:
         if clause.state == "running" and what is not None and what.operation in PAIRS:
             alike.setdefault((what.operation, what.seq, what.dtype, what.count), []).append(clause)
     for some in alike.values():
-        if len(some) >= _ALIKE:
+        if len(some) >= _MIN_MERGED:
             members = [each for clause in some for each in clause.members]
             clauses = [each for each in clauses if each not in some]
             clauses.append(
@@ -180,7 +180,7 @@ def _of_peers(states: list[RankState]) -> str:
     elif steps <= {-1} or steps <= {1}:
         whom = f", each {way} the rank {'before' if steps == {-1} else 'after'} it"
     else:
-        whom = f" {way} {ranks(spans(peers.values()), _MOST_SPANS)}"
+        whom = f" {way} {ranks(spans(peers.values()), _MAX_SPANS)}"
     return f"{what.operation} #{what.seq}{whom} ({what.dtype} x {what.count:,})"
 
 

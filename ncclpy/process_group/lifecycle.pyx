@@ -37,7 +37,7 @@ from ncclpy.engine.unread_failures import forget_failures, note_failures
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.options import abort_when_confirmed, check_name, check_options, end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
-from ncclpy.peers.confirmation import HEARS
+from ncclpy.peers.confirmation import EXIT_PATIENCE
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
@@ -632,7 +632,7 @@ cdef class Lifecycle:
         agreeing = threading.Thread(target=agree, name="ncclpy-group-agree", daemon=False)
         try:
             agreeing.start()
-            agreeing.join(_EXITS + HEARS)
+            agreeing.join(_EXITS + EXIT_PATIENCE)
         except RuntimeError:  # no thread can be started
             agree()
         goes_on = outcome == [True]
@@ -893,7 +893,7 @@ def _agree_on_exit(group_status, telling, handle, rank, outcome):
                 outcome.append(True)
                 return
         group_status.confirm()
-        group_status.wait_until_confirmed(HEARS)  # the store, where the others read why, may end with this process
+        group_status.wait_until_confirmed(EXIT_PATIENCE)  # the store, where the others read why, may end with this process
     except Exception:  # the process ends in any case
         _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
 

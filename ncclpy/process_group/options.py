@@ -14,7 +14,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.unread_failures import EXIT_CODE
 from ncclpy.errors import NcclAborted, NcclError, same_class_as
-from ncclpy.peers.confirmation import TELLS
+from ncclpy.peers.confirmation import TELL_TIMEOUT
 
 if TYPE_CHECKING:
     from ncclpy.process_group.group_status import GroupStatus
@@ -136,7 +136,7 @@ def abort_when_confirmed(
     Before that, `tell_readers` raises the error in the threads that wait for the group by a stream.
     """
     if telling is not None:
-        telling.join(TELLS)
+        telling.join(TELL_TIMEOUT)
     if tell_readers is not None:
         tell_readers()  # the program may end with that
     group_status.confirm()

@@ -280,7 +280,7 @@ def test_closed_managers_leave_nothing_in_the_store_after_a_failure(host_engine,
 
 
 def test_stuck_store_delays_no_abort(monkeypatch):
-    monkeypatch.setattr(inquiry, "_ASKS", 0.25)
+    monkeypatch.setattr(inquiry, "_ANSWER_TIMEOUT", 0.25)
     store = Stuck(60.0)
 
     def stick():
@@ -342,7 +342,7 @@ def test_end_without_a_thread_to_tell_the_others(monkeypatch):
 
 def test_work_completed_before_the_others_answer_has_not_failed(monkeypatch):
     """The other rank joins while a stuck store is asked: the communicators stay usable."""
-    monkeypatch.setattr(inquiry, "_ASKS", 1.2)
+    monkeypatch.setattr(inquiry, "_ANSWER_TIMEOUT", 1.2)
     store = Stuck(60.0)
     managers, key = two_managers(store)
     store.stuck = True
@@ -363,7 +363,7 @@ def test_old_answer_is_reported_with_its_age(monkeypatch):
     from ncclpy.peers import status
 
     managers, key = some_managers(LocalStore(), 3)
-    monkeypatch.setattr(status, "_LONG_AGO", 0.0)
+    monkeypatch.setattr(status, "_OLD_ANSWER", 0.0)
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 30 * rank) for rank in range(2)]
     errors = [work.exception(30) for work in works]
     assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2, "also of the one whose deadline is far"

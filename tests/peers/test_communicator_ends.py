@@ -171,7 +171,7 @@ def test_abort_that_cannot_tell_others_ends_communicator_and_raises(tmp_path, st
 from ncclpy.peers import confirmation
 from ncclpy.peers.launcher_peers import LauncherPeers
 
-confirmation._LIVES = 0.3  # seconds for which a rank is waited for that was not told
+confirmation._LIVE_PATIENCE = 0.3  # seconds for which a rank is waited for that was not told
 
 def failing(self, *arguments):
     raise MemoryError('no space to {step}')

@@ -88,7 +88,7 @@ def test_beat_that_ends_after_leaving_is_not_logged(monkeypatch, caplog):
 
 def test_communicator_status_of_dropped_owner_leaves(monkeypatch):
     """A destructor cannot tell the others, so the next beat does; then no timer, watch or thread holds the status."""
-    monkeypatch.setattr(status, "_BEAT", 0.01)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", 0.01)
     with LocalStore() as store:
         owner = Owner()
         peer_status = weakref.ref(status_of(owner, store))
@@ -101,7 +101,7 @@ def test_communicator_status_of_dropped_owner_leaves(monkeypatch):
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
-    monkeypatch.setattr(status, "_LOOK", 0.01)
+    monkeypatch.setattr(status, "_POLL_INTERVAL", 0.01)
     with LocalStore() as store:
         if not watched:
             monkeypatch.setattr(store, "watch", refuses)
@@ -119,7 +119,7 @@ def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
 
 
 def test_end_told_before_watch_is_taken_when_stuck_store_answers(monkeypatch):
-    monkeypatch.setattr(status, "_BEAT", 0.01)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", 0.01)
     with LocalStore() as store:
         owner, answers = Owner(), store.compare_set
         tell_end(store, End("enough", 1, kind="NcclTimeout"))

@@ -26,7 +26,7 @@ def exits(monkeypatch):
 @pytest.mark.parametrize("ends", [False, True])
 def test_rank_without_store_aborts_unless_its_process_ends(exits, monkeypatch, ends):
     """Python closes its stores at exit, when the others cannot be told, and the exit ends the process's kernels."""
-    monkeypatch.setattr(confirmation, "_STOPPED", 0.05)
+    monkeypatch.setattr(confirmation, "_STOPPED_PATIENCE", 0.05)
     store = LocalStore()
     mine = Confirmation(store, [0], 2, lambda rank: "lives")
     store.close()

@@ -54,7 +54,7 @@ def test_stopped_process_is_known_without_the_store():
 
 
 def test_text_without_answer_of_the_store_names_stopped_processes(monkeypatch):
-    monkeypatch.setattr(inquiry, "_ASKS", 0.05)
+    monkeypatch.setattr(inquiry, "_ANSWER_TIMEOUT", 0.05)
     answers, stopped = threading.Event(), "; rank 0's process, 7, is stopped"
 
     def inquire(subject, alone):

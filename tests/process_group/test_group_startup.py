@@ -94,7 +94,7 @@ def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
 @pytest.mark.parametrize("what", ["all_reduce", "send", "recv", "sendrecv"])
 def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engine, what, monkeypatch):
     """The communicators exist already, so that no rank waits at a rendezvous."""
-    monkeypatch.setattr(status, "_BEAT", 0.05)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", 0.05)
 
     def body(group):
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
@@ -120,7 +120,7 @@ def test_operation_not_begun_by_closed_rank_fails_before_its_deadline(host_engin
 
 
 def test_close_does_not_wait_for_operation_not_begun_by_closed_rank(host_engine, monkeypatch):
-    monkeypatch.setattr(status, "_BEAT", 0.05)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", 0.05)
     array = np.ones(2)
 
     def body(group):
@@ -142,7 +142,7 @@ def test_operation_of_other_ranks_completes_after_one_closed(host_engine, monkey
         found.append(closed_ranks(self))
         return found[-1]
 
-    monkeypatch.setattr(status, "_BEAT", 0.02)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", 0.02)
     monkeypatch.setattr(lifecycle, "_GRACE", 0.0)
     monkeypatch.setattr(GroupStatus, "closed_ranks", look)
 

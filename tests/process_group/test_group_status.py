@@ -281,7 +281,7 @@ def test_status_is_published_periodically_and_on_change(host_engine, kind, monke
     told, quiet = [], []
     native = kind != "Python tells it"
     pace = 1.0 if native else 0.25
-    monkeypatch.setattr(status, "_BEAT", pace)
+    monkeypatch.setattr(status, "_PUBLISH_INTERVAL", pace)
     with TCPStore("127.0.0.1", 0, serve=True) if native else LocalStore() as store:
         with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
             run_groups(2, body, store=store)
@@ -482,7 +482,7 @@ def test_death_is_noticed_by_lease_alone(host_engine, tmp_path):
     program = """
         from ncclpy.peers import status
 
-        status._BEAT = 0.1
+        status._PUBLISH_INTERVAL = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
@@ -510,7 +510,7 @@ def test_rank_that_exits_after_all_operations_does_no_harm(host_engine, tmp_path
         """
         from ncclpy.peers import status
 
-        status._BEAT = 0.1
+        status._PUBLISH_INTERVAL = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.store.barrier('all are done', group.rank, 3)
@@ -549,7 +549,7 @@ class Stuck(LocalStore):
 
 
 def test_stuck_store_does_not_delay_abort(host_engine, monkeypatch):
-    monkeypatch.setattr(inquiry, "_ASKS", 0.25)
+    monkeypatch.setattr(inquiry, "_ANSWER_TIMEOUT", 0.25)
     monkeypatch.setattr(lifecycle, "_TELLS", 0.25)
     store = Stuck(20.0)
     with ncclpy.ProcessGroup(store, 0, 2, name="stuck") as group:

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable
 
-from ncclpy.peers.confirmation import _LOOKS, TELLS, Patience
+from ncclpy.peers.confirmation import _POLL_INTERVAL, TELL_TIMEOUT, Patience
 
 #: Seconds, as in `engine.fence` and `process_group.lifecycle`.
 STILL, GRACE = 0.5, 1.0
@@ -173,7 +173,7 @@ class Run:
         """Tell the others; the wait for their confirmations begins once the end is in the store."""
         if rank.outcome is not None or rank.fenced:
             return
-        told = self.now + min(rank.store, TELLS)
+        told = self.now + min(rank.store, TELL_TIMEOUT)
         if told < self.told:
             self.told = told
             for other in self.ranks:
@@ -216,7 +216,7 @@ class Run:
         else:
             missing = set()
         if missing:
-            self.at(rank.awake(self.now + _LOOKS), rank, lambda rank: self.wait(rank, patience, missing))
+            self.at(rank.awake(self.now + _POLL_INTERVAL), rank, lambda rank: self.wait(rank, patience, missing))
         elif rank.launched and rank.kernel is None:
             self.given.add(rank.number)
             self.pass_on(rank)

@@ -78,7 +78,7 @@ from ncclpy.bootstrap import rendezvous
 from ncclpy.peers import reports, status
 
 reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
-status._BEAT = 0.02
+status._PUBLISH_INTERVAL = 0.02
 
 lib = testing.arrays()
 place, store = rendezvous()

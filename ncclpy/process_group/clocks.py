@@ -30,12 +30,12 @@ _WHICH = "clock/of"
 _ASKED = "clock/asked/"
 _TOLD = "clock/told/"
 #: Round trips of one comparison, and seconds to wait for each answer.
-_TIMES = 8
+_ROUND_TRIPS = 8
 _PATIENCE = 2.0
-#: Seconds between two comparisons; at first between two looks for the clock of rank 0; and the drift of clocks, some
-#: 20 us a second.
-_EVERY = 60.0
-_AGAIN = 0.5
+#: Seconds between two comparisons; between the first two attempts to find the clock of rank 0; and the drift of
+#: clocks, some 20 us a second.
+_COMPARE_INTERVAL = 60.0
+_FIRST_INTERVAL = 0.5
 _DRIFT = 20e-6
 
 
@@ -64,7 +64,7 @@ class Clocks:
     ) -> None:
         self._store, self._rank, self._known = store, rank, known
         self._now, self._identity = now, identity
-        self._due, self._again = -math.inf, _AGAIN
+        self._due, self._again = -math.inf, _FIRST_INTERVAL
         self._asked = 0
 
     def listen(self) -> list[Watch]:
@@ -88,13 +88,13 @@ class Clocks:
             return
         which = self._store.compare_set(_WHICH, None, None)[1]
         if which is None:  # rank 0 is not there yet, or cannot be asked
-            self._due, self._again = self._now() + self._again, min(_EVERY, 4 * self._again)
+            self._due, self._again = self._now() + self._again, min(_COMPARE_INTERVAL, 4 * self._again)
             return
         mine = self._identity()
         if mine is None or which == mine.encode():
             self._due = math.inf
             return
-        self._due = self._now() + _EVERY
+        self._due = self._now() + _COMPARE_INTERVAL
         threading.Thread(
             target=self._compare, args=(which.decode(errors="replace"),), name="ncclpy-group-clock", daemon=True
         ).start()
@@ -113,7 +113,7 @@ class Clocks:
     def compare(self) -> tuple[float, float]:
         """Return how many seconds the clock of rank 0 is ahead of this one, and by how many that may be off."""
         found = []
-        for _ in range(_TIMES):
+        for _ in range(_ROUND_TRIPS):
             self._asked += 1
             key = f"{_TOLD}{self._rank}/{self._asked}"
             begin = self._now()

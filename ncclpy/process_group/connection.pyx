@@ -502,7 +502,7 @@ cdef object capture(Connection connection, Request request):
     if load(&comm.engine_failed):
         return NcclAborted(work.say("was not captured: a call before it on this communicator has failed"))
     if comm.nonblocking:
-        raise ValueError(f"{comm!r} is nonblocking, as NCCL_COMM_BLOCKING=0 makes it; such a one cannot be captured")
+        raise ValueError(f"{comm!r} is nonblocking (NCCL_COMM_BLOCKING=0): calls on it cannot be captured")
     require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
     steps = <Step*>calloc(request.count + 1, sizeof(Step))
     if steps == NULL:

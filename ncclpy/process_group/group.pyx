@@ -9,7 +9,7 @@ from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.membership cimport new_membership
-from ncclpy.process_group.membership cimport bring, can_divide, disconnect, divide, stand, wrong_colors
+from ncclpy.process_group.membership cimport bring, can_divide, connect_peers, disconnect, divide, wrong_colors
 
 from ncclpy.core.lifecycle import device_of
 from ncclpy.errors import NcclError, NcclTimeout, not_copied
@@ -362,7 +362,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
         self.lifecycle.check_usable()
-        stand(self.lifecycle, [root_rank(self.lifecycle.size, peer, "peers") for peer in peers or ()], seconds)
+        connect_peers(self.lifecycle, [root_rank(self.lifecycle.size, peer, "peers") for peer in peers or ()], seconds)
 
     def disconnect(self, peers=None, timeout=None):
         """Destroy the communicators that sends and receives have made; the next ones make new ones.

@@ -48,10 +48,10 @@ _CLOSED = "closed"
 _CHECK = "options/check"
 
 #: Seconds to wait for a write to the store, which may be stuck; after them the caller goes on without it.
-_TELLS = 1.0
+_WRITE_TIMEOUT = 1.0
 
 #: So many ranks, the lowest, watch for ended leases and tell the others: if all did, each would tell each.
-_LOOKOUTS = 2
+_WATCHING_RANKS = 2
 
 #: What is said of a rank that can no longer take part, by its state; and how often in a row it has to be found in that
 #: state, a third of a second apart. A rank that is just making its group has no lease for an instant. And all ranks
@@ -317,7 +317,7 @@ class GroupStatus(StatusService):
         if self.is_watched and self.size > 1:
             for watch in self.clocks.listen():
                 self.keep(watch)
-            if self.rank < _LOOKOUTS:
+            if self.rank < _WATCHING_RANKS:
                 self.watch(self.rendezvous.alive(""), self._look_out)
 
     def hear(self, change: Change) -> None:
@@ -400,7 +400,7 @@ class GroupStatus(StatusService):
                 numbering.leave(number, lambda rank: False)
 
         if size > 1:
-            _within(_TELLS, tell)
+            _within(_WRITE_TIMEOUT, tell)
 
     def leave(self, *, went_on: bool = False) -> None:
         """Leave the group; the last live rank that does so clears away what all ranks have written.
@@ -422,8 +422,8 @@ class GroupStatus(StatusService):
         with self._at_no_meeting:
             self._leaving = True
             own = threading.get_ident()  # a signal handler may have interrupted its rendezvous
-            self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _TELLS)
-        _within(_TELLS, go)
+            self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _WRITE_TIMEOUT)
+        _within(_WRITE_TIMEOUT, go)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:
         """Return, for each rank that has closed the group, how many operations it has begun, by communicator."""

@@ -23,7 +23,7 @@ __all__ = ["Admitter", "Joiner"]
 
 #: Seconds after which a joining process asks once more, and seconds for invited processes to answer.
 _SLICE = 0.5
-_ANSWERS = 1.0
+_ANSWER_TIMEOUT = 1.0
 
 
 class _JoinKeys:
@@ -137,7 +137,7 @@ class Admitter(_JoinKeys):
         if not numbers:
             return {}
         self.store.multi_set([(self.key("invited", number), b"") for number in numbers])
-        deadline = time.monotonic() + min(timeout, _ANSWERS)
+        deadline = time.monotonic() + min(timeout, _ANSWER_TIMEOUT)
         comes = [self.key("comes", number) for number in numbers]
         while wanted() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(NcclTimeout):

@@ -44,9 +44,9 @@ from ncclpy.process_group.nan import NanCheck
 _log = logging.getLogger("ncclpy.process_group")
 _MAIN, _SPLIT = "all", "/split"  # the label of the communicator of all ranks, and of splits in `Lifecycle.begun`
 #: Seconds for the other ranks to be told, and for that if the process then ends.
-_TELLS, _EXITS = 1.0, 3.0
+_TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
 #: Seconds between two questions of a rank that was stopped to a store that does not answer.
-_ASKS_AGAIN = 1.0
+_RETRY_INTERVAL = 1.0
 #: Seconds in which operations that a rank took part in before it was gone may still be seen to complete.
 _GRACE = 0.5
 cdef long long _groups = 0  # the last number that was given
@@ -422,7 +422,7 @@ cdef class Lifecycle:
     cdef int wait_until_told(self) except -1:
         """Wait a second at most until the other ranks are told of the end."""
         if self.tell_thread is not None:
-            self.tell_thread.join(_TELLS)
+            self.tell_thread.join(_TELL_TIMEOUT)
         return 0
 
     cdef int end_as_told(self, long long number, told) except -1:
@@ -488,9 +488,9 @@ cdef class Lifecycle:
     def fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        `but` is a connection that ends itself. If it `asks`, this error and those of the other ranks have what all
-        ranks do, as data and, if it `says` so, in words. `calls` is whether hooks are called. `asked` is whether the
-        other ranks take the text only if they ask, as they learn of the end in another way.
+        `but` is a connection that ends itself. With `asks`, this error and those of the other ranks have what all
+        ranks do, as data and, with `says`, in words. `calls` is whether hooks are called. `asked` is whether the other
+        ranks take the text only if they ask, as they learn of the end in another way.
         """
         said = states = None
         if number is None or number == self.number:
@@ -620,11 +620,11 @@ cdef class Lifecycle:
         Nothing is aborted before: an abort gives wrong data to neighbours, and this process might use some too.
         Operations that wait on the device end with the process.
         """
-        cdef double deadline = now() + _EXITS
+        cdef double deadline = now() + _EXIT_TELL_TIMEOUT
         cdef bint goes_on
         telling, outcome = None, []
         if begun is not None:
-            begun.wait(_EXITS)
+            begun.wait(_EXIT_TELL_TIMEOUT)
             telling = self.tell_thread
         agree = functools.partial(_agree_on_exit, group_status, telling, self.handle, self.rank, outcome)
         # In a thread, as a call of a store whose server is stopped may take minutes; not a daemon, which makes no call of
@@ -632,7 +632,7 @@ cdef class Lifecycle:
         agreeing = threading.Thread(target=agree, name="ncclpy-group-agree", daemon=False)
         try:
             agreeing.start()
-            agreeing.join(_EXITS + EXIT_PATIENCE)
+            agreeing.join(_EXIT_TELL_TIMEOUT + EXIT_PATIENCE)
         except RuntimeError:  # no thread can be started
             agree()
         goes_on = outcome == [True]
@@ -661,7 +661,7 @@ cdef class Lifecycle:
         try:
             told = group_status.told()
         except NcclTimeout:
-            call_at(now() + _ASKS_AGAIN, functools.partial(_ask_again, weakref.ref(self)))
+            call_at(now() + _RETRY_INTERVAL, functools.partial(_ask_again, weakref.ref(self)))
             return
         except LeaseEnded as failure:
             text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
@@ -888,12 +888,12 @@ def _agree_on_exit(group_status, telling, handle, rank, outcome):
     """Confirm the end before this process ends with it, or add True to `outcome` if the group continues instead."""
     try:
         if telling is not None:
-            telling.join(_EXITS)
+            telling.join(_EXIT_TELL_TIMEOUT)
             if group_status.goes_on(handle):
                 outcome.append(True)
                 return
         group_status.confirm()
-        group_status.wait_until_confirmed(EXIT_PATIENCE)  # the store, where the others read why, may end with this process
+        group_status.wait_until_confirmed(EXIT_PATIENCE)  # this process may serve the store, where the others read why
     except Exception:  # the process ends in any case
         _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
 

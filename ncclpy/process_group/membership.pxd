@@ -26,7 +26,7 @@ cdef class Membership:
     cdef int _tell_plan(self, order, does) except -1
     cdef int _compare(self, group_status) except -1
     cdef tuple _decide(self, least, double seconds)
-    cdef object _stand(
+    cdef object _move_to(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
     )
     cdef int _torn(self, failure, group_status, past, is_lost) except -1
@@ -41,7 +41,7 @@ cdef Membership new_membership(Lifecycle group, Submission submission)
 
 
 # Wait until the communicators with all ranks and with some peers are made; their making is begun where there is none.
-cdef int stand(Lifecycle group, list peers, double seconds) except -1
+cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1
 
 # Disconnect from some peers, before a deadline.
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1

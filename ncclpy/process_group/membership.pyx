@@ -157,7 +157,7 @@ cdef class Membership:
                 past = self.past.among(members)
                 flying = NcclAborted(f"process group {group.name!r} is being recovered: this was in flight then")
                 try:
-                    come = self._stand(
+                    contributions = self._move_to(
                         uuid, members.index(group.rank), len(members), flying, False, None, {"finished": past.finished}, seconds,
                         past, past.is_lost,
                     )
@@ -165,7 +165,7 @@ cdef class Membership:
                     if group.failure is not error or not self._is_wanted():  # another error has ended it
                         raise
                     continue  # one more rank has died: the remaining ones decide again
-                return past.recovery([each["finished"] for each in come])
+                return past.recovery([each["finished"] for each in contributions])
 
     cdef tuple _decide(self, least, double seconds):
         """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided."""
@@ -239,7 +239,7 @@ cdef class Membership:
             if len(handles) == group.size:
                 return ()
             before, begun = len(met), NcclAborted(f"process group {group.name!r} admits others: this was begun then")
-            self._stand(
+            self._move_to(
                 met[0]["uuid"], group.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
                 functools.partial(_lost_of, group.group_status.reports, before),
                 functools.partial(admitter.welcome, joiners, handles, met[0]["uuid"]),
@@ -251,7 +251,7 @@ cdef class Membership:
         handles, uuid = Joiner(group.store, name, group.handle, group.check).wait(seconds)
         with _Turn(self, "join()"):
             group.name = name
-            self._stand(
+            self._move_to(
                 uuid, handles.index(group.handle), len(handles), NcclAborted(f"process group {name!r} is being joined"),
                 True, None, None, seconds, None, None,
             )
@@ -297,7 +297,7 @@ cdef class Membership:
             group.group_status.confirm()
         return 0
 
-    cdef object _stand(
+    cdef object _move_to(
         self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=None
     ):
         """Leave the present state, and enter a rendezvous of other ranks; return what each of them has brought.
@@ -315,14 +315,14 @@ cdef class Membership:
             if tells is not None:
                 tells()
             try:
-                come = group_status.gather(
+                contributions = group_status.gather(
                     _MEETING, brought, seconds, functools.partial(self._is_moving, group_status.rendezvous, is_lost), _past_of
                 )
             except NcclAborted:
                 if group.closed or not _has_met(group_status):
                     raise
                 # A rank that has left the rendezvous has ended the group since.
-                come = group_status.gather(_MEETING, brought, seconds, lambda: True, _past_of)
+                contributions = group_status.gather(_MEETING, brought, seconds, lambda: True, _past_of)
             self._go_on()
         except BaseException as failure:
             if group_status is None:  # where the other ranks are, and what recover() needs
@@ -330,7 +330,7 @@ cdef class Membership:
                     group_status = group.new_group_status(store, rank, size, place_of(uuid))
             self._torn(failure, group_status, past, is_lost)
             raise
-        return come
+        return contributions
 
     cdef int _torn(self, failure, group_status, past, is_lost) except -1:
         """End the group, which is between two states; raise what else has ended it."""
@@ -494,10 +494,10 @@ def _past_of(brought):
 # Communicators of two ranks, and the division of the communicator of all.
 
 # Seconds that the end of a group may take to fail its connections.
-cdef double _FAILS = 5.0
+cdef double _FAIL_TIMEOUT = 5.0
 
 
-cdef int stand(Lifecycle group, list peers, double seconds) except -1:
+cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1:
     """Wait until the communicators with all ranks and with some peers are made."""
     cdef Connection one
     cdef double deadline = deadline_after(seconds)
@@ -512,7 +512,7 @@ cdef int stand(Lifecycle group, list peers, double seconds) except -1:
                 )
                 group.explain_by(late, functools.partial(group.group_status.inquire_about, one.label, one.members))
                 if group.is_ended():  # another thread has done so, knows what the ranks do, and fails `one` next
-                    one.settled.wait(_FAILS)
+                    one.settled.wait(_FAIL_TIMEOUT)
                 if not one.settled.is_set():
                     raise late
                 break
@@ -561,7 +561,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     return 0
 
 
-def _nothing(come):
+def _nothing(contributions):
     return b""
 
 
@@ -580,7 +580,7 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
 
 
 # The number of ranks with wrong colors that an error names.
-cdef int _MOST_WRONG = 8
+cdef int _MAX_WRONG = 8
 
 
 cdef bint can_divide(Lifecycle group) except -1:
@@ -608,10 +608,10 @@ cdef object wrong_colors(Lifecycle group, object values):
     ]
     if not wrong:
         return None
-    more = f" and on {len(wrong) - _MOST_WRONG} more ranks" if len(wrong) > _MOST_WRONG else ""
+    more = f" and on {len(wrong) - _MAX_WRONG} more ranks" if len(wrong) > _MAX_WRONG else ""
     return (
         f"split() of process group {group.name!r}: color: expected an int from 0 to {_MAX_INT}, or None to join no group, "
-        f"got {', '.join(wrong[:_MOST_WRONG])}{more}; no rank has made one"
+        f"got {', '.join(wrong[:_MAX_WRONG])}{more}; no rank has made one"
     )
 
 

@@ -28,9 +28,9 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, s
 
 __all__ = ["PreviousMembership", "Recovery", "decide", "decide_to_move"]
 
-#: Seconds between two looks of the lowest rank for the others, and between two looks of the others for the decision;
-#: the third is added for each rank of the group, as all ask the store.
-_LOOK = 0.02
+#: Seconds between two checks of the lowest rank for the others, and of the others for the decision; the third is added
+#: for each rank of the group, as all ask the store.
+_POLL_INTERVAL = 0.02
 _SLICE = 0.2
 _SLICE_OF_A_RANK = 0.5e-3
 
@@ -180,8 +180,8 @@ class _Election:
             raise
 
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
-        # Ranks found lost at the last look: only a second look counts, as a rank that is just making its group has no
-        # lease for an instant.
+        # Ranks found lost at the last check: a rank counts as lost only after a second one, as it has no lease for an
+        # instant while it makes its group.
         suspects: set[int] = set()
         while wanted():
             here = (ranks_of(self.store.keys(self._here())) & set(range(self.size))) | {self.rank}
@@ -197,7 +197,7 @@ class _Election:
                     return _read(
                         self.store, self.attempt, self.store.compare_set(_decided(self.attempt), None, told)[1]
                     )
-            pause = (_LOOK if looks else _SLICE) + self.size * _SLICE_OF_A_RANK
+            pause = (_POLL_INTERVAL if looks else _SLICE) + self.size * _SLICE_OF_A_RANK
             with contextlib.suppress(NcclTimeout):
                 told = self.store.get(_decided(self.attempt), max(0.0, min(pause, left)))
                 return _read(self.store, self.attempt, told)

@@ -205,7 +205,7 @@ def test_failure_is_in_store_before_close_returns(arrays, monkeypatch):
             time.sleep(0.1)
             return super()._compare_set(*args)
 
-    monkeypatch.setattr("ncclpy.process_group.lifecycle._TELLS", DEADLINE)
+    monkeypatch.setattr("ncclpy.process_group.lifecycle._TELL_TIMEOUT", DEADLINE)
     store = Slow()
     group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=0.1)
     work = group.all_reduce(arrays.argument(arrays.make(np.ones(3), 0)))
@@ -641,7 +641,7 @@ def test_process_exits_although_its_store_does_not_answer():
         from ncclpy.process_group import lifecycle
         from ncclpy.process_group.group_status import GroupStatus
         GroupStatus.confirm = lambda self: time.sleep(1000)
-        lifecycle._EXITS = lifecycle.EXIT_PATIENCE = 0.1
+        lifecycle._EXIT_TELL_TIMEOUT = lifecycle.EXIT_PATIENCE = 0.1
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error="exit")
         work = group.all_reduce(testing.arrays().argument(testing.arrays().make(np.ones(3), 0)))
         time.sleep(30)

@@ -550,7 +550,7 @@ class Stuck(LocalStore):
 
 def test_stuck_store_does_not_delay_abort(host_engine, monkeypatch):
     monkeypatch.setattr(inquiry, "_ANSWER_TIMEOUT", 0.25)
-    monkeypatch.setattr(lifecycle, "_TELLS", 0.25)
+    monkeypatch.setattr(lifecycle, "_TELL_TIMEOUT", 0.25)
     store = Stuck(20.0)
     with ncclpy.ProcessGroup(store, 0, 2, name="stuck") as group:
         store.stuck = True

@@ -29,9 +29,9 @@ from ncclpy.process_group.check.store_exchange import StoreExchange
 
 _WHAT = "to compare the collectives"
 #: Seconds to wait in the store for a note that is too long for shared memory.
-_LONG = 10.0
+_NOTE_TIMEOUT = 10.0
 #: The number of calls that are remembered.
-_MANY = 1 << 16
+_MAX_KNOWN = 1 << 16
 
 
 cdef class CollectiveCheck:
@@ -131,7 +131,7 @@ cdef class CollectiveCheck:
             )
             raise self.found
         if self.first and not has_messages:
-            if len(self.known) >= _MANY:  # all ranks clear it at the same number
+            if len(self.known) >= _MAX_KNOWN:  # all ranks clear it at the same number
                 self.known.clear()
             self.known[calls] = note
         if self.met:
@@ -161,7 +161,7 @@ cdef class CollectiveCheck:
                     before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
                 note = before.get(note)
             elif not note:
-                note = self.group_status.store.get(self._long_key(number, rank), _LONG)
+                note = self.group_status.store.get(self._long_key(number, rank), _NOTE_TIMEOUT)
             notes.append(note)
         return self._difference(notes, number)
 

@@ -23,7 +23,7 @@ cdef class PeerChannel:
     cdef RingWriter post  # once the two ranks share memory
     cdef RingWriter opened
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
-    cdef dict come  # messages that the peer has told, by (channel, number), until `forget`
+    cdef dict received  # messages that the peer has told, by (channel, number), until `forget`
 
     # Tell the peer a message of this rank; False if that has to wait for the group's thread.
     cdef bint tell(self, tuple key, tuple message)
@@ -58,7 +58,7 @@ cdef class PendingMessages:
 
     cdef PeerChannel _route_to(self, int rank, int peer)
     cdef bint _fits(self, Request request) except -1
-    cdef tuple _absent(self, Request request, dict come, list stored)
+    cdef tuple _absent(self, Request request, dict matches, list stored)
     cdef bint _expects(self)
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1
 

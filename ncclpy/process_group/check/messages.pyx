@@ -79,18 +79,18 @@ cdef class PeerChannel:
 
     cdef tuple look(self, tuple key):
         cdef Note note
-        found = self.come.get(key)
+        found = self.received.get(key)
         # Notes read on the way are kept for their own requests; notes behind `key` stay in the ring, which is bounded.
         while found is None and self.state == SHARED and self.post.next(&note):
             message = (self.rank, note.kind, (<bytes>note.type).decode("ascii", "replace"), note.count, note.tag)
             other = (note.channel, note.place)
-            self.come[other] = message
+            self.received[other] = message
             if other == key:
                 found = message
         return found
 
     cdef int forget(self, tuple key) except -1:
-        self.come.pop(key, None)
+        self.received.pop(key, None)
         return 0
 
     cdef int meet(self, RingSet mine) except -1:
@@ -143,7 +143,7 @@ cdef class PeerChannel:
 cdef PeerChannel new_route(store, int rank, int peer):
     cdef PeerChannel route = PeerChannel.__new__(PeerChannel)
     route.store, route.rank, route.peer = store, rank, peer
-    route.untold, route.come = {}, {}
+    route.untold, route.received = {}, {}
     return route
 
 
@@ -159,22 +159,22 @@ cdef str channel_text(int channel, int rank, int peer):
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Seconds between two looks into the store for the peers' messages: at first, and later.
-_SHORT, _LONG = 0.1e-3, 2e-3
+#: Seconds between two reads of the peers' messages in the store: at first, and at most.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1e-3, 2e-3
 
-#: Seconds between two looks whether a communicator is made, from when its limits count; and whether the group is
-#: there.
-_MAKING, _WANTED = 10e-3, 0.5
+#: Seconds between two checks whether a communicator is made, from when its limits count; and whether the group still
+#: exists.
+_MADE_CHECK_INTERVAL, _WANTED_CHECK_INTERVAL = 10e-3, 0.5
 
 #: Seconds that the thread stays while nothing is held.
-_LINGERS = 0.2
+_IDLE_TIME = 0.2
 
 #: Seconds that a thread waiting for a message polls for the matching one before it leaves that to the group's thread.
-cdef double _HELPS = 60e-6
+cdef double _POLL = 60e-6
 
-#: A timeout may be noticed half a second late (`_WANTED`) if its limit is at least so many seconds: the thread is not
-#: woken for such requests.
-cdef double _AMPLE = 10.0
+#: A timeout may be noticed half a second late (`_WANTED_CHECK_INTERVAL`) if its limit is at least this many seconds:
+#: the thread is not woken for such requests.
+cdef double _UNHURRIED_LIMIT = 10.0
 
 
 cdef class _Unmatched(Awaited):
@@ -223,10 +223,10 @@ cdef class PendingMessages:
             (<PeerChannel>self.routes[peer]).forget(key)
         return True
 
-    cdef tuple _absent(self, Request request, dict come, list stored):
+    cdef tuple _absent(self, Request request, dict matches, list stored):
         """Return the first message of a request that has no match yet, None if all have.
 
-        Adds the matches to `come`, and the messages to look for in the store to `stored`.
+        Adds the matches to `matches`, and the messages to look for in the store to `stored`.
         """
         cdef PeerChannel route
         for each in request.expected:
@@ -239,11 +239,11 @@ cdef class PendingMessages:
             theirs = route.look(each[0])
             if theirs is None:
                 return each
-            come[each[0], each[1]] = theirs
+            matches[each[0], each[1]] = theirs
         return None
 
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
-        """Launch a held request in the thread that waits for it, if its matches arrive within `_HELPS` seconds."""
+        """Launch a held request in the thread that waits for it, if its matches arrive within `_POLL` seconds."""
         cdef RingSet rings = self.rings
         cdef Connection one
         cdef Launch lent = None
@@ -256,7 +256,7 @@ cdef class PendingMessages:
             if (<PeerChannel>self.routes[peer]).state != SHARED:
                 return 0
         failure = None
-        until = now() + _HELPS
+        until = now() + _POLL
         rings.watch()
         first = rings.heard()
         while True:
@@ -302,7 +302,7 @@ cdef class PendingMessages:
             rings.ring()
 
     def _serve(self):
-        cdef double pause = _SHORT
+        cdef double pause = _SHORTEST_PAUSE
         cdef Lifecycle group = self.group
         cdef Connection one
         cdef RingSet rings
@@ -320,7 +320,7 @@ cdef class PendingMessages:
                 self.group = None
                 return
             if not heads:
-                rings.wait(heard, _LINGERS)
+                rings.wait(heard, _IDLE_TIME)
                 if rings.heard() == heard:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
@@ -335,7 +335,7 @@ cdef class PendingMessages:
             except Exception as error:  # an error of the store: no message can be compared any more
                 for one in heads:
                     self._lose(group, one, error)
-            pause = _SHORT if moved else min(_LONG, 1.5 * pause)
+            pause = _SHORTEST_PAUSE if moved else min(_LONGEST_PAUSE, 1.5 * pause)
             if not moved:
                 left = self._patience(group, heads, pause)
                 del heads
@@ -374,13 +374,17 @@ cdef class PendingMessages:
         """Return how many seconds the thread may sleep unless it is woken."""
         cdef Connection one
         cdef Request request
-        cdef double left = _WANTED
+        cdef double left = _WANTED_CHECK_INTERVAL
         with group.lock:
             for one in heads:
                 if not one.held:
                     continue
                 request = one.held[0]
-                left = min(left, _MAKING if request.since == 0 else max(_SHORT, request.since + request.limit - now()))
+                left = min(
+                    left,
+                    _MADE_CHECK_INTERVAL if request.since == 0
+                    else max(_SHORTEST_PAUSE, request.since + request.limit - now()),
+                )
                 for _, peer, _ in request.expected or ():
                     if (<PeerChannel>self.routes[peer]).state != SHARED:
                         left = min(left, pause)
@@ -514,7 +518,7 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
     if not connection.held and connection.state == MADE:
         request.since = now()
     connection.held.append(request)
-    if not all_told or request.limit < _AMPLE or connection.state == GONE:
+    if not all_told or request.limit < _UNHURRIED_LIMIT or connection.state == GONE:
         pending_messages.urgent = True
     return True
 

@@ -94,8 +94,8 @@ cdef size_t _PAGE = mmap.PAGESIZE
 cdef enum:
     _NOTES = 63  # with the ring's head they fill three pages of 4 KiB
 
-#: Seconds that a polling thread spins before it yields the core between two looks.
-cdef double _AT_HAND = 4e-6
+#: Seconds that a polling thread spins before it yields the core between two polls.
+cdef double _SPIN_BEFORE_YIELD = 4e-6
 
 cdef struct _Ring:
     uint64_t taken  # notes that the reader has taken
@@ -140,7 +140,7 @@ cdef bint _is_rung(WakeupWord* wakeup_word, int heard, double until) noexcept no
     while word_of(&wakeup_word.changes) == heard:
         if now() >= until:
             return False
-        if now() - begin > _AT_HAND:
+        if now() - begin > _SPIN_BEFORE_YIELD:
             sched_yield()
         else:
             relax()
@@ -289,7 +289,7 @@ cdef enum:
     _LEFT = 3
 
 #: Seconds that a rank polls before it sleeps, as other ranks have often just begun the same call. It yields the core
-#: meanwhile (`_AT_HAND`), which they may need for that.
+#: meanwhile (`_SPIN_BEFORE_YIELD`), which they may need for that.
 cdef double _SPIN = 60e-6
 
 cdef struct _Short:
@@ -441,7 +441,7 @@ cdef class SharedExchange:
                 waited = now() - begin
                 if found != _WAITS or waited > _SPIN:
                     break
-                if waited > _AT_HAND:
+                if waited > _SPIN_BEFORE_YIELD:
                     sched_yield()
                 else:
                     relax()

@@ -425,13 +425,13 @@ def _rank_and_device(Participant participant not None):
 
 # How many seconds later gatherings are overdue while their processes still meet in a store: the rendezvous' own error,
 # which names the missing ranks, should come first.
-cdef double _TELLS = 2.0
+cdef double _RENDEZVOUS_GRACE = 2.0
 
 # Seconds that close() waits for the other processes to be told; a stuck store delays it no longer.
-cdef double _LEAVES = 1.0
+cdef double _LEAVE_TIMEOUT = 1.0
 
 # After how many seconds a process that was stopped asks again a store that did not answer.
-cdef double _ASKS_AGAIN = 1.0
+cdef double _RETRY_INTERVAL = 1.0
 
 
 cdef class DeviceSet(CommunicatorSet):
@@ -575,7 +575,7 @@ cdef class DeviceSet(CommunicatorSet):
         try:
             ended = peer_status.told() is not None
         except NcclTimeout:
-            call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
+            call_at(now() + _RETRY_INTERVAL, _again(weakref.ref(self)))
             return
         except LeaseEnded as failure:  # the others have continued without this process
             self.ended(f": the other processes take this one for lost: {failure}", NcclRemoteError.__name__)
@@ -661,7 +661,7 @@ cdef class DeviceSet(CommunicatorSet):
         leaving = self._leave()
         CommunicatorSet.close(self)
         if leaving is not None:
-            leaving.join(_LEAVES)
+            leaving.join(_LEAVE_TIMEOUT)
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch the gatherings that waited; return those, to be released."""
@@ -698,7 +698,7 @@ cdef class DeviceSet(CommunicatorSet):
         cdef Gathering gathering
         cdef double moment = now()
         if self.meeting:
-            moment -= _TELLS
+            moment -= _RENDEZVOUS_GRACE
         return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
 
     def patience(self):

@@ -38,7 +38,7 @@ cdef double _SWEEP_LEAST = 0.01
 cdef double _SWEEP_MOST = 1.0
 
 # Seconds for what was launched to end at a close, unless the caller gives another number.
-cdef double _CLOSES = 60.0
+cdef double _CLOSE_TIMEOUT = 60.0
 
 cdef object _default = None
 cdef object _default_lock = _library.PythonLock(threading.Lock(), LOCK_DEFAULT_MANAGER)
@@ -658,7 +658,7 @@ Gather the participants of collectives by key and launch each collective when al
             If an operation has failed and the program has not been given its error.
         """
         cdef Gathering gathering
-        cdef double limit = _CLOSES if timeout is None else as_timeout(timeout)
+        cdef double limit = _CLOSE_TIMEOUT if timeout is None else as_timeout(timeout)
         cdef double deadline = now() + limit
         cdef Work work, failed = None
         self._check_initialised()

@@ -80,7 +80,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_all_reduce(&o, &s, &r, send, recv, one.device)
@@ -112,7 +112,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_all_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
@@ -145,7 +145,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
@@ -177,7 +177,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_all_to_all(&o, &s, &r, send, recv, one.device, one.num_global)
@@ -210,7 +210,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
@@ -242,7 +242,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
@@ -276,7 +276,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
@@ -313,7 +313,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
@@ -346,7 +346,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
@@ -380,7 +380,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
@@ -414,7 +414,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
@@ -446,7 +446,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef Operation o
-        cdef Participant one = _come(
+        cdef Participant one = _new_participant(
             recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
@@ -455,7 +455,7 @@ cdef class Participants:
         return self.add(key, one, &r, recv, recv, stream, on_done)
 
 
-cdef Participant _come(
+cdef Participant _new_participant(
     array, str argument, device, num_local, num_global, communicator_key, global_rank, timeout
 ):
     """Return a participant without its buffers; `array` is on its device."""

@@ -29,7 +29,7 @@ _PLACE = "communicator"
 _FIRST = "first"
 #: How many times in a row, 0.3 s apart, the process of a missing rank is found ended before the wait for it ends: a
 #: process that replaces it may be about to arrive.
-_LOOKS = 3
+_CHECKS_UNTIL_LOST = 3
 
 
 def meet(
@@ -87,7 +87,7 @@ def meet(
         raise ValueError(say(why))
     rendezvous = RankRendezvous(
         part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.been(rank)]), more,
-        lambda rank: ("its process has ended", _LOOKS) if rendezvous.is_gone(rank) else None,
+        lambda rank: ("its process has ended", _CHECKS_UNTIL_LOST) if rendezvous.is_gone(rank) else None,
     )  # fmt: skip
     try:
         rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)

@@ -23,7 +23,7 @@ cdef class TensorEntry:
     # Whether the data have to be copied to the device first.
     cdef bint is_staged(self) noexcept
 
-    cdef int _look_at(self, int kind, int device, str name, object array, bint receives, tuple known) except -1
+    cdef int _fill(self, int kind, int device, str name, object array, bint receives, tuple known) except -1
 
 
 # An all-reduce as it was last brought.
@@ -97,7 +97,7 @@ cdef class Ending:
     cdef object cause_of(self, object error)
 
 
-cdef double MOMENT
+cdef double COPY_WAIT
 
 
 # A launch in a slot's memory, into which its data are copied and out of which the results are.

@@ -84,7 +84,7 @@ cdef object _bytes_of(const View* view):
 cdef TensorEntry new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
     """Return a `TensorEntry` of an array, which is mostly known from when it was last brought."""
     cdef TensorEntry made = TensorEntry.__new__(TensorEntry)
-    made._look_at(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
+    made._fill(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
     return made
 
 
@@ -113,9 +113,9 @@ cdef class TensorEntry:
     """
 
     def __init__(self, int kind, int device, str name not None, array, bint receives=False):
-        self._look_at(kind, device, name, array, receives, None)
+        self._fill(kind, device, name, array, receives, None)
 
-    cdef int _look_at(self, int kind, int device, str name, object array, bint receives, tuple known) except -1:
+    cdef int _fill(self, int kind, int device, str name, object array, bint receives, tuple known) except -1:
         """Fill this in from an array; `known` is its shape when it was last brought, or None."""
         cdef Operation noted
         cdef CUstream stream
@@ -400,10 +400,10 @@ cdef extern from "Python.h":
 
 # Seconds that a launching thread waits for a launch or a slot before it copies CPU memory: the driver's call for a
 # copy returns when all before it on the stream is done, and if that is a launch, the call waits for other ranks.
-cdef double MOMENT = 1e-3
+cdef double COPY_WAIT = 1e-3
 
 #: Least bytes of an allocation.
-_LEAST = 1 << 16
+_MIN_ALLOCATION = 1 << 16
 
 
 cdef class FusionBuffer:
@@ -421,7 +421,7 @@ cdef class FusionBuffer:
             # Freeing the memory would on GPUs wait until nothing uses it, and so wait for other ranks in the thread
             # that learns of their ends. The slot grows by half at least, so the old memory is at most twice the memory
             # in use.
-            wanted = max(_LEAST, nbytes, self.capacity + self.capacity // 2)
+            wanted = max(_MIN_ALLOCATION, nbytes, self.capacity + self.capacity // 2)
             if self.pointer:
                 self.outgrown.append(self.pointer)
                 self.pointer = self.capacity = 0
@@ -555,8 +555,8 @@ cdef class FusedLaunch(LaunchGroup):
         return load(&self.inner.phase) != PENDING
 
     def is_passed(self):
-        """Return whether `copy_out` would wait for no other rank; this waits a moment for that."""
-        return self.is_launched() and (not self.waits or self.inner._wait_for(COMPLETED, deadline_after(MOMENT)))
+        """Wait a moment at most; return whether `copy_out` would then wait for no other rank."""
+        return self.is_launched() and (not self.waits or self.inner._wait_for(COMPLETED, deadline_after(COPY_WAIT)))
 
     def is_over(self):
         """Return whether all its works have ended."""

@@ -12,7 +12,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
 from ncclpy.coordinator.buffers cimport (
-    MOMENT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_fused_launch,
+    COPY_WAIT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_fused_launch,
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
@@ -44,15 +44,15 @@ cdef enum:
     _HERE = 1  # the thread that added them
     _ASIDE = 2  # the queue's thread
 
-# Seconds between two checks whether a step is ready, at first and at last.
-cdef double _SOON = 200e-6, _LATER = 5e-3
+# Seconds between two checks whether a step is ready: at first, and at most.
+cdef double _SHORTEST_PAUSE = 200e-6, _LONGEST_PAUSE = 5e-3
 
 
 cdef class LaunchStep:
     """One step."""
 
     cdef bint is_ready(self) except -1:
-        """Return whether it can be taken without a wait for other ranks; this may wait a moment for that."""
+        """Wait a moment at most; return whether it can then be taken without a wait for other ranks."""
         return True
 
     cdef int take(self) except -1:
@@ -157,10 +157,10 @@ cdef class LaunchQueue:
 
     cdef int _wait_for(self, LaunchStep step) except -1:
         """Wait until a step can be taken at once: a driver call that waits holds up those of other threads."""
-        cdef double pause = _SOON
+        cdef double pause = _SHORTEST_PAUSE
         while not self._is_ready(step):
             time.sleep(pause)
-            pause = min(2 * pause, _LATER)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         return 0
 
     def end(self, double timeout):
@@ -345,7 +345,7 @@ cdef class DataPlane:
         if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
         slot = self.slots[self.turn] if self.slots else None
-        return slot is None or not slot.used or wait_for_event(slot.free, deadline_after(MOMENT)) == CUDA_SUCCESS
+        return slot is None or not slot.used or wait_for_event(slot.free, deadline_after(COPY_WAIT)) == CUDA_SUCCESS
 
     cdef Communicator _comm(self):
         """Return the communicator; raise if it is gone."""

@@ -15,7 +15,7 @@ __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"
 #: Most names that are shown beside one, and their least similarity to it by `difflib`.
 _ALIKE, _LIKENESS = 6, 0.75
 #: Most operations that did not run and are named.
-_TOLD = 4
+_NAMED = 4
 
 
 def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
@@ -62,8 +62,8 @@ def has_ended(name: str, error: BaseException) -> NcclError:
 
 def did_not_run(error: NcclError, unfinished: Sequence[str]) -> NcclError:
     """Return the error of a shutdown after which operations of this rank have not run."""
-    more = f" and {len(unfinished) - _TOLD} more" if len(unfinished) > _TOLD else ""
-    made = type(error)(f"{error}. Not all ranks had brought {', '.join(unfinished[:_TOLD])}{more}: these did not run")
+    more = f" and {len(unfinished) - _NAMED} more" if len(unfinished) > _NAMED else ""
+    made = type(error)(f"{error}. Not all ranks had brought {', '.join(unfinished[:_NAMED])}{more}: these did not run")
     made.ranks = error.ranks
     made.__cause__ = error
     return made

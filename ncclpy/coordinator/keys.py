@@ -13,18 +13,18 @@ BEGINNING, LEAVING = b"\x02", b"\x03"
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
 #: Most bytes of a name.
-_LONGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 #: Most characters of a name that are shown.
-_LONG = 120
+_SHOWN_CHARS = 120
 #: Most names that are shown.
-_MANY = 4
+_SHOWN_NAMES = 4
 
 
 def key_of(names: Sequence[str]) -> bytes:
     """Return the key of an operation, or of several that are brought together."""
     packed = [_bytes_of(name) for name in names]
-    if max(map(len, packed), default=0) > _LONGEST:
-        raise ValueError(f"name: {max(map(len, packed)):,} bytes; a name may have {_LONGEST:,}")
+    if max(map(len, packed), default=0) > _MAX_BYTES:
+        raise ValueError(f"name: {max(map(len, packed)):,} bytes; a name may have {_MAX_BYTES:,}")
     if len(packed) == 1:
         return _ONE + packed[0]
     return _SEVERAL + b"".join(_LENGTH.pack(len(each)) + each for each in packed)
@@ -60,9 +60,9 @@ def names_of(key: bytes) -> tuple[str, ...]:
 
 def shown(names: Sequence[str]) -> str:
     """Return names as text for messages; long names, and long lists, are cut."""
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(map(_shown, names[:_MANY])) + more
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(map(_shown, names[:_SHOWN_NAMES])) + more
 
 
 def _shown(name: str) -> str:
-    return repr(name) if len(name) <= _LONG else f"{name[:_LONG]!r}... ({len(name)} characters)"
+    return repr(name) if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]!r}... ({len(name)} characters)"

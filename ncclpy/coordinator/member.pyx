@@ -92,7 +92,7 @@ cdef class Submitter:
         self.forks = _forks
 
     def follow(self, ProcessGroup group not None, long long number):
-        """Make this out of date once a process group has another number, and so other ranks."""
+        """Note that this is out of date once the process group has another number, and so other ranks."""
         self.group, self.number = group, number
 
     def is_outdated(self):
@@ -321,7 +321,7 @@ cdef class ProcessSetWorker:
         return 0
 
     cdef bint _can_launch(self, Step step) except -1:
-        """Return whether a step's communicator is made, or never will be, and the step's copies wait for no other rank.
+        """Return whether a step's communicator is made, or never will be, and its copies would wait for no other rank.
 
         Copies of CPU memory for a launch would wait for the launch before it, and so for other ranks.
         """

@@ -198,11 +198,11 @@ def differences(brought: Sequence[tuple[Signature, Sequence[int]]]) -> str:
         if len(values) < 2:
             continue
         by_rank = sorted(values.items(), key=lambda item: min(item[1]))
-        parts.append(f"{thing} {', '.join(f'{value} on {_who(ranks)}' for value, ranks in by_rank)}")
+        parts.append(f"{thing} {', '.join(f'{value} on {_rank_list(ranks)}' for value, ranks in by_rank)}")
     return "; ".join(parts)
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(spans(ranks))}"
 
 

@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=600.0,
         metavar="SECONDS",
-        help="abort when nothing moves for so long (default 600)",
+        help="abort after this time without progress (default 600)",
     )
     add("--json", "-J", "--output_file", type=writable, metavar="FILE", help="write machine, versions and all results")
     add("--plot", type=writable, metavar="FILE", help="draw bus bandwidth and time (.png, .svg; needs matplotlib)")

@@ -10,7 +10,7 @@ from ncclpy.bootstrap import Store, StoreError
 from ncclpy.errors import NcclError
 
 #: The exit code if a launcher is gone without a message.
-_LOST = 1
+_LOST_EXIT = 1
 
 
 class Others:
@@ -78,7 +78,7 @@ class Others:
                 self._here.clear()
                 self._news.notify_all()
         if unfinished and self._node != 0:
-            self._failed(_LOST, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
+            self._failed(_LOST_EXIT, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
 
     def _follow(self) -> None:
         """Note the changes in the store until it is gone."""
@@ -109,7 +109,7 @@ class Others:
                 self._here.discard(node)
                 self._news.notify_all()
             if lost:
-                self._failed(_LOST, f"the launcher on {self._hosts[node]} (machine {node}) is gone")
+                self._failed(_LOST_EXIT, f"the launcher on {self._hosts[node]} (machine {node}) is gone")
 
     def _failed(self, code: int, text: str) -> None:
         with self._news:

@@ -13,8 +13,8 @@ NEVER_MADE = " (never made)"
 
 # A rank that began so many seconds after the first one is reported as late, on one clock, and on clocks
 # that are synchronised over a network.
-_LATE = 0.1
-_LATE_ELSEWHERE = 1.0
+_LATE_AFTER = 0.1
+_LATE_AFTER_REMOTELY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Divergence:
         failed = min(failures, key=lambda rank: failures[rank], default=None)
         end = min([*failures.values(), *(entry.dump.wall_now for entry in self.entries.values())])
         off = self.apart
-        least = max(_LATE_ELSEWHERE if off is None else _LATE + off, (end - times[first]) / 2)
+        least = max(_LATE_AFTER_REMOTELY if off is None else _LATE_AFTER + off, (end - times[first]) / 2)
         found = []
         for rank, time in times.items():
             if time - times[first] < least:

@@ -28,7 +28,7 @@ _DURATION = re.compile(r"\d+(?:\.\d+)? m?s\b")
 _PYTHON = ". Python of rank"
 _CALLED = "This rank called "
 #: Two reasons are the same if one begins with the other, and both have at least so many characters.
-_ENOUGH = 40
+_MIN_COMMON = 40
 #: How many different reasons are remembered; any further ones are not compared.
 _MOST = 100
 #: Most characters of a reason, and of the stacks that follow it.
@@ -93,14 +93,14 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
 
 def describe(entry: Entry) -> str:
     """Return the call in words, as "broadcast of 1024 float32 from rank 0"."""
-    said = entry.operation
+    line = entry.operation
     if entry.count is not None:
-        said += f" of {entry.count} {entry.dtype or 'elements'}"
+        line += f" of {entry.count} {entry.dtype or 'elements'}"
     if entry.op is not None:
-        said += f" ({entry.op})"
+        line += f" ({entry.op})"
     if entry.root is not None and entry.root >= 0:
-        said += f" {_TOWARDS.get(entry.operation.split('_')[0], 'with root')} rank {entry.root}"
-    return said
+        line += f" {_TOWARDS.get(entry.operation.split('_')[0], 'with root')} rank {entry.root}"
+    return line
 
 
 def clock(wall: float) -> str:
@@ -223,10 +223,10 @@ def _divergence(divergence: Divergence) -> list[str]:
         lines.append(f"  {ranks(divergence.unseen, SHOWN)}: no dump")
     late = divergence.late()
     for each in late[:SHOWN]:
-        said = f"  late: rank {each.rank} came {_seconds(each.seconds)} after rank {each.first}"
+        line = f"  late: rank {each.rank} came {_seconds(each.seconds)} after rank {each.first}"
         if each.failed is not None:
-            said += f", {_seconds(each.after_failure)} after the call had failed on rank {each.failed}"
-        lines.append(said)
+            line += f", {_seconds(each.after_failure)} after the call had failed on rank {each.failed}"
+        lines.append(line)
     if len(late) > SHOWN:
         lines.append(f"  ... and {len(late) - SHOWN} more ranks were late")
     if late and divergence.apart is None:
@@ -240,8 +240,8 @@ def _divergence(divergence: Divergence) -> list[str]:
 
 def _ended(group: Group, reasons: Reasons) -> str:
     name = f"{group.name!r}" + (f" (the {group.number}. of this name)" if group.number > 1 else "")
-    said = reasons.say(group.error or "", f"process group {name}")
-    return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {said}"
+    reason = reasons.say(group.error or "", f"process group {name}")
+    return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {reason}"
 
 
 def _called_at(entry: Entry) -> str:
@@ -255,13 +255,13 @@ def _outcome(entry: Entry) -> str:
 
 def _late_group(late: LateGroup) -> str:
     group = late.group
-    said = (
+    line = (
         f"late: rank {group.rank} of {group.size} came to process group {group.name!r} {_seconds(late.seconds)} after "
         f"rank {late.first.rank}"
     )
     if late.ended is not None:
-        said += f", {_seconds(late.after_end)} after the group had ended on rank {late.ended.rank}"
-    return said
+        line += f", {_seconds(late.after_end)} after the group had ended on rank {late.ended.rank}"
+    return line
 
 
 def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
@@ -397,12 +397,12 @@ def _failure(group: list[Entry], reasons: Reasons) -> str:
     ]
     place += [None if entry.communicator is None else f"communicator {entry.communicator}"]
     place += [None if entry.sequence is None else f"sequence {entry.sequence}", _processes([entry, *group])]
-    said = "no error was recorded"
+    reason = "no error was recorded"
     if entry.error:
-        said = reasons.say(entry.error, ", ".join(filter(None, place[:-1])))
+        reason = reasons.say(entry.error, ", ".join(filter(None, place[:-1])))
     if len({each.error for each in group}) > 1:
-        said += f" (so on rank {entry.rank}; on the others with other numbers)"
-    return f"  {', '.join(filter(None, place))}: {said}"
+        reason += f" (so on rank {entry.rank}; on the others with other numbers)"
+    return f"  {', '.join(filter(None, place))}: {reason}"
 
 
 def _summary(findings: Findings, circles: Sequence[Crossing]) -> str:
@@ -414,17 +414,17 @@ def _summary(findings: Findings, circles: Sequence[Crossing]) -> str:
         (len(findings.failed), "failure", "failures"),
         (len(findings.ended), "failed process group", "failed process groups"),
     ]
-    said = [_number(count, one, many) for count, one, many in counts if count]
+    parts = [_number(count, one, many) for count, one, many in counts if count]
     missing = sum(bool(each.missing) for each in findings.standstills)
-    said += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
+    parts += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
     unseen = sum(bool(each.unseen and not each.missing) for each in findings.standstills)
-    said += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
-    said += [_number(len(circles), "circle of waiting ranks", "circles of waiting ranks")] * bool(circles)
+    parts += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
+    parts += [_number(len(circles), "circle of waiting ranks", "circles of waiting ranks")] * bool(circles)
     late = {rank.rank for divergence in findings.divergences for rank in divergence.late()}
     late |= {each.group.rank for each in findings.late}
-    said += [f"{_ranks(late)} late"] * bool(late)
-    only_failed = len(said) == bool(findings.failed) + bool(findings.ended)
-    return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(said)
+    parts += [f"{_ranks(late)} late"] * bool(late)
+    only_failed = len(parts) == bool(findings.failed) + bool(findings.ended)
+    return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(parts)
 
 
 def _state(entry: Entry) -> str:
@@ -519,7 +519,7 @@ class Reasons:
         text = _without_advice(text)
         reason = _reason_of(text)
         for known, place in self._known.items():
-            enough = min(len(known), len(reason)) >= _ENOUGH
+            enough = min(len(known), len(reason)) >= _MIN_COMMON
             if reason == known or (enough and (reason.startswith(known) or known.startswith(reason))):
                 return f"same as {place}"
         if reason and len(self._known) < _MOST:

@@ -172,7 +172,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
         return [reports[rank].value for rank in range(nranks)]
     # In order of arrival, but errors that follow from others last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    # After the others were stopped, any error of NCCL follows from that: a rank may have been too late to join.
+    # After the others were stopped, that may have caused any error of NCCL: a rank may have been too late to join.
     follows = {
         rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
     }

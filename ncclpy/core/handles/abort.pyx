@@ -25,7 +25,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
 from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.handle cimport (
-    BELIEVED, BROKEN, LOOK_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
+    BELIEVED, BROKEN, MARKS_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
 )
 from ncclpy.core.handles.state cimport (
     ABORTED, DEFERRED, FAILED, FINALIZED, INIT_DONE, INIT_IN_GUARD, INIT_IN_PARENT, INIT_PENDING, INIT_POLLED,
@@ -759,7 +759,7 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
     cdef bint within
     if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.status.failing:
         handle.look_at_marks()
-    if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):
+    if not lock_within(&handle.mutex, now() + MARKS_PATIENCE):
         if handle.status.failing and not broken and handle.status.unfinished_since != 0:  # its abort holds the lock
             what[0], since[0] = handle.status.unfinished, handle.status.unfinished_since
             return WITHIN

@@ -286,6 +286,6 @@ cdef PyObject** in_lock_order(list handles) except NULL
 # waits are over. A thread that closes a communicator waits for them.
 cdef int count_waits(list waits, int by) except -1
 
-# Seconds that a look at the marks waits for the communicator's lock.
-cdef double LOOK_PATIENCE
+# Seconds that a check of the marks waits for the communicator's lock.
+cdef double MARKS_PATIENCE
 cdef bint on_main_thread() noexcept nogil

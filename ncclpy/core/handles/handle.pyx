@@ -256,10 +256,10 @@ cdef extern from "pthread.h" nogil:
 
 # Seconds that detaching a handle (destroy, abort) waits for a concurrent ncclCommGetAsyncError on it.
 cdef double GATE_PATIENCE = 0.2
-cdef double LOOK_PATIENCE = 0.002
+cdef double MARKS_PATIENCE = 0.002
 
-# Seconds that a look for threads that read results by streams waits for the communicator's lock: longer than other
-# looks, because a thread that is missed would read data that the abort has left incomplete.
+# Seconds that a search for threads that read results by streams waits for the communicator's lock: longer than
+# MARKS_PATIENCE, because a thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
 # How many threads that read results by streams of one communicator are told that it has failed.
@@ -556,7 +556,7 @@ cdef class Handle:
         cdef CUstreamCaptureMode mode
         cdef Mark overdue
         cdef const Mark* first
-        if self.in_flight.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
+        if self.in_flight.marks == NULL or not lock_within(&self.mutex, now() + MARKS_PATIENCE):
             return
         mode = relax()
         find_overdue(self.in_flight.marks, now(), &overdue)
@@ -603,9 +603,9 @@ cdef class Handle:
         cdef CUstreamCaptureMode mode
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
-        cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+        cdef bint locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
         while not locked and not self.in_flight.marks.open and now() < until:  # the lock's owner may only wait for a core
-            locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+            locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
         # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
         # after an abort has begun: the marks can be read without the lock.
         if locked or (self.in_flight.marks.open and self.state == ABORTED):

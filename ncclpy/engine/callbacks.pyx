@@ -427,10 +427,10 @@ cdef double _WAKE_LIMIT = 1.0
 cdef double _START_RETRY = 0.02
 
 # A callback that has run for longer is named in a warning.
-cdef double _LONG = 5.0
+cdef double _SLOW_AFTER = 5.0
 
 # How long a second idle thread stays; the last one never ends.
-cdef double _IDLE = 5.0
+cdef double _IDLE_TIME = 5.0
 
 # How long an idle thread spins; only where cores are plenty, since waking an idle core can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
@@ -588,7 +588,7 @@ cdef class Executor:
                 break
             if self.queue and self.leading is None:
                 continue
-            idle = _IDLE if self.idle else 3600
+            idle = _IDLE_TIME if self.idle else 3600
             self.idle += 1
             with nogil:
                 self._rest(seen, idle)
@@ -668,11 +668,11 @@ cdef int look_after_executors() except -1:
     for one in user_executor.members:
         if one.callback is None or one.named:
             continue
-        if moment - one.since >= _LONG:
+        if moment - one.since >= _SLOW_AFTER:
             one.named = True
             user_executor.queue.append(_SlowCallback(one))
         else:
-            next_check = min(next_check, one.since + _LONG)
+            next_check = min(next_check, one.since + _SLOW_AFTER)
     user_executor.look_after()
     return 0
 
@@ -710,7 +710,7 @@ cdef int begin_callback(object callback, object work) except -1:
         return 0
     me.callback, me.work, me.named = callback, work, False
     me.since = now()
-    return _attend_at(me.since + _LONG)
+    return _attend_at(me.since + _SLOW_AFTER)
 
 
 cdef int end_callback(object callback) except -1:

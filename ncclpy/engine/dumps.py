@@ -37,7 +37,7 @@ _SPACING = 1.0
 _PATIENCE = 2.0
 
 # How many failures are kept while a write hangs: the first ones, which cause the others.
-_MOST = 1000
+_MAX_FAILURES = 1000
 
 # How many ranges of ranks a file name lists.
 _RANGES = 8
@@ -94,7 +94,7 @@ class _Writer(FailureListener):
         moment = time.monotonic()
         due = moment if wait else moment + _SETTLE
         self.start()
-        if len(self.requests) < _MOST:
+        if len(self.requests) < _MAX_FAILURES:
             # Not the error itself: its traceback refers to frames, and so to the user's arrays.
             self.requests.append((due, ended, type(error).__name__, error.args[0] if error.args else ""))
             callbacks.wake_all()

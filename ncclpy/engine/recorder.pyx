@@ -215,18 +215,18 @@ cdef extern from "Python.h":
     PyObject* PyDict_GetItem(object, PyObject*)
     void Py_XDECREF(PyObject*)
 
-# Python frames in these files are passed over when the caller's line is looked for. Whether a file is one of them is
-# cached, for so many files; and at most so many frames are passed over.
+# Python frames in these files are passed over when the caller's line is looked for, `_MAX_FRAMES` at most. Whether a
+# file is one of them is cached, for `_MAX_FILES` files.
 cdef str _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 cdef tuple _FOREIGN = ("-packages/torch/", "-packages/cupyx/")
 cdef dict _is_inner = {}
-cdef int _MOST_FILES = 4096, _MOST_FRAMES = 12
+cdef int _MAX_FILES = 4096, _MAX_FRAMES = 12
 
 # The most characters of a file's name, of which the end is kept.
-cdef int _FILE = 200
+cdef int _MAX_FILE_NAME = 200
 
 # The most characters of a key that are shown.
-cdef int _LONG = 300
+cdef int _MAX_KEY = 300
 _STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 cdef list _ring = [None] * 2000
 cdef long long _recorded = 0
@@ -316,10 +316,10 @@ def show(key):
     except BaseException as error:  # of the user's class
         _pass_on(error)
         return object.__repr__(key)
-    if len(text) <= _LONG:
+    if len(text) <= _MAX_KEY:
         return text
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()
-    return f"{text[:_LONG // 2]}... ({len(text)} characters, digest {digest})"
+    return f"{text[:_MAX_KEY // 2]}... ({len(text)} characters, digest {digest})"
 
 
 def text_of(error):
@@ -362,7 +362,7 @@ cdef int note_site(Entry entry) except -1:
     cdef PyObject* found = ncclpy_frame()
     cdef PyObject* inner
     cdef object frame, code, own
-    cdef int left = _MOST_FRAMES
+    cdef int left = _MAX_FRAMES
     if found == NULL:
         return 0
     frame = <object>found
@@ -382,7 +382,7 @@ cdef int note_site(Entry entry) except -1:
 
 
 cdef object _is_own_file(str file):
-    if len(_is_inner) >= _MOST_FILES:  # code made at run time may have a new file name each time
+    if len(_is_inner) >= _MAX_FILES:  # code made at run time may have a new file name each time
         _is_inner.clear()
     inner = file.startswith(_OWN)
     for each in _FOREIGN:
@@ -395,7 +395,7 @@ cdef str _site_of(Entry entry):
     if entry.code is None:
         return None
     file = <object>ncclpy_code_file(entry.code)
-    return f"{file[-_FILE:]}:{ncclpy_code_line(entry.code, entry.at)}"
+    return f"{file[-_MAX_FILE_NAME:]}:{ncclpy_code_line(entry.code, entry.at)}"
 
 
 cdef str where_called(Entry entry):

@@ -24,8 +24,8 @@ __all__ = ["EXIT_CODE", "forget_failures", "note_failures"]
 EXIT_CODE = 70
 #: The exit status instead of 0, once Python ends.
 exit_code = 0
-#: So many failures are kept: a program that ignores them may run for long.
-_MOST = 32
+#: How many failures are kept: a program that ignores them may run for long.
+_MAX_KEPT = 32
 
 #: By the ids of the lists of errors. Each change is one step under the GIL: a signal handler may close a group.
 _noted: dict[int, tuple[str, Sequence[BaseException]]] = {}
@@ -44,7 +44,7 @@ def note_failures(name: str, errors: Sequence[BaseException]) -> None:
     for number, (_, others) in list(_noted.items()):
         if undelivered(others) is None:
             _noted.pop(number, None)
-    if len(_noted) < _MOST:
+    if len(_noted) < _MAX_KEPT:
         _noted[id(errors)] = (name, errors)
 
 

@@ -705,7 +705,7 @@ def test_failures_while_a_write_hangs_are_kept_up_to_a_limit(tmp_path):
     run(
         """
         import collections, gc
-        ncclpy.engine.dumps._MOST = 3
+        ncclpy.engine.dumps._MAX_FAILURES = 3
         hangs = threading.Event()
         ncclpy.engine.dumps.dump = lambda **options: (hangs.set(), threading.Event().wait())
         os.kill(os.getpid(), signal.SIGUSR2)

@@ -41,7 +41,7 @@ _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
 #: What is said of missing ranks by their state, which is all that is known.
-_LITTLE = {
+_STATE_TEXTS = {
     "not_joined": "not come to the launcher's store either",
     "unknown": "come to the launcher's store, and what became of that process is not known",
 }
@@ -212,7 +212,7 @@ def describe_late(late: NcclTimeout) -> None:
             RankState(rank, (known.get(rank) or "unknown") if rank in missing else "running") for rank in range(size)
         )
         text = str(late)  # it names the ranks with processes that have ended
-        for state, words in _LITTLE.items():
+        for state, words in _STATE_TEXTS.items():
             who = [each.rank for each in states if each.state == state]
             if who:
                 text += f"; {ranks(spans(who))} {'has' if len(who) == 1 else 'have'} {words}"

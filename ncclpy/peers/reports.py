@@ -54,9 +54,9 @@ PATIENCE_UNWATCHED = 1.2
 #: Seconds of a slice of the wait for answers; between slices the asking rank looks for ranks that cannot answer.
 _SLICE = 0.05
 #: Seconds of one operation from which a store counts as slow; by how many operations the time to answer is longer.
-_SLOW, _AS_SLOW = 0.02, 3
+_SLOW_OPERATION, _SLOW_FACTOR = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
-_MOST = 64
+_MAX_QUESTIONS = 64
 
 
 class Reports:
@@ -151,7 +151,7 @@ class Reports:
         A number below the one before is answered alone: something else than a rank has written one of them, and ranks
         that ask next count on from there.
         """
-        first = max(self._answered + 1, number - _MOST + 1) if number > self._answered else number
+        first = max(self._answered + 1, number - _MAX_QUESTIONS + 1) if number > self._answered else number
         for each in range(first, number + 1 if number != self._answered else number):
             self._answer_one(each)
         self._answered = number
@@ -179,7 +179,7 @@ class Reports:
         number = self.while_open(lambda: self.store.add(ASKED))
         took = time.monotonic() - begun
         if patience is None:  # the others answer through the same store: if it is slow, they are not unresponsive
-            patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
+            patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _SLOW_FACTOR * took
         deadline = begun + patience
         self._answer_one(number)
         states: dict[int, RankState] = {}
@@ -202,7 +202,7 @@ class Reports:
                 if state.state:
                     states[rank] = state
             missing = [rank for rank in missing if rank not in states]
-        self._clear(number, took > _SLOW)
+        self._clear(number, took > _SLOW_OPERATION)
         return [states[rank] for rank in sorted(states)]
 
     def _clear(self, number: int, aside: bool) -> None:

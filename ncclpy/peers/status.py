@@ -1,9 +1,9 @@
 """The status of the ranks of a process group or of a communicator, told and asked through a store.
 
 Each process publishes the status of its ranks and answers questions. A rank in trouble asks all others and leaves
-their answers in the store for ranks that are in trouble later: those ranks have ended what they were in by then, and
-would answer something else. The rank that ends the group writes that under a key that is written once. Every rank
-confirms that it knows of the end before one of them aborts a communicator.
+their answers in the store for ranks that are in trouble later: by then a rank may have ended the operation that it
+was in, and would answer something else. The rank that ends the group writes that under a
+key that is written once. Every rank confirms that it knows of the end before one of them aborts a communicator.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def give_up(ProcessGroup group not None, error):
 
 
 def error_of(ProcessGroup group not None):
-    """Return the error that has ended a group, also if only the store has it so far; None if there is none."""
+    """Return the error that has ended a group, even if only the store has it so far; None if there is none."""
     return group.known_error()
 
 

@@ -13,7 +13,7 @@ __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"
 
 
 #: Most names that are shown beside one, and their least similarity to it by `difflib`.
-_ALIKE, _LIKENESS = 6, 0.75
+_MAX_SIMILAR, _MIN_SIMILARITY = 6, 0.75
 #: Most operations that did not run and are named.
 _NAMED = 4
 
@@ -87,7 +87,7 @@ def stall(
         f"{ranks(spans(have))} {_wait(have)}"
     )
     others = {shown(names_of(other)): who for other, who in near}
-    alike = difflib.get_close_matches(name, others, n=_ALIKE, cutoff=_LIKENESS)
+    alike = difflib.get_close_matches(name, others, n=_MAX_SIMILAR, cutoff=_MIN_SIMILARITY)
     if not alike:
         return text
     beside = [(name, have), *((other, others[other]) for other in alike)]

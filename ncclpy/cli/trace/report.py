@@ -30,7 +30,7 @@ _CALLED = "This rank called "
 #: Two reasons are the same if one begins with the other, and both have at least so many characters.
 _MIN_COMMON = 40
 #: How many different reasons are remembered; any further ones are not compared.
-_MOST = 100
+_MAX_REASONS = 100
 #: Most characters of a reason, and of the stacks that follow it.
 _LENGTH = 300
 
@@ -522,7 +522,7 @@ class Reasons:
             enough = min(len(known), len(reason)) >= _MIN_COMMON
             if reason == known or (enough and (reason.startswith(known) or known.startswith(reason))):
                 return f"same as {place}"
-        if reason and len(self._known) < _MOST:
+        if reason and len(self._known) < _MAX_REASONS:
             self._known[reason] = where
         head, python, stacks = text.partition(_PYTHON)  # at the end: what ranks without a dump do
         return (head if len(head) <= _LENGTH else head[: _LENGTH - 3] + "...") + (python + stacks)[:_LENGTH]

@@ -26,7 +26,7 @@ _log = logging.getLogger("ncclpy")
 #: Seconds for what was issued on a communicator without a deadline of its own; after them it is aborted.
 _DEADLINE = 60.0
 #: How many threads close communicators: one may wait for a rank that waits for this process to close the next one.
-_MOST = 4
+_MAX_THREADS = 4
 #: Seconds that the end of the process may wait for them.
 _PATIENCE = 2.0
 
@@ -48,7 +48,7 @@ def _take(comm: Communicator, process: int) -> None:
     if comm.closed or os.getpid() != process:
         return
     _dropped.put(comm)
-    if len(_threads) < _MOST:
+    if len(_threads) < _MAX_THREADS:
         _start()
 
 
@@ -69,7 +69,7 @@ def _work(mine: object) -> None:
         except queue.Empty:
             _threads.discard(mine)
             # A communicator that was dropped between these two lines may have counted on this thread.
-            if not _dropped.empty() and len(_threads) < _MOST:
+            if not _dropped.empty() and len(_threads) < _MAX_THREADS:
                 _threads.add(mine)
                 continue
             return

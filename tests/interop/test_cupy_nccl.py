@@ -296,13 +296,13 @@ def test_communicator_dropped_with_work_that_never_ends_is_aborted_at_its_deadli
 
 def test_many_dropped_communicators_share_a_few_threads():
     """Each close waits for the other rank; a communicator without a thread is closed once a thread is free."""
-    comms = [nccl.NcclCommunicator.initAll(2) for _ in range(3 * dropped._MOST)]
+    comms = [nccl.NcclCommunicator.initAll(2) for _ in range(3 * dropped._MAX_THREADS)]
     ours, others = [pair[0]._ours for pair in comms], [pair[1] for pair in comms]
     arrays = np.ones((len(comms), 2, 3))
     for pair, array in zip(comms, arrays, strict=True):
         all_reduce(pair[0], array[0])
         pair[0] = None
-    assert len(dropped._threads) == dropped._MOST and not any(each.closed for each in ours)
+    assert len(dropped._threads) == dropped._MAX_THREADS and not any(each.closed for each in ours)
     for comm, array in zip(others, arrays, strict=True):
         all_reduce(comm, array[1])
     testing.wait_for(lambda: all(each.closed for each in ours) and not dropped._threads, "the end of all")

@@ -215,9 +215,9 @@ def test_announced_end_does_not_wait_for_a_process_that_stands_still(stores):
 def test_next_world_over_the_store_is_another_one(stores):
     for _ in range(2):
         ours, theirs = (StoreShutdown(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
-        theirs.enter()
-        theirs.leave()
+        theirs.begin_call()
+        theirs.end_call()
         theirs.end()
         ours.end()
         with pytest.raises(StoreEnded):
-            theirs.enter()
+            theirs.begin_call()

@@ -176,7 +176,7 @@ def large():
     """Check counts above the limit of MPI, which is set to 7 here, and to more later."""
     from ncclpy.interop.mpi import plane as mpi_plane
 
-    mpi_plane._MOST = 7
+    mpi_plane._MAX_COUNT = 7
     world = world_of_mpi()
     size, rank = world.size, world.rank
     with ncclpy.Coordinator(world, engine="mpi", timeout=DEADLINE) as coordinator:
@@ -191,12 +191,12 @@ def large():
             np.testing.assert_array_equal(array, every[rank])
             coordinator.broadcast("root", array, 1).wait(DEADLINE)
             np.testing.assert_array_equal(array, every[1])
-        mpi_plane._MOST = 900
+        mpi_plane._MAX_COUNT = 900
         row = np.full((1, 100), float(rank))
         assert coordinator.all_gather("rows", row).result(DEADLINE)[:, 0].tolist() == list(range(size))
         rows = np.repeat(np.arange(float(size)), 100).reshape(size, 100)
         assert (coordinator.all_to_all("rows", rows).result(DEADLINE) == rank).all()
-        mpi_plane._MOST = 40
+        mpi_plane._MAX_COUNT = 40
         error = coordinator.all_gather("ragged", np.ones(rank + 20, np.uint8)).exception(DEADLINE)
         assert "have no common unit" in str(error), error
         coordinator.close()

@@ -21,7 +21,7 @@ from ncclpy.types import DataType, ReduceOp
 __all__ = ["MpiBackend", "MpiPlane"]
 
 #: The largest count that every MPI takes; more elements go in several calls, or in larger units.
-_MOST = 2**31 - 1
+_MAX_COUNT = 2**31 - 1
 
 
 class MpiBackend:
@@ -244,7 +244,7 @@ class MpiPlane:
         whole: list[np.ndarray] = []
 
         def start() -> list[Any]:
-            if len(values) <= _MOST:
+            if len(values) <= _MAX_COUNT:
                 kind = type_of(datatype)
                 return [comm.Ireduce_scatter([values, kind], [mine, kind], counts, operator_of(op))]
             whole.append(values.copy())  # the input must not be written to
@@ -332,19 +332,19 @@ def _width(brought: TensorEntry) -> int:
 
 def _pieces(count: int) -> Iterator[tuple[int, int]]:
     """Return the bounds of parts that are small enough for one call; nothing for no elements."""
-    for begin in range(0, count, _MOST):
-        yield begin, min(count, begin + _MOST)
+    for begin in range(0, count, _MAX_COUNT):
+        yield begin, min(count, begin + _MAX_COUNT)
 
 
 def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
     """Return an MPI type and counts of it for so many bytes: bytes, unless the counts would be too large."""
-    if sum(sizes) <= _MOST:
+    if sum(sizes) <= _MAX_COUNT:
         return MPI.BYTE, sizes
     width = gcd(*sizes)
-    if sum(sizes) // width > _MOST or width > _MOST:
+    if sum(sizes) // width > _MAX_COUNT or width > _MAX_COUNT:
         raise NcclUnsupported(
-            f"{sum(sizes)} bytes in parts of {sizes}: MPI counts to {_MOST}, and these have no common unit that is "
-            "large enough; bring rows of a larger size, or less at once"
+            f"{sum(sizes)} bytes in parts of {sizes}: MPI counts to {_MAX_COUNT}, and these have no common unit that "
+            "is large enough; bring rows of a larger size, or less at once"
         )
     unit = MPI.BYTE.Create_contiguous(width).Commit()
     _units.append(unit)

@@ -125,10 +125,10 @@ class StoreShutdown:
         self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
         self._rank, self._size, self._serves = rank, size, _serves(theirs)
         self._lock = threading.Lock()
-        self._inside = 0
+        self._ncalls = 0
         self._pid = os.getpid()
         self._has_ended = self._is_recovering = False
-        #: Heartbeats, which call the store from threads of their own; they are made between `enter` and `leave`.
+        #: Heartbeats, which call the store from their own threads; they are made between `begin_call` and `end_call`.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Which process serves, for errors.
         self.server = "its server"
@@ -142,22 +142,22 @@ class StoreShutdown:
         atexit.register(self.end)
         _current = self
 
-    def enter(self) -> None:
+    def begin_call(self) -> None:
         """Begin a call of the store; raise `StoreEnded` if no more may be made, `StoreLost` if its server ends."""
         if os.getpid() != self._pid:  # the connection is the parent's, and so may the lock be
             raise StoreEnded("torch's store: its connection belongs to the process that this one was forked from")
         with self._lock:
             if self._has_ended:
                 raise StoreEnded(f"torch's store: {self.server} has ended, or has left the process group")
-            self._inside += 1
+            self._ncalls += 1
         if self._server is not None and has_begun_to_end(*self._server):
-            self.leave()
+            self.end_call()
             raise StoreLost(f"torch's store: {self.server} has ended")
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """End a call."""
         with self._lock:
-            self._inside -= 1
+            self._ncalls -= 1
 
     def end(self) -> None:
         """Make no more calls and announce it; in the process that serves, wait until the others make none either."""
@@ -170,7 +170,7 @@ class StoreShutdown:
             self._has_ended = True
         atexit.unregister(self.end)
         deadline = time.monotonic() + _CONFIRM_TIMEOUT
-        _until(lambda: self._inside == 0, deadline)
+        _until(lambda: self._ncalls == 0, deadline)
         for beat in list(self.beats):
             beat.close()
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):

@@ -49,22 +49,22 @@ class _CallsAtExit:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._ncalls = 0
         self._is_exiting = False
         #: Heartbeats, which call from threads of their own.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self) -> None:
+    def begin(self) -> None:
         """Begin a call; during exit, end a daemon thread instead."""
         with self._lock:
             if self._is_exiting and threading.current_thread().daemon:
                 raise SystemExit
-            self._inside += 1
+            self._ncalls += 1
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """End a call."""
         with self._lock:
-            self._inside -= 1
+            self._ncalls -= 1
 
     def wait(self) -> None:
         """Wait for the calls of other threads; they are short, as none of them waits for a key."""
@@ -72,7 +72,7 @@ class _CallsAtExit:
         for beat in list(self.beats):
             beat.close()
         deadline = time.monotonic() + _EXIT_PATIENCE
-        while self._inside and time.monotonic() < deadline:
+        while self._ncalls and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
@@ -157,22 +157,22 @@ class TorchStore(Store):
             raise StoreError(f"{self} was closed while it was in use")
         if self._shutdown is None:
             return self._call(call, *args)
-        self._shutdown.enter()
+        self._shutdown.begin_call()
         try:
             return self._call(call, *args)
         finally:
-            self._shutdown.leave()
+            self._shutdown.end_call()
 
     def _call(self, call: Callable[..., T], *args: Any) -> T:
         if self._connection is not None and self._connection.has_ended():  # torch would print a C++ backtrace
             server = "its server" if self._shutdown is None else self._shutdown.server
             raise StoreLost(f"{self}: {server} has ended (at {self._connection.host}:{self._connection.port})")
-        _calls.enter()
+        _calls.begin()
         try:
             with self._errors():
                 return call(*args)
         finally:
-            _calls.leave()
+            _calls.end()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -276,18 +276,18 @@ class TorchStore(Store):
     @contextlib.contextmanager
     def _exit_waits(self) -> Iterator[None]:
         """Make the process's exit and the world's shutdown wait until the block ends."""
-        _calls.enter()
+        _calls.begin()
         try:
             if self._shutdown is None:
                 yield
                 return
-            self._shutdown.enter()
+            self._shutdown.begin_call()
             try:
                 yield
             finally:
-                self._shutdown.leave()
+                self._shutdown.end_call()
         finally:
-            _calls.leave()
+            _calls.end()
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)

@@ -759,7 +759,7 @@ def _abort_when_heard(peer_status, comms, text, error, readers):
     if peer_status is not None:
         leaving = peer_status.leave()
         if leaving is not None:
-            leaving.join(_LEAVES)
+            leaving.join(_LEAVE_TIMEOUT)
 
 
 def _again(reference):

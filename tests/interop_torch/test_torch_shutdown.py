@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from foreign_stores import free_port
 
@@ -221,3 +222,17 @@ def test_next_world_over_the_store_is_another_one(stores):
         ours.end()
         with pytest.raises(StoreEnded):
             theirs.begin_call()
+
+
+def part_after_another_world(rank, size, port, folder):
+    """Make a group in a world over a file, after a world over a server that rank 0 has left first."""
+    dist.init_process_group("ncclpy", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("ncclpy", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    dist.all_reduce(tensor := torch.ones(1), group=dist.new_group())
+    return tensor.item()
+
+
+def test_group_of_a_world_over_a_file_does_not_ask_for_the_last_worlds_server(ranks2, tmp_path):
+    assert ranks2.run(part_after_another_world, free_port(), tmp_path, backend=None) == [2.0] * 2

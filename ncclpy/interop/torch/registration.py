@@ -11,7 +11,7 @@ from ncclpy.core.runtime import library
 from ncclpy.core.runtime.device import device_count
 from ncclpy.interop.torch.backend import TorchBackend
 from ncclpy.interop.torch.extension import wrapped
-from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to, of_world
+from ncclpy.interop.torch.shutdown import StoreShutdown, begin_world, connection_to, of_world
 from ncclpy.interop.torch.store import TorchStore
 from ncclpy.interop.torch.work import backend_error
 
@@ -64,6 +64,8 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
     shutdown = None if is_world else of_world()
     if is_world and theirs.group_size > 1 and connection_to(theirs.store) is not None:
         shutdown = StoreShutdown(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
+    if is_world:
+        begin_world(shutdown)
     made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, shutdown)
     made.python.store_shutdown = shutdown if is_world else None
     return made

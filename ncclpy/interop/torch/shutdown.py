@@ -24,7 +24,7 @@ from ncclpy.errors import NcclTimeout
 from ncclpy.peers.confirmation import wait_for_ends
 from ncclpy.peers.reports import MACHINE, has_begun_to_end, process, process_state
 
-__all__ = ["IdleConnection", "StoreShutdown", "connection_to", "of_world"]
+__all__ = ["IdleConnection", "StoreShutdown", "begin_world", "connection_to", "of_world"]
 
 #: Seconds for the other processes to confirm.
 _CONFIRM_TIMEOUT = 5.0
@@ -121,7 +121,6 @@ class StoreShutdown:
     """
 
     def __init__(self, theirs: Any, store: Store, rank: int, size: int) -> None:
-        global _current
         self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
         self._rank, self._size, self._serves = rank, size, _serves(theirs)
         self._lock = threading.Lock()
@@ -140,7 +139,6 @@ class StoreShutdown:
         else:
             threading.Thread(target=self._watch_server, name="ncclpy-torch-shutdown", daemon=True).start()
         atexit.register(self.end)
-        _current = self
 
     def begin_call(self) -> None:
         """Begin a call of the store; raise `StoreEnded` if no more may be made, `StoreLost` if its server ends."""
@@ -229,6 +227,12 @@ _current: StoreShutdown | None = None
 def of_world() -> StoreShutdown | None:
     """Return the shutdown of this process's world, None if there is none."""
     return _current
+
+
+def begin_world(shutdown: StoreShutdown | None) -> None:
+    """Record the shutdown of a new world of this process; None if its store is in no process, as a file is."""
+    global _current
+    _current = shutdown
 
 
 def _until(is_so: Callable[[], bool], deadline: float) -> None:

@@ -150,6 +150,14 @@ def test_links_have_targets(page):
             assert anchor in anchors(target), f"{path} has no heading for #{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_of_the_repository_that_are_named_exist(page):
+    """Also in commands, and in decisions."""
+    named = r"\b(?:tests|ncclpy|benchmarks|tools|docs|examples)/[\w./-]+\.(?:py|pyx|pxd|cpp|hpp|md|toml)\b"
+    for path in re.findall(named, page.read_text()):
+        assert (ROOT / path).exists() or (page.parent / path).exists(), f"{path} does not exist"
+
+
 def test_reference_has_every_public_name():
     """The pages of the reference list exactly the public names."""
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))

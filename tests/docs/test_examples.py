@@ -26,7 +26,7 @@ LAST_LINES = {
     "data_parallel_torch": "devices, loss fell: True",
     "elastic_training": "weights [ 1.  -2.   0.5]",
     "manager_threads": "9 collectives of",
-    "ordered_by_nobody": "alike: True",
+    "gradients_in_any_order": "alike: True",
     "serving_group": "60 requests answered",
     "ring": "rank 0 saw the tokens of",
 }
@@ -36,7 +36,7 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-LAUNCHED = {"with_mpi", "from_env", "who_is_missing"}
+LAUNCHED = {"with_mpi", "from_env", "missing_ranks"}
 #: The package that each cluster example needs, and its last output.
 CLUSTERS = {
     "with_dask": ("distributed", "2 workers, means [10.5 11.5 12.5]"),
@@ -62,7 +62,7 @@ def needs(*modules):
     [pytest.param(name, marks=[pytest.mark.slow] * (name == "elastic_training")) for name in sorted(LAST_LINES)],
 )
 def test_example(name):
-    needs(*(["torch"] if "torch" in name or name == "ordered_by_nobody" or ncclpy.library().engine == "cuda" else []))
+    needs(*(["torch"] if "torch" in name or name == "gradients_in_any_order" or ncclpy.library().engine == "cuda" else []))
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=60
     )
@@ -207,7 +207,7 @@ def test_missing_rank_is_named_by_trace(tmp_path, capsys):
     variables["MASTER_PORT"] = str(free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, EXAMPLES / "who_is_missing.py", folder, "1"],
+            [sys.executable, EXAMPLES / "missing_ranks.py", folder, "1"],
             env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,7 +3,7 @@
 A dump is written when the deadline passes, on SIGUSR2, and here also on SIGTERM, which torchrun sends to the others
 when one has failed. FOLDER is on a file system that all of them see, and new for every run.
 
-torchrun --nproc-per-node 4 examples/who_is_missing.py FOLDER [SECONDS]
+torchrun --nproc-per-node 4 examples/missing_ranks.py FOLDER [SECONDS]
 ncclpy trace FOLDER
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 if "RANK" not in os.environ or len(sys.argv) < 2:
-    sys.exit("usage: who_is_missing.py FOLDER [SECONDS], started by torchrun")
+    sys.exit("usage: missing_ranks.py FOLDER [SECONDS], started by torchrun")
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
 os.environ["NCCLPY_DUMP_DIR"] = str(folder)  # before ncclpy is imported
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

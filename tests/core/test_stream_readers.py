@@ -193,3 +193,34 @@ def test_thread_given_the_error_by_a_call_is_not_interrupted():
     with pytest.raises(ncclpy.NcclAborted, match="another one"):
         stream_readers.raise_in_readers([ident], 0, ncclpy.NcclAborted("another one"), elsewhere)
         time.sleep(0.01)
+
+
+def test_errors_that_are_set_at_once_are_raised_as_one_that_names_both():
+    """CPython holds one asynchronous exception for a thread."""
+    first, second, found, ready = {1}, {2}, [], threading.Event()
+
+    def sleep():
+        try:
+            ready.set()
+            time.sleep(1)
+        except ncclpy.NcclError as raised:
+            found.append(raised)
+
+    for taken_back in (None, first, second):
+        found.clear(), ready.clear()
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        assert ready.wait(30)
+        errors = ncclpy.NcclTimeout("one"), ncclpy.NcclAborted("another")
+        for error, told in zip(errors, (first, second), strict=True):
+            told.discard(thread.ident)
+            stream_readers.raise_in_readers([thread.ident], 0, error, told)
+        if taken_back is not None:  # as by a call of that thread
+            with stream_readers._lock:
+                left = [each for each in stream_readers._pending[thread.ident] if each[1] is not taken_back]
+                stream_readers._set(thread.ident, left)
+        thread.join(30)
+        if taken_back is None:
+            assert [str(each) for each in found] == ["another; and one"] and found[0].__cause__ is errors[1]
+        else:
+            assert found == [errors[taken_back is first]]

@@ -21,9 +21,10 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
 
-#: For each thread with an error that is set and not raised yet, by ident: the threads that have been told of the same
-#: failure. Each change is one step under the GIL.
-_pending: dict[int, set[int]] = {}
+#: The errors that are set in a thread and not raised yet, by ident; each with the thread itself, as an ident is used
+#: again, and the threads that have been told of the same failure. CPython holds one exception for a thread: it raises
+#: all of these. Under the lock.
+_pending: dict[int, list[tuple[threading.Thread, set[int], BaseException]]] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
 _collected: dict[int, list[BaseException]] = {}
@@ -52,7 +53,7 @@ def raise_at_end() -> Iterator[None]:
         with _lock:
             del _collected[ident]
         if errors and raises:
-            raise errors[0]
+            raise _together(errors)
 
 
 def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, told: set[int]) -> None:
@@ -68,10 +69,10 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, t
         The threads that have been told of this failure: it is not raised in them, and those in which it is are added.
     """
     # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
-    known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    known = {each.ident: each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
     main = threading.main_thread().ident
     stand_in = maker if maker in known else main
-    for ident in {reader if reader in known else stand_in for reader in readers}:
+    for ident in {reader if reader in known else stand_in for reader in readers if reader not in told}:
         if ident is None:
             continue
         with _lock:
@@ -81,8 +82,8 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, t
             if ident in _collected:
                 _collected[ident].append(error)
             else:
-                _pending[ident] = told
-                _set_exception(ident, _raised_as(error, ident))
+                earlier = [each for each in _pending.get(ident, ()) if each[0] is known[ident]]
+                _set(ident, [*earlier, (known[ident], told, error)])
 
 
 def note_delivery(told: set[int]) -> None:
@@ -96,18 +97,43 @@ def note_delivery(told: set[int]) -> None:
     ident = threading.get_ident()
     with _lock:
         told.add(ident)
-        if _pending.get(ident) is told:
-            del _pending[ident]
-            _clear_exception(ident, None)
+        pending = _pending.get(ident, [])
+        left = [each for each in pending if each[1] is not told]
+        if len(left) < len(pending):
+            _set(ident, left)
 
 
-def _raised_as(error: BaseException, ident: int) -> type[BaseException]:
-    """Return a class for which CPython raises `error`: asynchronous exceptions are given as classes, not objects."""
-    kind = type(error)
+def _set(ident: int, pending: list[tuple[threading.Thread, set[int], BaseException]]) -> None:
+    """Have a thread raise these errors, and none of those that were set before; under the lock."""
+    if pending:
+        _pending[ident] = pending
+        _set_exception(ident, _raised_as([error for _, _, error in pending], ident))
+    else:
+        _pending.pop(ident, None)
+        _clear_exception(ident, None)
+
+
+def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
+    """Return a class for which CPython raises errors: asynchronous exceptions are given as classes, not objects."""
+    kind, made = type(errors[-1]), []
 
     def raised(cls: type[BaseException], *_: object) -> BaseException:
         # Python up to 3.11 may call this once more, with the error as an argument, which is not of this class.
-        _pending.pop(ident, None)
-        return error
+        if not made:
+            with _lock:
+                _pending.pop(ident, None)
+            made.append(_together(errors))  # here, as a text may show a key of the program
+        return made[0]
 
     return type(kind.__name__, (kind,), {"__new__": raised, "__module__": kind.__module__})
+
+
+def _together(errors: list[BaseException]) -> BaseException:
+    """Return one error for the failures of several groups or communicators: the last one, with all texts."""
+    last = errors[-1]
+    if len(errors) == 1:
+        return last
+    error = type(last)("; and ".join(str(each) for each in [last, *errors[:-1]]))
+    error.__dict__.update(last.__dict__)
+    error.__cause__ = last
+    return error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,21 @@ def test_next_world_over_the_store_is_another_one(stores):
         ours.end()
         with pytest.raises(StoreEnded):
             theirs.begin_call()
+
+
+def test_recovery_that_is_refused_does_not_end_the_one_of_another_thread(stores):
+    ours, theirs = (StoreShutdown(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
+    with theirs.recovering():
+        with pytest.raises(RuntimeError), theirs.recovering():  # as of a second thread
+            raise RuntimeError("another thread reconfigures the group already")
+        thread = threading.Thread(target=ours.end)
+        thread.start()
+        time.sleep(0.5)
+        theirs.begin_call()
+        theirs.end_call()
+    thread.join(30)
+    with pytest.raises(StoreEnded):
+        theirs.begin_call()
 
 
 def part_after_another_world(rank, size, port, folder):

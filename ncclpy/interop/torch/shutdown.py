@@ -124,9 +124,9 @@ class StoreShutdown:
         self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
         self._rank, self._size, self._serves = rank, size, _serves(theirs)
         self._lock = threading.Lock()
-        self._ncalls = 0
+        self._ncalls = self._nrecoveries = 0
         self._pid = os.getpid()
-        self._has_ended = self._is_recovering = False
+        self._has_ended = False
         #: Heartbeats, which call the store from their own threads; they are made between `begin_call` and `end_call`.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Which process serves, for errors.
@@ -186,11 +186,13 @@ class StoreShutdown:
 
         The ranks leave a recovery one after the other. The first of them may serve, and make the world end.
         """
-        self._is_recovering = True
+        with self._lock:
+            self._nrecoveries += 1  # a second thread's call is refused, and does not end the first one's
         try:
             yield
         finally:
-            self._is_recovering = False
+            with self._lock:
+                self._nrecoveries -= 1
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank makes no calls: it announced so, has ended or is stopped here, or has not joined."""
@@ -215,7 +217,7 @@ class StoreShutdown:
                     machine, pid, start = self._process_of(rank) or ["", "", ""]
                     self.server = f"rank {rank}'s process, {pid}, which serves it,"
                     self._server = (int(pid), start) if machine == MACHINE else None
-                if not self._is_recovering and self._store.check([_ENDS]):
+                if not self._nrecoveries and self._store.check([_ENDS]):
                     self.end()
                     return
                 time.sleep(max(_POLL_INTERVAL, self._size / _POLLS_PER_SECOND))

@@ -779,6 +779,7 @@ cdef class CommunicatorSet(LaunchOwner):
         for work in self.unsettled():
             if work.reader:
                 readers.add(work.reader)
+                readers.update(work.other_readers or ())
             if work.waiter:
                 waiters.add(work.waiter)
         readers -= waiters  # their own wait raises the error

@@ -81,11 +81,12 @@ cdef class Work:
     # Threads to which its failure is reported: the last one that let a stream wait for it, and the last one that waits
     # itself.
     cdef unsigned long reader, waiter
+    cdef set other_readers  # threads that let a stream wait for it before the last one, None if there are none
     cdef Entry entry
     cdef object __weakref__
 
     cdef int settle(self, object error) except -1
-    cdef object failure(self)
+    cdef object failure(self, bint informs=*)
     cdef int withdraw(self, object error) except -1
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1
@@ -95,6 +96,7 @@ cdef class Work:
     cdef bint is_settled(self) noexcept
     cdef int become_captured(self, CUstream stream) except -1
     cdef int _refuse_if_captured(self) except -1
+    cdef int _note_reader(self, unsigned long thread) except -1
     cdef int _join(self, CUstream stream) except -1
     cdef bint _look(self) except -1
     cdef int _ask(self, double until, double pause) except -1

@@ -460,13 +460,16 @@ What an asynchronous operation returns.
             self.held = None
         return 0
 
-    cdef object failure(self):
-        """Return its error, with where this operation was called, or None; in a thread that may run Python."""
+    cdef object failure(self, bint informs=True):
+        """Return its error, with where this operation was called, or None; in a thread that may run Python.
+
+        With `informs` the program is given it in this thread.
+        """
         error = self.error
         if error is None:
             return None
         error._delivered = True  # see `errors.undelivered`
-        informed = getattr(error, "_informed", None)
+        informed = getattr(error, "_informed", None) if informs else None
         if informed is not None:
             note_delivery(informed)
         told = with_sentence(error, where_called(self.entry))
@@ -723,6 +726,8 @@ What an asynchronous operation returns.
             ended = self._wait_for(COMPLETED, deadline_after(seconds))
         finally:
             self.waiter = 0  # it may read by a stream from here on
+        if not ended and self._is_fenced():  # it was no reader to tell if these were noted before
+            ended = self._wait_for(COMPLETED, FOREVER)
         if not ended:
             state, awaited = self.state, self.awaits  # showing a key may settle it and drop these
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
@@ -788,7 +793,7 @@ What an asynchronous operation returns.
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
-            self.reader = PyThread_get_thread_ident()
+            self._note_reader(PyThread_get_thread_ident())
             if self.error is not None or self._is_fenced():  # the readers to tell may have been noted before
                 self._must_end(None)
                 if self.error is not None:
@@ -798,6 +803,15 @@ What an asynchronous operation returns.
             raise self.failure().with_traceback(None)
         elif load(&self.phase) == CAPTURED:
             self._join(raw)
+
+    cdef int _note_reader(self, unsigned long thread) except -1:
+        if self.reader and self.reader != thread:
+            fresh = set()  # creating it may run the garbage collector, and so other threads
+            if self.other_readers is None:
+                self.other_readers = fresh
+            self.other_readers.add(self.reader)
+        self.reader = thread
+        return 0
 
     cdef int _join(self, CUstream stream) except -1:
         """Let a stream wait for a captured operation: the stream joins the capture, if it has not yet."""
@@ -868,9 +882,10 @@ What an asynchronous operation returns.
         made = concurrent.futures.Future()
         made.set_running_or_notify_cancel()
 
-        def copy(work):
-            if work.exception() is not None:
-                made.set_exception(work.exception())
+        def copy(Work work):
+            error = work.failure(False)  # the program is given it by the future
+            if error is not None:
+                made.set_exception(error)
             else:
                 made.set_result(work.result())
 

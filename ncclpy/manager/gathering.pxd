@@ -100,6 +100,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
     cdef int inquire(self, object error) except -1
     cdef int note_failure(self, object error) except -1
+    cdef int _fence_and_note(self, set readers) except -1
     cdef int wait(self, Gathering gathering) except -1
     cdef Launch launch(self, Gathering gathering, bint here)
     cdef int _fill(self, Launch launch, Gathering gathering) except -1

@@ -520,10 +520,8 @@ cdef class DeviceSet(CommunicatorSet):
         self.inquire(error)
         if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile; whatever ends the communicators fails its works
             return 1
-        if self.aborts:
-            self.fence()
         readers = set()
-        self.note_readers(readers)
+        self._fence_and_note(readers)
         self.failures.append(error)
         self.owner.set_lost(self)
         if self.aborts:  # before its works fail: close(), which waits for these, joins the thread started here
@@ -541,6 +539,15 @@ cdef class DeviceSet(CommunicatorSet):
         if getattr(error, "_informed", None) is None:
             error._informed = self.informed
         return 0
+
+    cdef int _fence_and_note(self, set readers) except -1:
+        """Note the readers to tell: a thread that leaves a wait later, or reads by a stream then, finds the fence.
+
+        Without a fence are the ranks of other processes without a store, of which an abort warns.
+        """
+        if self.aborts or len(self.devices) == self.nranks:
+            self.fence()
+        return self.note_readers(readers)
 
     def ended(self, text, kind):
         """Fail what runs on these communicators, since another process has ended them."""
@@ -643,14 +650,13 @@ cdef class DeviceSet(CommunicatorSet):
         If there are other processes, the thread `ending` does the aborts, and this returns an empty list.
         """
         readers = set()
-        self.note_readers(readers)
+        self._fence_and_note(readers)
         self.note_failure(error)
         if not self.aborts or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
                 self._leave()
             return CommunicatorSet.abort(self, error)
-        self.fence()
         self._end(list(self.comms), text_of(error), error, readers)
         CommunicatorSet.abort(self, error)
         return []

@@ -139,7 +139,7 @@ cdef class Lifecycle:
     cdef Connection _new_connection(self, str label, int peer)
     cdef int _say_where_called(self, error) except -1
     cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=*) except -1
-    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms) except -1
+    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms, tell_readers) except -1
 
 
 # What a group is told by its other ranks while it has one number, and what it tells them.

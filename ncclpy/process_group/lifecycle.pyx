@@ -406,6 +406,8 @@ cdef class Lifecycle:
             forget_failures(self.failures)
             self.failures = []  # the caller wants no results
             self.moves = False
+            if self.failure is not None:  # also one that came meanwhile: it is not raised here later
+                note_delivery(self.informed)
             self.enders.discard(threading.get_ident())
         return 0
 
@@ -520,6 +522,8 @@ cdef class Lifecycle:
             in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
             comms, readers = [] if but is None else list(but.comms), set()
             parts = connections if but is None or but in connections else [*connections, but]
+            for one in parts:  # first: a thread that leaves a wait later, or reads by a stream, finds the fence
+                one.fence()
             for one in parts:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)
             alone, self.alone = self.alone, []
@@ -532,15 +536,15 @@ cdef class Lifecycle:
                 but.state = GONE
         group_status.begin_end()
         try:
-            for one in parts:
-                one.fence()
             group_status.known.failed(error)
             # SystemExit: the process ends already, and a daemon thread's call of torch's store has ended with that.
             exits = exits and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if exits and self.on_error == "exit_now":
                 self._exit(error, group_status)
+            readers.discard(threading.get_ident())
+            tell_readers = functools.partial(self._tell_readers, readers, error, informed)
             # Before the program sees the error: if it ends then, Python waits for this thread.
-            exiting = exits and self._exit_later(begun, error, group_status, but, comms)
+            exiting = exits and self._exit_later(begun, error, group_status, but, comms, tell_readers)
             telling = None
             if text is not None:
                 told = (
@@ -567,20 +571,18 @@ cdef class Lifecycle:
             for request in alone:
                 (<Request>request).fail(others)
             if not exits:
-                readers.discard(threading.get_ident())
-                shown = error if self.translate is None else self.translate(error)
-                tell_readers = functools.partial(self._tell_readers, readers, shown, informed)
                 self._abort_later(group_status, telling, comms, text_of(error), tell_readers)
         finally:
             begun.set()
         for hook in hooks if calls else ():
             user_executor.submit(functools.partial(hook, error))
         if exits and not exiting:  # no thread can be started
-            self._exit(error, group_status, begun, but, comms)
+            self._exit(error, group_status, begun, but, comms, tell_readers)
 
     def _tell_readers(self, readers, error, informed):
         """Raise an error in the threads that wait for the group by a stream, unless they have been told of it."""
-        raise_in_readers(readers - self.enders, self.maker, error, informed)  # the calls that enders are in raise it
+        shown = error if self.translate is None else self.translate(error)
+        raise_in_readers(readers - self.enders, self.maker, shown, informed)  # the calls that enders are in raise it
 
     cdef int note_ender(self) except -1:
         """Note that the calling thread is in a call that ends the group or raises the error that has ended it."""
@@ -603,10 +605,10 @@ cdef class Lifecycle:
         self.abort_thread = thread  # `end_connections` joins it
         return 0
 
-    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms) except -1:
+    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms, tell_readers) except -1:
         """Start a thread that ends the process; return whether it could be started."""
         thread = threading.Thread(
-            target=self._exit, args=(error, group_status, begun, but, comms), name="ncclpy-group-exit", daemon=False
+            target=self._exit, args=(error, group_status, begun, but, comms, tell_readers), name="ncclpy-group-exit", daemon=False
         )
         try:
             thread.start()
@@ -614,7 +616,7 @@ cdef class Lifecycle:
             return False
         return True
 
-    def _exit(self, error, group_status, begun=None, Connection but=None, comms=()):
+    def _exit(self, error, group_status, begun=None, Connection but=None, comms=(), tell_readers=None):
         """End the process, as `on_error` asks for, once the end has `begun` and the others were told.
 
         Nothing is aborted before: an abort gives wrong data to neighbours, and this process might use some too.
@@ -637,7 +639,7 @@ cdef class Lifecycle:
             agree()
         goes_on = outcome == [True]
         if goes_on:  # another rank has ended the group to reconfigure it, and this rank has seen only that
-            self._abort_later(group_status, None, list(comms), text_of(error))
+            self._abort_later(group_status, None, list(comms), text_of(error), tell_readers)
             return
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
@@ -726,9 +728,16 @@ cdef class Lifecycle:
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
-        comms = []
+        comms, readers = [], set()
+        if getattr(error, "_informed", None) is None:
+            error._informed = set()
         for request in alone:
             (<Request>request).fail(error)
+        for one in connections:  # first, as in `_end_by`
+            if one.alive and not (drained and one.is_well()):
+                one.fence()
+                one.note_readers(readers)
+        readers.discard(threading.get_ident())
         for one in connections:
             if drained and one.is_well():
                 one.close()
@@ -737,9 +746,8 @@ cdef class Lifecycle:
         if self.end_begun is not None and self.end_maker != threading.get_ident():  # not in a signal handler there
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
-            for one in connections:
-                one.fence()
-            self._abort_later(self.group_status, self.tell_thread, comms, text_of(error))
+            tell_readers = functools.partial(self._tell_readers, readers, error, error._informed)
+            self._abort_later(self.group_status, self.tell_thread, comms, text_of(error), tell_readers)
         if self.abort_thread is not None:
             self.abort_thread.join(ABORT_DEADLINE + 1)
         return 0

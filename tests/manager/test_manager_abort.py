@@ -17,6 +17,7 @@ from manager_clients import DEADLINE, Data, check_usable, some_devices, sum_work
 
 import ncclpy
 import testing
+from ncclpy.engine import launcher
 
 
 class Ends:
@@ -219,3 +220,24 @@ def test_buffers_of_aborted_work_live_as_long_as_the_device_may_write(make_manag
         assert not freed, "the operation still runs"
         testing.run_with_deadline(manager.reset, DEADLINE)
     testing.wait_for(lambda: len(freed) >= 2, "letting go of the buffers")
+
+
+def test_thread_that_begins_to_read_while_readers_are_told_gets_the_error(manager, host_engine, monkeypatch):
+    """The readers of the failed collective are noted by then."""
+    testing.need_devices(2)
+    noted, goes_on, raise_in_readers = threading.Event(), threading.Event(), launcher.raise_in_readers
+
+    def raise_later(*arguments):
+        noted.set()
+        assert goes_on.wait(DEADLINE)
+        raise_in_readers(*arguments)
+
+    monkeypatch.setattr(launcher, "raise_in_readers", raise_later)
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang"):
+        works = [manager.all_reduce("k", np.ones(4), num_local=2, device=device, timeout=0.5) for device in range(2)]
+        assert noted.wait(DEADLINE)
+        threading.Timer(0.5, goes_on.set).start()
+        with pytest.raises(ncclpy.NcclTimeout):
+            works[0].synchronize(ncclpy.Stream(0))
+    manager.abort(timeout=DEADLINE)

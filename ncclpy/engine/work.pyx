@@ -317,6 +317,9 @@ cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
 cdef double _ENGINE_SLICE = 20e-3
 
+# How long a wait that is over stays for the end of its communicator, which settles the work in seconds.
+cdef double _END_TIMEOUT = 60.0
+
 
 cdef void _call_monitor() noexcept nogil:
     """Have the monitor check at once which threads wait for which works."""
@@ -727,7 +730,7 @@ What an asynchronous operation returns.
         finally:
             self.waiter = 0  # it may read by a stream from here on
         if not ended and self._is_fenced():  # it was no reader to tell if these were noted before
-            ended = self._wait_for(COMPLETED, FOREVER)
+            ended = self._wait_for(COMPLETED, deadline_after(_END_TIMEOUT))
         if not ended:
             state, awaited = self.state, self.awaits  # showing a key may settle it and drop these
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"

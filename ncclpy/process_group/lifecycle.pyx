@@ -733,13 +733,14 @@ cdef class Lifecycle:
             error._informed = set()
         for request in alone:
             (<Request>request).fail(error)
-        for one in connections:  # first, as in `_end_by`
-            if one.alive and not (drained and one.is_well()):
+        well = [drained and one.is_well() for one in connections]
+        for i, one in enumerate(connections):  # first, as in `_end_by`
+            if one.alive and not well[i]:
                 one.fence()
                 one.note_readers(readers)
         readers.discard(threading.get_ident())
-        for one in connections:
-            if drained and one.is_well():
+        for i, one in enumerate(connections):
+            if well[i]:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)

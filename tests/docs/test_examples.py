@@ -62,7 +62,13 @@ def needs(*modules):
     [pytest.param(name, marks=[pytest.mark.slow] * (name == "elastic_training")) for name in sorted(LAST_LINES)],
 )
 def test_example(name):
-    needs(*(["torch"] if "torch" in name or name == "gradients_in_any_order" or ncclpy.library().engine == "cuda" else []))
+    needs(
+        *(
+            ["torch"]
+            if "torch" in name or name == "gradients_in_any_order" or ncclpy.library().engine == "cuda"
+            else []
+        )
+    )
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=60
     )

@@ -331,8 +331,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             What is sent.
         peer : int or None
             The rank that receives; with None, as MPI's ``PROC_NULL``, the call only checks its arguments, of which
-            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``, and so do
-            this rank's own to and from itself, which meet in their order.
+            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``. So do a
+            send and a receive of this rank to itself; several are matched in their order.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional

@@ -9,9 +9,9 @@ cdef enum:
     SUSPEND
     RESUME
     DESTROY
-    LET_WINDOW_GO
+    DEREGISTER_WINDOW
 
-cdef tuple UPKEEP  # names of the NCCL functions of FINALIZE to RESUME
+cdef tuple CALL_NAMES  # names of the NCCL functions of FINALIZE to RESUME
 
 
 cdef class CommCall(Call):
@@ -19,11 +19,11 @@ cdef class CommCall(Call):
     cdef int kind
     cdef bint begun  # the call holds the communicator's lock
     cdef bint finalized  # there is nothing left to finalize
-    cdef bint alone  # a finalization would wait for an aborted rank: the communicator is aborted instead
-    cdef bint apart  # and NCCL frees the communicator with that abort
+    cdef bint abort_only  # a finalization would wait for an aborted rank: the communicator is aborted instead
+    cdef bint abort_frees  # and NCCL frees the communicator with that abort
     cdef double deadline  # of the finalization before destruction
     cdef ncclWindow_t* window  # the variable that holds the window; set to NULL before NCCL deregisters the window
-    cdef object keeps  # keeps the memory of that variable
+    cdef object window_owner  # keeps the memory of that variable
     cdef ncclResult_t result
     cdef char* words  # NCCL's last error message, of the thread that made the call
 
@@ -31,11 +31,11 @@ cdef class CommCall(Call):
     cdef void _make(self) noexcept nogil
     cdef ncclResult_t _destroy(self) noexcept nogil
     cdef ncclResult_t _abort(self) noexcept nogil
-    cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil
+    cdef ncclResult_t _destroy_handle(self, ncclComm_t raw) noexcept nogil
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil
 
 
 # Make a call that takes only the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
-cdef int give_back(Handle handle, object timeout) except -1
+cdef int close_comm(Handle handle, object timeout) except -1

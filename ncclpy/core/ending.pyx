@@ -8,10 +8,10 @@ from libc.stdlib cimport free
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed, local_peers_of, leave,
-    note_ending, tied,
+    ABORT_DEADLINE, abort_and_report, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed,
+    local_peers_of, note_ending, tied,
 )
-from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
+from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport current_group
 from ncclpy.core.handles.handle cimport WAS_ABORTED
@@ -25,7 +25,7 @@ from ncclpy.core.runtime.stream_readers import raise_at_end
 from ncclpy.errors import NcclAborted, NcclError, NcclTimeout
 
 
-UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")
+CALL_NAMES = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")
 
 
 cdef class CommCall(Call):
@@ -74,19 +74,19 @@ cdef class CommCall(Call):
             self.result = nccl.ncclCommSuspend(self.comm.raw, 1)
         elif self.kind == RESUME:
             self.result = nccl.ncclCommResume(self.comm.raw)
-        elif self.kind == LET_WINDOW_GO:
+        elif self.kind == DEREGISTER_WINDOW:
             window, self.window[0] = self.window[0], NULL
             self.result = nccl.ncclCommWindowDeregister(self.comm.raw, window)
         else:
             self.result = self._destroy()
-        self.words = keep_words(self.result)
+        self.words = copy_last_error(self.result)
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:
         """Finalize, which waits for what the communicator has issued, and destroy; then do so with the guard."""
         cdef ncclResult_t result = ncclSuccess
         cdef ncclComm_t raw, guard
-        if self.alone:
+        if self.abort_only:
             return self._abort()
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
@@ -96,7 +96,7 @@ cdef class CommCall(Call):
         if result != ncclInProgress:  # else NCCL still works on the communicator
             drop_ranges(<void*>self.comm, raw)  # registrations that users have not closed
         if raw != NULL and result == ncclSuccess:
-            result = self._give_back(raw)
+            result = self._destroy_handle(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
             # A failed communicator cannot be finalized, and must not leak.
             nccl.ncclCommAbort(raw)
@@ -105,7 +105,7 @@ cdef class CommCall(Call):
         if raw != NULL and self.comm.precall_hook != NULL:  # else the thread that aborts it tells the hook
             # Here, without the GIL: a thread that frees the communicator's memory may hold the GIL and wait for the
             # hook.
-            self.comm.precall_hook.over(self.comm.precall_hook)
+            self.comm.precall_hook.note_ended(self.comm.precall_hook)
         # The guard stays available until it is destroyed: its abort makes this thread's call return.
         guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:
@@ -114,7 +114,7 @@ cdef class CommCall(Call):
         if guard == NULL:
             return result
         if result == ncclSuccess:
-            result = self._give_back(guard)
+            result = self._destroy_handle(guard)
         else:
             nccl.ncclCommAbort(guard)
         self.comm.guard_handle(True)
@@ -130,14 +130,14 @@ cdef class CommCall(Call):
         raw = self.comm.detach_handle()
         if raw == NULL:
             return <ncclResult_t>WAS_ABORTED
-        if self.apart:
+        if self.abort_frees:
             drop_ranges(<void*>self.comm, raw)
         result = nccl.ncclCommAbort(raw)
         if self.comm.precall_hook != NULL:
-            self.comm.precall_hook.over(self.comm.precall_hook)
+            self.comm.precall_hook.note_ended(self.comm.precall_hook)
         return result
 
-    cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:
+    cdef ncclResult_t _destroy_handle(self, ncclComm_t raw) noexcept nogil:
         cdef ncclResult_t result = self._poll(NULL, nccl.ncclCommDestroy(raw), 0)
         if result != ncclSuccess and abort_preempts:  # with NCCL the state of the handle is unknown
             nccl.ncclCommAbort(raw)
@@ -191,13 +191,13 @@ cdef class Destruction(CommCall):
     and this communicator is aborted as well.
     """
 
-    cdef bint over  # `over` and `left` are set under the GIL, each with its check in one step
-    cdef bint left
+    cdef bint returned  # `returned` and `left_behind` are set under the GIL, each with its check in one step
+    cdef bint left_behind
 
     cdef int make(self) except -1:
         CommCall.make(self)
-        self.over = True
-        if self.left:
+        self.returned = True
+        if self.left_behind:
             self.comm.unkeep_all()
             forget_ending(self)
             if self.result != ncclSuccess and self.comm.abort_state.threads is None:
@@ -215,19 +215,19 @@ cdef class Destruction(CommCall):
         while not Call.wait(self, min(deadline, max(started + patience, now() + CHECK_INTERVAL))):
             if now() >= deadline:
                 return False
-            local_peer_aborted = self.comm.abort_state.peer_aborted and not self.alone and _waits_for_local_peers()
+            local_peer_aborted = self.comm.abort_state.peer_aborted and not self.abort_only and _waits_for_local_peers()
             if not self.begun or not (local_peer_aborted or _are_open(local_peers_of(self.comm))):
                 continue
             if idle is None:
                 idle = DeviceWait()
                 idle.device = self.comm.device
                 idle.start("ncclpy-wait")
-            if idle.done and idle.failure is None and not self.over:
+            if idle.done and idle.failure is None and not self.returned:
                 if local_peer_aborted:
                     abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
                     if Call.wait(self, now() + <double>_END_PATIENCE):
                         return True
-                self.left = True
+                self.left_behind = True
                 note_ending(self.comm, self)
                 return True
         return True
@@ -257,7 +257,7 @@ cdef bint _are_open(list local_peers) except -1:
 cdef int call_blocking(Handle handle, int kind) except -1:
     """Make a call that takes only the communicator and a flag, and wait until it is done."""
     cdef CommCall call = CommCall()
-    cdef str what = UPKEEP[kind]
+    cdef str what = CALL_NAMES[kind]
     if handle.state != SUSPENDED or kind not in (SUSPEND, RESUME):
         check_alive(handle)
     call.comm, call.kind = handle, kind
@@ -290,20 +290,20 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
             handle.peer_status.leave()
 
 
-cdef int give_back(Handle handle, object timeout) except -1:
+cdef int close_comm(Handle handle, object timeout) except -1:
     """Close a communicator, its dependent objects first; abort it if it would wait for ranks that may never join."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
     refuse_nested_wait(handle, b"close")
     with raise_at_end():
         try:
-            return _give_back(handle, limit)
+            return _close(handle, limit)
         finally:
             if handle.peer_status is not None and is_over(handle.state):
                 handle.peer_status.leave()
-                handle.peer_status.left(LEAVE_PATIENCE)
+                handle.peer_status.wait_until_left(LEAVE_PATIENCE)
 
 
-cdef int _give_back(Handle handle, double limit) except -1:
+cdef int _close(Handle handle, double limit) except -1:
     failures = [] if is_over(handle.state) else _close_all(handle.children)
     if handle.state == INITIALISING:
         if handle.init_state.stage != INIT_IN_PARENT:
@@ -335,8 +335,8 @@ cdef list _end(Handle handle, double limit):
         handle.raw = NULL
         return failures
     require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
-    before = handle.state
-    finalized = handle.revoked or before == FINALIZED
+    state_before = handle.state
+    finalized = handle.revoked or state_before == FINALIZED
     handle.become(FINALIZED)
     try:
         _wait_for_own_stream(handle, deadline)
@@ -349,30 +349,30 @@ cdef list _end(Handle handle, double limit):
         _wait_for_marked(handle, deadline, started)
         if handle.hook_keeper is not None:
             handle.hook_keeper.wait(handle, deadline)
-        # NCCL's end of this communicator would wait for an aborted rank, which never arrives, so it is aborted. An
-        # abort waits neither for ranks nor for issued operations: those must have ended before.
-        call.alone = handle.abort_state.peer_aborted and _waits_for_local_peers()
-        if call.alone:
-            call.apart = is_freed(handle, [handle])
+        # To end this communicator, NCCL would wait for an aborted rank, which never arrives: the communicator is aborted
+        # instead. An abort waits neither for ranks nor for issued operations: the operations must have ended before.
+        call.abort_only = handle.abort_state.peer_aborted and _waits_for_local_peers()
+        if call.abort_only:
+            call.abort_frees = is_freed(handle, [handle])
             _wait_for_device(handle, deadline, started)
     except NcclAborted:
         _release(handle)
         return []
     except BaseException as error:
-        early = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
+        reason = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
         try:
-            leave([handle], f"close: {early}", error)
+            abort_and_report([handle], f"close: {reason}", error)
         finally:  # also after a second Ctrl-C
             _release(handle)
         raise
     try:
         failures = _release(handle)
     except ValueError:  # a window is recorded in a group that has not ended: nothing was released
-        if before != FINALIZED:
-            handle.become(before)  # has no effect if it was aborted meanwhile
+        if state_before != FINALIZED:
+            handle.become(state_before)  # has no effect if it was aborted meanwhile
         raise
     except BaseException as error:
-        leave([handle], "close: it was interrupted", error)
+        abort_and_report([handle], "close: it was interrupted", error)
         raise
     if handle.hook_keeper is not None:  # last: until the communicator is out of use, its calls must run the hook
         handle.hook_keeper.close(handle)
@@ -382,7 +382,7 @@ cdef list _end(Handle handle, double limit):
     if handle.peer_status is not None:  # first: a rank with an operation that this end breaks asks why it broke
         handle.peer_status.leave()
     call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_END_PATIENCE)
-    if call.left:
+    if call.left_behind:
         handle.become(CLOSED)
         return failures
     call.wait_for_local_peers(now() + <double>_END_PATIENCE)
@@ -410,14 +410,14 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
     """Wait for operations with a deadline: the watchdog cannot enforce it while NCCL ends the communicator."""
-    cdef bint some = handle.in_flight.marks != NULL
-    while some:
+    cdef bint unfinished = handle.in_flight.marks != NULL
+    while unfinished:
         with nogil:
-            handle.look_at_marks()
+            handle.update_unfinished()
         if handle.state == ABORTED:
             raise handle.aborted_error(f"close of {handle!r}: what was issued did not end")
-        some = handle.status.unfinished_since != 0
-        if some:
+        unfinished = handle.status.unfinished_since != 0
+        if unfinished:
             if now() >= deadline:
                 raise handle.timeout_error("close", now() - started)
             PyErr_CheckSignals()

@@ -10,9 +10,9 @@ from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
 from ncclpy.core.handles cimport handle as _observers
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, leave, note_local_peer, tied
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, abort_and_report, note_local_peer, tied
 from ncclpy.core.runtime.device cimport as_device, context_of
-from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, give_back, call_blocking
+from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, call_blocking, close_comm
 from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
 from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, InitArgs, Operation
@@ -89,13 +89,13 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
         blocking = not parent.nonblocking  # of a from_handle() communicator nothing more is known
     # A communicator that can be ended at any time needs a guard. NCCL before 2.18 makes none: every call is polled
     # then.
-    ends = blocking is not False and (made.limit != FOREVER or made.abortable)
-    guarded = ends and version_code() >= 21801
-    made.nonblocking = blocking is False or (ends and not guarded)
-    made.waits = blocking is not False if not inherits or ends else parent.waits
+    endable = blocking is not False and (made.limit != FOREVER or made.abortable)
+    guarded = endable and version_code() >= 21801
+    made.nonblocking = blocking is False or (endable and not guarded)
+    made.returns_when_made = blocking is not False if not inherits or endable else parent.returns_when_made
     made.init_state = InitState()
-    made.init_state.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
-    made.init_state.init_args.inherits = inherits and not ends
+    made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
+    made.init_state.init_args.inherits = inherits and not endable
     if guarded:
         look_up_overrides()  # before NCCL is called, as far as the environment shows overrides by then
     if parent is not None:
@@ -128,7 +128,7 @@ cdef int init_comm(
     made.rank = made.init_state.init_args.rank = rank
     made.nranks = made.init_state.init_args.nranks = nranks
     if _observers.listener is not None:
-        _observers.listener.named(nranks, rank)
+        _observers.listener.note_rank(nranks, rank)
     made.init_state.init_args.context = context_of(made.device)
     return _make(None, made, INIT_RANK)
 
@@ -146,7 +146,7 @@ cdef list init_all_comms(object cls, object devices, dict options):
             for rank, device in enumerate(devices):
                 made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
     except BaseException as error:
-        leave(made, "init_all did not make them all", error)  # the caller gets no reference to them
+        abort_and_report(made, "init_all did not make them all", error)  # the caller gets no reference to them
         raise
     return made
 
@@ -193,9 +193,9 @@ cdef object comm_from_env(object cls, object device, dict options):
         start.end_start(made.state == READY)
         if place.size > 1:
             made.peer_status = start.peer_status_of(comm)
-            made.status.noted = made.peer_status is not None
+            made.status.is_noting = made.peer_status is not None
     except BaseException as error:  # the caller gets no reference to it
-        leave([made], "from_env did not return it", error)
+        abort_and_report([made], "from_env did not return it", error)
         raise
     return comm
 
@@ -446,8 +446,8 @@ cdef class Lifecycle(Handle):
     def from_mpi(cls, comm, device=None, *, config=None, timeout=None, abortable=None):
         """Make this rank's communicator with all ranks of an mpi4py communicator, which all call this.
 
-        The ranks are numbered as there. They use a duplicate of it for the rendezvous and free the duplicate again;
-        only this thread calls MPI. The communicator is not needed afterwards.
+        The ranks have the same numbers as in `comm`. They use a duplicate of `comm` for the rendezvous and free the
+        duplicate again; only this thread calls MPI. `comm` is not needed afterwards.
 
         Parameters
         ----------
@@ -806,7 +806,7 @@ cdef class Lifecycle(Handle):
         RuntimeError
             In a signal handler that has interrupted this thread's wait for the communicator: call `abort` to end it.
         """
-        give_back(self, timeout)
+        close_comm(self, timeout)
 
     def __enter__(self):
         if self.state not in (DEFERRED, INITIALISING):  # these become ready inside the block

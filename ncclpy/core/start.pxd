@@ -8,7 +8,7 @@ from ncclpy.core.arguments.validation cimport VectorCollective
 # The checked number of an operator for a data type, of a root or peer, and the seconds of a deadline. `own_op_code`
 # takes only NCCL's built-in operators, for a layer, named in errors, with communicators that users do not see.
 cdef int op_code(Handle comm, object op, const View* view) except -1
-cdef int own_op_code(object op, const View* view, int nranks, str who) except -1
+cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1
 cdef double limit_of(Handle comm, object timeout) except? -1
 
@@ -31,7 +31,7 @@ cdef int start_or_lower(
 
 # Choose the streams and submit a send and the receive that belongs to it.
 cdef int start_pair(
-    Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
+    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation, const View* received, object recv,
     object stream, object timeout
 ) except -1
 
@@ -40,8 +40,8 @@ cdef int start_pair(
 cdef int check_unused(int device, object buf, str name, bint receives) except -1
 cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1
 
-# Submit a call without a buffer of the caller; it waits if no stream is given. `keeps` is kept alive for the call.
-cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
+# Submit a call without a buffer of the caller; it waits if no stream is given. `kept` stays alive for the call.
+cdef int start_bare(Handle comm, Operation* operation, object kept, object stream, object timeout) except -1
 
 # A collective over parts on this communicator, for the caller to fill in; and its submission, as a group.
 cdef VectorCollective vector_collective(Handle comm)

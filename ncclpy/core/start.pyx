@@ -47,10 +47,10 @@ cdef int op_code(Handle comm, object op, const View* view) except -1:
     return op_number(op, view, comm.nranks)
 
 
-cdef int own_op_code(object op, const View* view, int nranks, str who) except -1:
+cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1:
     cdef int code
     if type(op) is CustomOp:
-        raise TypeError(f"op: an operator belongs to one communicator; {who} makes communicators of its own")
+        raise TypeError(f"op: an operator belongs to one communicator; {layer} makes communicators of its own")
     code = op_number(op, view, nranks)
     if code > _LAST_OP:
         raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
@@ -118,21 +118,21 @@ cdef int start(
 
 
 cdef int start_pair(
-    Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
+    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation, const View* received, object recv,
     object stream, object timeout
 ) except -1:
     """Submit a send and a receive: as one call, or as a group if their streams differ."""
     cdef bint wait_send, wait_recv
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
-    _choose_stream(comm, sent, stream, &there.stream, &wait_send)
-    _choose_stream(comm, received, stream, &here.stream, &wait_recv)
-    if there.stream == here.stream and wait_send == wait_recv and makes_pairs():
-        there.kind = here.kind = SENDRECV
-        there.receive = here
-        return submit(comm, there, send, recv, wait_send, limit)
+    _choose_stream(comm, sent, stream, &send_operation.stream, &wait_send)
+    _choose_stream(comm, received, stream, &recv_operation.stream, &wait_recv)
+    if send_operation.stream == recv_operation.stream and wait_send == wait_recv and makes_pairs():
+        send_operation.kind = recv_operation.kind = SENDRECV
+        send_operation.receive = recv_operation
+        return submit(comm, send_operation, send, recv, wait_send, limit)
     with Group(timeout=timeout):
-        submit(comm, there, send, None, wait_send, limit)
-        submit(comm, here, None, recv, wait_recv, limit)
+        submit(comm, send_operation, send, None, wait_send, limit)
+        submit(comm, recv_operation, None, recv, wait_recv, limit)
     return 0
 
 
@@ -155,14 +155,14 @@ cdef int start_nothing(Handle comm, object buf, str name, bint receives, object 
     return 0
 
 
-cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1:
+cdef int start_bare(Handle comm, Operation* operation, object kept, object stream, object timeout) except -1:
     """Submit a call without a buffer of the caller: by default it waits, on the communicator's own stream."""
     cdef double limit = limit_of(comm, timeout)
     if stream is None:
         operation.stream = comm.own_stream()
-        return submit(comm, operation, None, keeps, True, limit)
+        return submit(comm, operation, None, kept, True, limit)
     operation.stream = as_stream_of(stream, comm.device)
-    return submit(comm, operation, None, keeps, False, limit)
+    return submit(comm, operation, None, kept, False, limit)
 
 
 cdef VectorCollective vector_collective(Handle comm):
@@ -199,7 +199,7 @@ cdef int _start_lowered(
 
 
 # The largest size of any memory, in bytes.
-cdef object _MOST = 2**63 - 1
+cdef object _MAX_BYTES = 2**63 - 1
 
 
 cdef int validate_put(
@@ -212,7 +212,7 @@ cdef int validate_put(
     # Arguments that may run code of the caller come first: it could close the window.
     o.root = root_rank(comm.nranks, peer, "peer")
     o.op = as_integer(signal, "signal", 0)
-    at = as_integer(offset, "offset", 0, _MOST)
+    at = as_integer(offset, "offset", 0, _MAX_BYTES)
     read_on_device(send, s, "send", comm.device)
     if type(window) is not Window:
         raise TypeError(f"window: expected a Window of this communicator, got {window!r}")
@@ -285,7 +285,7 @@ cdef class Signals:
             raise ValueError("peers: there is no rank to wait for")
         for n in range(1, len(ranks)):
             if ranks[n] in ranks[:n]:
-                raise ValueError(f"peers: rank {ranks[n]} stands there twice; count= says for how many signals to wait")
+                raise ValueError(f"peers: rank {ranks[n]} is listed twice; count= is the number of signals to wait for")
         self.rows = <ncclWaitSignalDesc_t*>malloc(len(ranks) * sizeof(ncclWaitSignalDesc_t))
         if self.rows == NULL:
             raise MemoryError

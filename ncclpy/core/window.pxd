@@ -45,7 +45,7 @@ cdef class Window:
     # On the heap: NCCL writes it at the end of a group, or in the background. It is set to NULL under the
     # communicator's lock when the window is closed, so that operations that were recorded with it find no window.
     cdef ncclWindow_t* cell
-    cdef bint background  # NCCL may write the cell after the call, or the group's end, has returned
+    cdef bint nccl_may_write  # NCCL may write the cell after the call, or the group's end, has returned
     cdef Group group  # in which it was recorded
     cdef View view  # of the buffer
     cdef bint symmetric
@@ -53,8 +53,9 @@ cdef class Window:
     cdef long long kept  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
-    # Whether the group that makes it is still open; or, with `uses`, whether the open group has calls that use it.
-    cdef bint recorded(self, bint uses) noexcept
+    # Whether the group that makes it has not ended yet; whether the group that is open in this thread uses it.
+    cdef bint is_pending(self) noexcept
+    cdef bint is_used_by_open_group(self) noexcept
     # Raise unless a call on this communicator may use it.
     cdef int check_usable(self, Handle comm) except -1
 

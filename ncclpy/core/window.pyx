@@ -14,9 +14,9 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, NO_FRAMEWORK, Buffer, View, read_view
 from ncclpy.core.arguments.datatypes cimport BYTES, ITEMSIZE, ElementType, encoded, name_of, of_anything
-from ncclpy.core.ending cimport LET_WINDOW_GO, CommCall
+from ncclpy.core.ending cimport DEREGISTER_WINDOW, CommCall
 from ncclpy.core.calls.group cimport current_group
-from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, run_if_wanted, lock_within
+from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, run_hook_if_wanted, lock_within
 from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_let_window_go, nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.arguments.operation cimport WINDOW, Operation
@@ -158,7 +158,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
-                    run_if_wanted(comm.precall_hook, comm.raw)  # it may register a larger range, to share
+                    run_hook_if_wanted(comm.precall_hook, comm.raw)  # it may register a larger range, to share
                 result = comm.registrations.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )
@@ -226,24 +226,24 @@ cdef class HeldRanges:
         free(self.numbers)
 
     cdef int let_go(self, double until) except -1:
-        cdef size_t i, left = self.count
-        cdef ncclResult_t result = ncclSuccess, one
+        cdef size_t i, count = self.count
+        cdef ncclResult_t result = ncclSuccess, released
         cdef bint gone
         cdef Handle comm = self.comm
         cdef bint locked
         self.count = 0
-        for i in range(left):
+        for i in range(count):
             gone = False
             with nogil:
                 locked = comm.state != ABORTED and lock_within(&comm.mutex, until)  # an abort has deregistered all
                 if locked:
-                    one = ncclSuccess
+                    released = ncclSuccess
                     if comm.raw != NULL and comm.state != ABORTED:
-                        one = comm.registrations.release(comm.raw, self.numbers[i], &gone)
+                        released = comm.registrations.release(comm.raw, self.numbers[i], &gone)
                     if result == ncclSuccess:
-                        result = one
+                        result = released
                     comm.unlock()
-            if gone and one == ncclSuccess:
+            if gone and released == ncclSuccess:
                 comm.unkeep(self.numbers[i])
         return check(result, b"ncclCommDeregister", comm.raw)
 
@@ -305,7 +305,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         self.cell = <ncclWindow_t*>calloc(1, sizeof(ncclWindow_t))
         if self.cell == NULL:
             raise MemoryError
-        self.background = comm.nonblocking or not comm.owned
+        self.nccl_may_write = comm.nonblocking or not comm.owned
         self.memory = _PartMemory(buffer)
         self.view = view
         self.symmetric = symmetric
@@ -331,14 +331,19 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             _part_memories[comm.group_name, <uintptr_t>view.pointer] = self.memory
 
     def __dealloc__(self):
-        # If a wait has ended early, by an interrupt or an abort, NCCL may still write the cell: then it is never
-        # freed.
-        if self.cell != NULL and (self.cell[0] != NULL or not self.background):
+        # If a wait has ended early, by an interrupt or an abort, NCCL may still write the cell, which is
+        # then never freed.
+        if self.cell != NULL and (self.cell[0] != NULL or not self.nccl_may_write):
             free(self.cell)
 
-    cdef bint recorded(self, bint uses) noexcept:
-        """Return whether the group that makes the window is still open; with `uses`, if the open group uses it."""
-        cdef Group group = self.group if not uses else current_group()
+    cdef bint is_pending(self) noexcept:
+        """Return whether the group that makes the window has not ended yet."""
+        cdef Group group = self.group
+        return group is not None and group.writes_to(self)
+
+    cdef bint is_used_by_open_group(self) noexcept:
+        """Return whether the group that is open in this thread has recorded calls that use the window."""
+        cdef Group group = current_group()
         return group is not None and group.writes_to(self)
 
     cdef int check_usable(self, Handle comm) except -1:
@@ -347,7 +352,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         if self.comm is not comm:
             raise ValueError(f"window: it was made by another communicator, {self.comm!r}")
         if self.cell[0] == NULL:
-            if self.recorded(False):
+            if self.is_pending():
                 raise ValueError("window: it is made when its group ends; use it after that")
             raise NcclUnsupported("window: NCCL supports no windows between these devices (its handle is 0)")
         return 0
@@ -391,13 +396,13 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         cdef View view
         cdef void* pointer = NULL
         cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
-        cdef ElementType asked
+        cdef ElementType element
         cdef int number = as_integer(rank, "rank")
         require(<void*>nccl.ncclGetPeerDevicePointer, b"ncclGetPeerDevicePointer")
         view = self.view
         if dtype is not None:
-            of_anything(dtype, &asked, "dtype")
-            view.datatype, view.flavour, view.unit = asked.datatype, asked.flavour, asked.unit
+            of_anything(dtype, &element, "dtype")
+            view.datatype, view.flavour, view.unit = element.datatype, element.flavour, element.unit
             if view.nbytes % (view.unit * ITEMSIZE[view.datatype]):
                 raise ValueError(
                     f"dtype: the {view.nbytes} bytes of the window are no whole number of "
@@ -465,16 +470,16 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         cdef CommCall call
         if comm is None:
             return
-        if self.recorded(False):
+        if self.is_pending():
             raise ValueError("this window is made when its group ends; close it after that")
-        if self.recorded(True):
+        if self.is_used_by_open_group():
             raise ValueError("calls that the open group has recorded use this window; close it when the group has ended")
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
         self.comm = self.memory = self.group = None
         if self.cell[0] != NULL:
-            self.background = False  # NCCL has written the cell
+            self.nccl_may_write = False  # NCCL has written the cell
             call = CommCall()
-            call.comm, call.kind, call.window, call.keeps = comm, LET_WINDOW_GO, self.cell, self
+            call.comm, call.kind, call.window, call.window_owner = comm, DEREGISTER_WINDOW, self.cell, self
             call.run_blocking("ncclCommWindowDeregister", comm.limit)
             result = call.result
         if result == ncclInProgress:
@@ -488,7 +493,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
     def __exit__(self, kind, error, traceback):
         # With an exception: while a group is open, close() would raise another one and hide it.
-        if kind is None or not (self.recorded(False) or self.recorded(True)):
+        if kind is None or not (self.is_pending() or self.is_used_by_open_group()):
             self.close()
 
     def __reduce__(self):

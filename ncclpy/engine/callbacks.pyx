@@ -396,7 +396,7 @@ cdef class Lock:
         begin_quiet()
         return 0
 
-    cdef void leave(self) noexcept:
+    cdef void abort_and_report(self) noexcept:
         end_quiet()
         mutex_unlock(&self.mutex)
 

@@ -81,7 +81,7 @@ class _Writer(FailureListener):
                 self.refuse("?", error)
         return 0
 
-    def named(self, nranks: int, rank: int) -> int:
+    def note_rank(self, nranks: int, rank: int) -> int:
         """Note a communicator or a group of so many ranks, in which this process has that rank."""
         if nranks > self.nranks:
             self.nranks, self.ranks = nranks, set()

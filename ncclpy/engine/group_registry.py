@@ -139,7 +139,7 @@ def note_group(
     _there[id(made)] = made
     listener = failure_listener()
     if listener is not None:
-        listener.named(size, rank)
+        listener.note_rank(size, rank)
     return made
 
 

@@ -332,7 +332,7 @@ cdef class _Thread(Call):
     """The monitor's thread, which runs until the process ends."""
 
     def __cinit__(self):
-        self.serves = True
+        self.is_service = True
 
     cdef int make(self) except -1:
         sharp_timers()

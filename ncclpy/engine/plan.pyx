@@ -323,7 +323,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     with nogil:
                         handle.lock()
                         what.sequence = handle.sequence
-                        if handle.status.noted:  # so on all ranks or on none
+                        if handle.status.is_noting:  # so on all ranks or on none
                             handle.sequence += 1
                             handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)
@@ -548,7 +548,7 @@ cdef class Recording(Group):
     def __enter__(self):
         if current_group() is not None:
             raise ValueError("plan.record() cannot stand inside a group")
-        self.keeps = True
+        self.is_plan = True
         return Group.__enter__(self)
 
     cdef int finish(self) except -1:

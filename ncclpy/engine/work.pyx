@@ -31,7 +31,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport View, read_view
 from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
-from ncclpy.core.handles.handle cimport BELIEVED, FENCED, PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
+from ncclpy.core.handles.handle cimport TRUSTED, FENCED, PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport (
@@ -101,12 +101,12 @@ cdef object _listeners = weakref.WeakSet()
 cdef bint is_doubted(Handle handle) noexcept nogil:
     if handle.fenced:  # another rank of this process was aborted: ranks of one process need no store for that
         return True
-    if handle.contact == BELIEVED:
+    if handle.trust == TRUSTED:
         return False
-    if handle.contact == FENCED:
+    if handle.trust == FENCED:
         return True
     note_tick(now())
-    return handle.contact != load(&stops)
+    return handle.trust != load(&stops)
 
 
 cdef void note_tick(double moment) noexcept nogil:
@@ -134,13 +134,13 @@ cdef int tell_of_stops() except -1:
 
 
 cdef int fence(Handle handle) except -1:
-    handle.contact = FENCED
+    handle.trust = FENCED
     return 0
 
 
 cdef int believe(Handle handle, int seen) except -1:
-    if handle.contact != FENCED:
-        handle.contact = seen
+    if handle.trust != FENCED:
+        handle.trust = seen
     return 0
 
 
@@ -234,9 +234,9 @@ cdef object _trouble(Work work, ncclResult_t result):
         return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
     if result != ncclSuccess:
         if handle is not None:
-            words = handle.last_words()
+            words = handle.last_error_text()
         return nccl_error(result, b"ncclCommGetAsyncError", words)
-    missing = "" if handle is None else missing_ranks(handle.speaker())
+    missing = "" if handle is None else missing_ranks(handle.error_source())
     missing += ". " if missing else ""
     then = _GOES_ON if launch is not None and launch.is_spared() else _ABORTED
     limit = f" of {seconds(work.given)}" if work.given > 0 else ""
@@ -644,7 +644,7 @@ What an asynchronous operation returns.
     cdef bint _is_fenced(self) noexcept:
         """Return whether its communicator ends, so that it fails unless it is settled."""
         cdef Handle handle = self.handle
-        return handle is not None and (handle.fenced or handle.contact == FENCED)
+        return handle is not None and (handle.fenced or handle.trust == FENCED)
 
     cdef bint _healthy(self) except -1:
         """Return whether NCCL reports no error; if it does, the monitor makes the work fail."""

@@ -21,7 +21,8 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclR
 from ncclpy.core.handles.abort cimport is_freed, destroy_graphs, mark_local_peer_aborted
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, lend_device, relax, restore, take_device_back
 from ncclpy.core.handles.handle cimport (
-    HookOwner, PreCallHook, ready_handles, free_weak_handle, has_ended, lock_within, new_weak_handle, set_hook_owner, settle,
+    HookOwner, PreCallHook, ready_handles, free_weak_handle, is_hook_aborting, lock_within,
+    make_events, new_weak_handle, set_hook_owner,
 )
 from ncclpy.core.runtime.library cimport driver, nccl, require
 from ncclpy.core.handles.state cimport ABORTED, Registrations
@@ -155,7 +156,7 @@ cdef class HookKeeper:
         with nogil:
             if lock_within(&handle.mutex, now()):  # a thread inside may wait for other ranks
                 over = _over((<PreCallHook*>self.resident).events[0]) and _over((<PreCallHook*>self.resident).events[1])
-                if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.resident).unknown:
+                if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.resident).lacks_event:
                     lent = lend_device(handle.device)
                     segments.deregister_all(self.resident[0], <void*>handle.raw)
                     if lent:
@@ -182,7 +183,7 @@ cdef object _joined = itertools.count()
 cdef class _Registrar(HookOwner):
     """Give each communicator that becomes ready a place in the registry."""
 
-    cdef int is_ready(self, object comm) except -1:
+    cdef int note_ready(self, object comm) except -1:
         cdef Handle handle = comm
         cdef HookKeeper hook_keeper
         if not handle.owned or handle.precall_hook != NULL or nccl.ncclCommRegister == NULL:
@@ -196,12 +197,12 @@ cdef class _Registrar(HookOwner):
         Py_INCREF(handle.registrations)  # for threads without the GIL: the garbage collector may clear the handle earlier
         saved = <uintptr_t>enter_device(handle.device)
         try:
-            settled = settle(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
+            have_events = make_events(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
         if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook meanwhile
             return 0
-        if not settled:
+        if not have_events:
             raise MemoryError
         hook_keeper.resident.comm = <void*>handle.raw
         hook_keeper.resident.weak = new_weak_handle(<void*>handle)
@@ -211,7 +212,7 @@ cdef class _Registrar(HookOwner):
             free_weak_handle(hook_keeper.resident.weak)  # releases the handle's share of it
             raise MemoryError
         handle.weak = hook_keeper.resident.weak
-        handle.frees_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
+        handle.freed_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
         hook_keeper.left = False
         hook_keeper.ref = weakref.ref(handle)
         hook_keeper.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -221,7 +222,7 @@ cdef class _Registrar(HookOwner):
         handle.precall_hook = <PreCallHook*>hook_keeper.resident  # from here on its calls run the hook
         return 0
 
-    cdef int was_ended(self, object comm) except -1:
+    cdef int note_aborted(self, object comm) except -1:
         cdef Handle handle = comm
         return _note_ending(handle.hook_keeper, handle)
 
@@ -251,7 +252,7 @@ cdef int _open_once() except -1:
     set_hook_owner(registrar)  # before listing present communicators: one may become ready meanwhile
     for comm in ready_handles():
         if (<Handle>comm).raw != NULL:
-            registrar.is_ready(comm)
+            registrar.note_ready(comm)
     _is_open = True
     return 0
 
@@ -340,7 +341,7 @@ cdef int _note_endings() except -1:
 cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
     if hook_keeper.resident.ending.load() == NOT_ENDED:
         return 0
-    if not has_ended(<PreCallHook*>hook_keeper.resident):  # no thread for the abort could be started
+    if not is_hook_aborting(<PreCallHook*>hook_keeper.resident):  # no thread for the abort could be started
         return 0
     if not handle.become(ABORTED):
         return 0

@@ -29,7 +29,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidUsage, ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport Buffer
-from ncclpy.core.handles.handle cimport Handle, PreCallHook, ends, pin_handle, unpin_handle, lock_within
+from ncclpy.core.handles.handle cimport Handle, PreCallHook, lock_within, pin_handle, set_hook_aborting, unpin_handle
 from ncclpy.core.handles.state cimport ABORTED, Range, deregister_all
 from ncclpy.core.runtime.device cimport (
     as_device, context_of, lend_device, relax, restore, switch_back, switch_device, take_device_back,
@@ -420,7 +420,7 @@ cdef void _abort(Endings* endings) noexcept nogil:
     name_this_thread(b"ncclpy-abort")
     relax()
     for i in range(endings.residents.size()):
-        ends(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread aborts them
+        set_hook_aborting(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread aborts them
     has_been_ended()
     lent = lend_device(endings.residents[0].device)
     for i in range(endings.residents.size()):
@@ -470,7 +470,7 @@ cdef ncclComm_t _raw_of(CommSegments* resident, double until, Taken* taken) noex
             if locked or abort_preempts or (<Handle>handle).nonblocking:
                 raw = (<Handle>handle).detach_handle()
                 resident.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
-                if raw != NULL and locked and not abort_preempts and (<Handle>handle).frees_alone:
+                if raw != NULL and locked and not abort_preempts and (<Handle>handle).freed_alone:
                     taken.ranges = (<Handle>handle).registrations.take_all(&taken.count)
                     taken.guard_aborted = (<Handle>handle).guard_aborted
             else:

@@ -115,7 +115,7 @@ class Segments {
   // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
   // more, but it is not destroyed. Once its operations are done it uses nothing.
   void let_out_dropped(CommSegments& resident, uint64_t number) noexcept {
-    if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
+    if (resident.lacks_event || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
     if (resident.visited.test_and_set()) return;
     {
       const Hold hold(mutex_);
@@ -242,7 +242,7 @@ class Segments {
   // Deregisters segments that are to leave and are not used any more.
   void let_out(CommSegments& resident, void* comm) noexcept {
     // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
-    while (!resident.unknown && begin_fence(resident)) {
+    while (!resident.lacks_event && begin_fence(resident)) {
       if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
       resident.fence = -1;
       uint64_t number;
@@ -453,10 +453,10 @@ class Segments {
         std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(resident, number); });
     resident.fenced.insert(resident.fenced.end(), first, list.end());
     list.erase(first, list.end());
-    if (!resident.fenced.empty() && resident.known) {  // else nothing was issued since the last fence was passed
+    if (!resident.fenced.empty() && resident.has_event) {  // else nothing was issued since the last fence was passed
       resident.fence = resident.current;
       resident.current ^= 1;
-      resident.known = 0;
+      resident.has_event = 0;
     }
     return !resident.fenced.empty();
   }
@@ -510,15 +510,15 @@ inline CommSegments* new_resident(Segments* home, void* ranges, int device) {
   resident->home = home;
   resident->ranges = ranges;
   resident->device = device;
-  resident->enter = [](ncclpy_precall_hook* precall_hook, void* comm) {
+  resident->run = [](ncclpy_precall_hook* precall_hook, void* comm) {
     auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->let_in(*one, comm);
   };
-  resident->caught = [](ncclpy_precall_hook* precall_hook) {
+  resident->note_capture = [](ncclpy_precall_hook* precall_hook) {
     auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->catch_all(*one);
   };
-  resident->over = [](ncclpy_precall_hook* precall_hook) {
+  resident->note_ended = [](ncclpy_precall_hook* precall_hook) {
     auto* one = static_cast<CommSegments*>(precall_hook);
     one->home->leave(one);
   };

@@ -162,7 +162,7 @@ class LauncherPeers(PeerStatusHook):
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
 
-    def left(self, seconds: float) -> int:
+    def wait_until_left(self, seconds: float) -> int:
         """Wait until the others have been told."""
         if self._leaving is not None and _silent is None:
             self._leaving.join(seconds)

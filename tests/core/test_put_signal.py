@@ -199,7 +199,7 @@ def test_signals_that_are_refused(world):
             comm.wait_signal([0, peer])
     with rejects("peers", "no rank"):
         comm.wait_signal([])
-    with rejects("peers", "rank 1 stands there twice"):
+    with rejects("peers", "rank 1 is listed twice"):
         comm.wait_signal([0, 1, 1])
     for peers in (None, 1.5, "1", ["1"], [None]):
         with rejects("peers", kind=TypeError):

@@ -166,11 +166,11 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
     } else if (move < 3) {
       segments.catch_all(*resident);
     } else if (move < 6) {
-      resident->unknown = 1;
+      resident->lacks_event = 1;
     } else if (move < 25) {
       if (ncclpy_hook_is_wanted(resident)) segments.let_in(*resident, &communicator);
-      resident->known = 1;
-      resident->unknown = 0;
+      resident->has_event = 1;
+      resident->lacks_event = 0;
     } else {
       if (segments.can_leave(resident)) segments.let_out(*resident, &communicator);
     }

@@ -23,7 +23,7 @@ cdef struct CallBatch:
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
     bint watched  # the watchdog is told of the calls
-    bint marked  # and they get marks, by which it sees an operation that is stuck on the device
+    bint marked  # the calls also get marks, by which the watchdog finds an operation that is stuck on the device
     double limit  # seconds that the calls may take; negative for the limit of each communicator
     unsigned long caller  # the thread for which another thread makes the calls; else 0
     ncclSimInfo_t* simulated  # receives the estimate of a simulated group, which launches nothing; else NULL
@@ -43,6 +43,6 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil
 cdef void poll_calls(CallBatch* batch) noexcept nogil
 # Tell the pre-call hooks of calls that NCCL has issued after they had returned. `poll_calls` does so itself; a caller
 # that waits in another way calls this after the wait.
-cdef void follow_late(const CallBatch* batch) noexcept nogil
+cdef void record_behind_late_calls(const CallBatch* batch) noexcept nogil
 # Note, for the other ranks, that the data of a communicator's last operation in the batch are there.
 cdef int note_arrival(const CallBatch* batch, Handle handle) except -1

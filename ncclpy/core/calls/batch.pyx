@@ -6,9 +6,9 @@ launch of the Manager, in any thread. All of it runs without the GIL.
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
-from ncclpy.core.runtime.library cimport host_engine, keep_words, nccl
+from ncclpy.core.runtime.library cimport host_engine, copy_last_error, nccl
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, follow, run_if_wanted, lock_within
+from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, record_behind_call, run_hook_if_wanted, lock_within
 from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.handles.watch cimport poll_once
@@ -26,12 +26,12 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
     if not _lock(batch, until):
         return False
     batch.failed = batch.count
-    result = _look(batch, &watched, &precall_hooks)
+    result = _fill_operations(batch, &watched, &precall_hooks)
     watched = watched and batch.watched
     if result == ncclSuccess:
         lent = not host_engine and batch.count and lend_device((<Handle>step_of(batch, 0).handle).device)
         if watched:
-            _enter(batch)
+            _begin_watching(batch)
         if precall_hooks:
             _run_hooks(batch)
         if batch.grouped:
@@ -46,13 +46,13 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
             if batch.grouped:
                 result = _end_group(batch, result)
         if watched:
-            _leave(batch, result == ncclSuccess)
+            _end_watching(batch, result == ncclSuccess)
         if precall_hooks:
-            _follow(batch, result != ncclInProgress)
+            _record_behind_calls(batch, result != ncclInProgress)
         if lent:
             take_device_back()
     batch.result = result
-    batch.words = keep_words(result)
+    batch.words = copy_last_error(result)
     _unlock(batch, <size_t>-1)
     return True
 
@@ -107,7 +107,7 @@ cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
         at += pitch
 
 
-cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) noexcept nogil:
+cdef ncclResult_t _fill_operations(CallBatch* batch, bint* watched, bint* precall_hooks) noexcept nogil:
     """Fill the communicators into the operations, under their locks; return WAS_ABORTED if one has ended."""
     cdef size_t i
     cdef char* at = batch.steps
@@ -115,7 +115,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
     cdef PyObject* last = NULL  # values of the last handle are read once for successive steps on it
     cdef ncclComm_t comm = NULL
     cdef long long sequence = 0
-    cdef bint aborted = False, told = False
+    cdef bint aborted = False, noting = False
     cdef int counted = batch.simulated == NULL
     for i in range(batch.count):
         operation = &(<Step*>at).operation
@@ -126,7 +126,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
             comm = (<Handle>last).raw
             sequence = (<Handle>last).sequence
             aborted = (<Handle>last).state == ABORTED
-            told = (<Handle>last).status.noted and counted
+            noting = (<Handle>last).status.is_noting and counted
             if (<Handle>last).in_flight.watched:
                 watched[0] = True
             if (<Handle>last).precall_hook != NULL and counted:
@@ -137,7 +137,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
             return <ncclResult_t>WAS_ABORTED
         operation.comm = comm
         operation.sequence = sequence
-        if told and operation.kind < WINDOW:
+        if noting and operation.kind < WINDOW:
             (<Handle>last).note(operation)
         sequence += counted if operation.kind < WINDOW else 0
         at += batch.stride
@@ -146,7 +146,7 @@ cdef ncclResult_t _look(CallBatch* batch, bint* watched, bint* precall_hooks) no
     return ncclSuccess
 
 
-cdef void _enter(CallBatch* batch) noexcept nogil:
+cdef void _begin_watching(CallBatch* batch) noexcept nogil:
     """Report calls to the watchdog; if `marked`, set a mark for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
@@ -166,7 +166,7 @@ cdef void _enter(CallBatch* batch) noexcept nogil:
         before = step
 
 
-cdef void _leave(CallBatch* batch, bint issued) noexcept nogil:
+cdef void _end_watching(CallBatch* batch, bint issued) noexcept nogil:
     cdef size_t i
     cdef Step* step
     for i in range(batch.count):
@@ -185,10 +185,10 @@ cdef void _run_hooks(CallBatch* batch) noexcept nogil:
         if step.handle != last:
             last = step.handle
             if (<Handle>last).precall_hook != NULL and (<Handle>last).raw != NULL:
-                run_if_wanted((<Handle>last).precall_hook, (<Handle>last).raw)
+                run_hook_if_wanted((<Handle>last).precall_hook, (<Handle>last).raw)
 
 
-cdef void _follow(CallBatch* batch, bint issued) noexcept nogil:
+cdef void _record_behind_calls(CallBatch* batch, bint issued) noexcept nogil:
     """Report the calls to the pre-call hooks, once for each run of steps on one communicator and stream."""
     cdef size_t i
     cdef Step* step
@@ -197,17 +197,17 @@ cdef void _follow(CallBatch* batch, bint issued) noexcept nogil:
         step = step_of(batch, i)
         if not (before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream):
             if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW:
-                follow((<Handle>step.handle).precall_hook, step.operation.stream, issued)
+                record_behind_call((<Handle>step.handle).precall_hook, step.operation.stream, issued)
         before = step
 
 
-cdef void follow_late(const CallBatch* batch) noexcept nogil:
+cdef void record_behind_late_calls(const CallBatch* batch) noexcept nogil:
     cdef size_t i
     cdef Step* step
     for i in range(batch.count):
         step = step_of(batch, i)
         if (<Handle>step.handle).precall_hook != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
-            follow((<Handle>step.handle).precall_hook, step.operation.stream, True)
+            record_behind_call((<Handle>step.handle).precall_hook, step.operation.stream, True)
             (<Handle>step.handle).unlock()
 
 
@@ -235,15 +235,15 @@ cdef void poll_calls(CallBatch* batch) noexcept nogil:
             batch.result = step.polled
             batch.failed = i
     if batch.result == ncclSuccess:
-        follow_late(batch)
-    batch.words = keep_words(batch.result)
+        record_behind_late_calls(batch)
+    batch.words = copy_last_error(batch.result)
 
 
 cdef int note_arrival(const CallBatch* batch, Handle handle) except -1:
     cdef const Operation* last = NULL
     cdef size_t i
     cdef Step* step
-    for i in range(batch.count if handle.status.noted else 0):
+    for i in range(batch.count if handle.status.is_noting else 0):
         step = step_of(batch, i)
         if step.handle == <PyObject*>handle and step.operation.kind < WINDOW:
             last = &step.operation

@@ -8,7 +8,7 @@ from ncclpy.core.calls.batch cimport Step, CallBatch
 
 
 cdef enum:
-    FEW = 4  # operations for which a group needs no memory of its own
+    INLINE_SLOTS = 4  # operations for which a group needs no memory of its own
 
 # One operation with owned references to its buffers and, in `step`, to its handle, released when its group ends.
 cdef struct Held:
@@ -19,7 +19,7 @@ cdef struct Held:
 
 cdef class Group:
     cdef Held* held  # the operations
-    cdef Held[FEW] few
+    cdef Held[INLINE_SLOTS] inline_slots
     cdef size_t count
     cdef size_t capacity
     cdef PyObject* recent  # the communicator of the last operation
@@ -29,28 +29,28 @@ cdef class Group:
     cdef PyObject* awaited  # handle, stream and limit of the last wait
     cdef CUstream awaited_stream
     cdef double awaited_limit
-    cdef bint blocks  # a call of the group waits for other ranks: the calls are made in a thread of their own
+    cdef bint may_block  # a call of the group waits for other ranks: the calls are made in a thread of their own
     cdef bint watched  # a communicator of the group has a deadline that the watchdog enforces
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at the group's end; FOREVER for the communicators' own limits
     cdef CallBatch calls  # the calls and their outcome
     cdef ncclSimInfo_t info
     cdef list places  # where each operation was recorded, for the tracer; None without a tracer
-    cdef list aborts
+    cdef list to_abort  # communicators to abort when the group ends; None if there are none
     cdef Group outer
     cdef size_t mark
     cdef bint entered
     cdef readonly bint simulate
-    cdef bint keeps  # the group's end keeps the operations, to be launched later: a plan
+    cdef bint is_plan  # the group's end keeps the operations, to be launched later: a plan
     cdef readonly object estimated_time_us
 
     cdef int finish(self) except -1
-    cdef int meet(self, Handle handle) except -1
+    cdef int note_communicator(self, Handle handle) except -1
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1
     cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
-    cdef list everything(self)
+    cdef list kept_objects(self)
     cdef bint writes_to(self, object recv) noexcept
 
 
@@ -66,9 +66,9 @@ cdef int check_together(list handles, set newborn) except -1
 cdef int check_memory(Group group) except -1
 
 
-# The seconds that a wait may take: the group's (`whole`) or else the wait's own (`limit`); GROUP_PATIENCE if that is
+# The seconds that a wait may take: the group's (`group_limit`) or else the wait's own (`limit`); GROUP_PATIENCE if that is
 # FOREVER and another member has failed.
-cdef double patience(double whole, double limit, list errors) noexcept
+cdef double patience(double group_limit, double limit, list errors) noexcept
 
 # `adopt` takes over what NCCL has made, is making, or failed to make; `await_member` waits for a communicator.
 # NcclErrors are appended to `errors`.
@@ -78,5 +78,5 @@ cdef int await_member(list errors, Handle handle, double deadline, double starte
 # Abort what NCCL has made for children that were aborted while the calls were made.
 cdef int end_orphans(list children, list errors) except -1
 
-# Poll all children that NCCL is making; `whole` is the group's limit in seconds.
-cdef int poll_inits(list children, double whole, list errors) except -1
+# Poll all children that NCCL is making; `group_limit` is the group's limit in seconds.
+cdef int poll_inits(list children, double group_limit, list errors) except -1

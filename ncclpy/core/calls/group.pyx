@@ -18,7 +18,7 @@ from libc.string cimport memcpy
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, is_stray, leave, tied
+from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, is_stray, abort_and_report, tied
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
 from ncclpy.core.handles.handle cimport CallTracer, suppress_reports, count_waits, resume_reports, in_lock_order, tell_trouble
@@ -26,7 +26,7 @@ from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, rai
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
 from ncclpy.core.handles.state cimport ABORTED, DEFERRED, FAILED, FINALIZED, INIT_PENDING, INITIALISING, READY
 from ncclpy.core.runtime.stream cimport hold
-from ncclpy.core.calls.batch cimport follow_late, make_calls, note_arrival
+from ncclpy.core.calls.batch cimport record_behind_late_calls, make_calls, note_arrival
 from ncclpy.core.runtime.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 from ncclpy.core.handles.watch cimport (
     Waiting, begin_wait, end_init, check_alive, end_wait, finish, forget_wait, give_up, make_wait, poll_once,
@@ -88,11 +88,11 @@ Record the calls of a ``with`` block and start them together when the outermost 
     def __cinit__(self, bint simulate=False, timeout=None):
         self.simulate = simulate
         self.limit = as_timeout(timeout)
-        self.held, self.capacity = self.few, FEW
+        self.held, self.capacity = self.inline_slots, INLINE_SLOTS
 
     def __dealloc__(self):
         self.drop(0)
-        if self.held != self.few:
+        if self.held != self.inline_slots:
             free(self.held)
         free(self.calls.words)
 
@@ -102,7 +102,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         if self.count == self.capacity:
             self._grow()
         if self.recent != <PyObject*>handle:
-            self.meet(handle)
+            self.note_communicator(handle)
         held = &self.held[self.count]
         held.step.operation = operation[0]
         Py_INCREF(handle)
@@ -125,7 +125,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         places.append((<CallTracer>_handles.tracer).here())
         self.places = places
 
-    cdef list everything(self):
+    cdef list kept_objects(self):
         """Return what the operations keep alive."""
         cdef size_t i
         found = []
@@ -151,14 +151,14 @@ Record the calls of a ``with`` block and start them together when the outermost 
     def _grow(self):
         """Make space for more operations."""
         cdef size_t capacity = max(self.capacity * 2, <size_t>64)
-        cdef Held* grown = <Held*>realloc(NULL if self.held == self.few else self.held, capacity * sizeof(Held))
+        cdef Held* grown = <Held*>realloc(NULL if self.held == self.inline_slots else self.held, capacity * sizeof(Held))
         if grown == NULL:
             raise MemoryError
-        if self.held == self.few:
-            memcpy(grown, self.few, self.count * sizeof(Held))
+        if self.held == self.inline_slots:
+            memcpy(grown, self.inline_slots, self.count * sizeof(Held))
         self.held, self.capacity = grown, capacity
 
-    cdef int meet(self, Handle handle) except -1:
+    cdef int note_communicator(self, Handle handle) except -1:
         """Note a communicator of the group. The lists are made here, so that an empty group costs almost nothing."""
         if self.handles is None:
             self.handles = []
@@ -187,7 +187,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         if ncclpy_current_group != NULL:
             self.outer = <Group>ncclpy_current_group
             if self.simulate and not self.outer.simulate:
-                raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
+                raise ValueError("group(simulate=True) is not allowed inside a group that is not simulated")
             self.mark = self.outer.count
             return self
         Py_INCREF(self)
@@ -207,17 +207,17 @@ Record the calls of a ``with`` block and start them together when the outermost 
         try:
             if kind is not None:
                 _forget(self, 0)
-            elif self.count or self.keeps:
+            elif self.count or self.is_plan:
                 self.finish()
         finally:
-            aborts = self.aborts
+            to_abort = self.to_abort
             self.recent = self.awaited = NULL
-            self.handles = self.inits = self.waits = self.aborts = self.places = None
+            self.handles = self.inits = self.waits = self.to_abort = self.places = None
             self.drop(0)
             Py_DECREF(self)
             # Whether or not the calls succeeded: an abort that was asked for is always done.
-            if aborts is not None:
-                abort_handles(aborts, ABORT_DEADLINE, "aborted in a group")
+            if to_abort is not None:
+                abort_handles(to_abort, ABORT_DEADLINE, "aborted in a group")
 
     def __reduce__(self):
         raise not_copied(self, "open a new one where the calls are made")
@@ -235,9 +235,9 @@ Record the calls of a ``with`` block and start them together when the outermost 
 
     cdef int abort_at_end(self, Handle handle) except -1:
         """Abort this communicator together with the others when the group ends."""
-        if self.aborts is None:
-            self.aborts = []
-        self.aborts.append(handle)
+        if self.to_abort is None:
+            self.to_abort = []
+        self.to_abort.append(handle)
         return 0
 
 
@@ -315,12 +315,12 @@ cdef int _compare_memory(Group group) except -1:
             extents.add_operation(&held.step.operation, (<Handle>held.step.handle).nranks, i)
     if extents.clash():
         raise shared_memory_error(
-            &extents.first, &extents.second, _called(group, extents.second.place), _called(group, extents.first.place)
+            &extents.first, &extents.second, _operation_name(group, extents.second.place), _operation_name(group, extents.first.place)
         )
     return 0
 
 
-cdef str _called(Group group, size_t place):
+cdef str _operation_name(Group group, size_t place):
     """Return the name of an operation of the group, for errors."""
     cdef Step* step = &group.held[place].step
     return f"operation {place + 1} of {group.count} ({method_of(step.operation.kind)} of rank {(<Handle>step.handle).rank})"
@@ -390,7 +390,7 @@ cdef class _BatchCall(Call):
         return 0
 
 
-cdef int _call_aside(Group group) except -1:
+cdef int _call_in_thread(Group group) except -1:
     """Make the calls in another thread and wait for it, under the communicators' deadlines; signal handlers run."""
     cdef _BatchCall batch = _BatchCall()
     cdef Handle handle
@@ -401,7 +401,7 @@ cdef int _call_aside(Group group) except -1:
     concerned = [child for _, child in group.inits] + group.handles
     batch.start("ncclpy-call")
     for _, child in group.inits:
-        (<Handle>child).init_state.lent = True
+        (<Handle>child).init_state.nccl_may_write = True
     try:
         if batch.wait(started + _limit_of(group, concerned)):
             return 0
@@ -413,7 +413,7 @@ cdef int _call_aside(Group group) except -1:
         try:
             end_call(concerned, batch, [child for _, child in group.inits], why, error)
         finally:  # also after a second Ctrl-C
-            hold([group.everything(), concerned, group], [batch], f"what a call of NCCL needs that was left: {why}")
+            hold([group.kept_objects(), concerned, group], [batch], f"what a call of NCCL needs that was left: {why}")
         raise
 
 
@@ -465,11 +465,11 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
 
 cdef int _explain(CallTracer tracer, list noted, object error) except -1:
     """Add to an error where the first operations of a group were called."""
-    cdef int left = MAX_EXPLAINED
+    cdef int remaining = MAX_EXPLAINED
     for each in noted:
-        if each is not None and left > 0:
+        if each is not None and remaining > 0:
             tracer.explain(each, error)
-            left -= 1
+            remaining -= 1
     return 0
 
 
@@ -510,15 +510,15 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         if not group.simulate:
             for handle, _, _ in group.waits:
                 raise_if_fenced(<Handle>handle, b"ncclGroupEnd")
-        if group.blocks:
-            _call_aside(group)
+        if group.may_block:
+            _call_in_thread(group)
         else:
             if nlocked > 1:  # with one handle the steps are in that order
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
                 stream = <CUstream><uintptr_t>awaited
-                begin_wait(wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
+                begin_wait(wait, handle, b"ncclGroupEnd", _deadline_of(group, limit, None), group.handles)
                 waiting = wait
             _make_in_turn(group, locked, nlocked, waiting, stream)
     except BaseException:
@@ -533,11 +533,11 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         try:
             _raise_failed(group)
         except BaseException as error:
-            leave([child for _, child in group.inits if is_stray(<Handle>child)], "its group failed", error)
+            abort_and_report([child for _, child in group.inits if is_stray(<Handle>child)], "its group failed", error)
             if abort_preempts:  # as in is_stray()
-                more = []
-                end_orphans([child for _, child in group.inits], more)
-                attach(error, more)
+                orphan_errors = []
+                end_orphans([child for _, child in group.inits], orphan_errors)
+                attach(error, orphan_errors)
             if calls.failed == group.count:
                 _hold_all(group)
             for handle in group.handles:
@@ -547,7 +547,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         group.estimated_time_us = group.info.estimatedTime
         return 0
     if group.inits or group.waits or calls.result == ncclInProgress:
-        _see_through(group, waiting if calls.result == ncclSuccess else NULL)
+        _await_members(group, waiting if calls.result == ncclSuccess else NULL)
     return 0
 
 
@@ -569,14 +569,14 @@ cdef int _raise_failed(Group group) except -1:
     raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
 
 
-cdef double _by(Group group, double limit, list errors) noexcept:
+cdef double _deadline_of(Group group, double limit, list errors) noexcept:
     return deadline_after(patience(group.limit, limit, errors))
 
 
-cdef int _see_through(Group group, Waiting* waited) except -1:
+cdef int _await_members(Group group, Waiting* only_wait) except -1:
     """Wait for all members, even if some fail; raise the first error with the others as notes.
 
-    `waited`: the only wait for CPU memory, if it was made together with the calls; else NULL.
+    `only_wait`: the only wait for CPU memory, if it was made together with the calls; else NULL.
     """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles
@@ -588,23 +588,23 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
             for child in children:  # adopt all before any is waited for: NCCL may write into the cell of any
                 adopt(errors, child, group.calls.result)
             end_orphans(children, errors)
-            poll_inits([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
+            poll_inits([each for each in children if (<Handle>each).returns_when_made or (<Handle>each).nranks == 0], group.limit, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # else the child is polled
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # FINALIZED: a close waits for this group
                     if not children:
                         handle.was_in_progress()
-                    await_member(errors, handle, _by(group, handle.limit, errors))
+                    await_member(errors, handle, _deadline_of(group, handle.limit, errors))
             if not errors:
                 with nogil:
-                    follow_late(&group.calls)
+                    record_behind_late_calls(&group.calls)
         for handle, stream, limit in group.waits if len(group.waits) < 2 else dict.fromkeys(group.waits):
             try:
-                if waited != NULL:
-                    end_wait(waited)
+                if only_wait != NULL:
+                    end_wait(only_wait)
                 else:
                     wait_stream(
-                        handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _by(group, limit, errors), together
+                        handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _deadline_of(group, limit, errors), together
                     )
                 note_arrival(&group.calls, handle)
             except NcclError as error:
@@ -612,7 +612,7 @@ cdef int _see_through(Group group, Waiting* waited) except -1:
                 handle.explain(error)
     except BaseException as error:  # raised by a signal handler: end at once, without waiting for the other members
         try:
-            leave([each for handle in together for each in tied(<Handle>handle)], "a group was left early", error)
+            abort_and_report([each for handle in together for each in tied(<Handle>handle)], "a group was left early", error)
         finally:  # also after a second and a third Ctrl-C
             try:
                 abort_late(children, "a group was left early")  # children that were not adopted yet
@@ -632,7 +632,7 @@ cdef int _hold_all(Group group) except -1:
     cdef Handle handle
     cdef size_t i
     seen = set()
-    objects = group.everything()
+    objects = group.kept_objects()
     for i in range(group.count):
         operation = &group.held[i].step.operation
         handle = <Handle>group.held[i].step.handle
@@ -647,9 +647,9 @@ cdef int _hold_all(Group group) except -1:
 cdef double GROUP_PATIENCE = 5.0
 
 
-cdef double patience(double whole, double limit, list errors) noexcept:
-    if whole != FOREVER:
-        limit = whole
+cdef double patience(double group_limit, double limit, list errors) noexcept:
+    if group_limit != FOREVER:
+        limit = group_limit
     return GROUP_PATIENCE if errors and limit == FOREVER else limit
 
 
@@ -665,14 +665,14 @@ cdef int end_orphans(list children, list errors) except -1:
     return 0
 
 
-cdef int poll_inits(list children, double whole, list errors) except -1:
+cdef int poll_inits(list children, double group_limit, list errors) except -1:
     """Poll all children that NCCL is making, in turn: each advances only when polled, and may wait for another one."""
     cdef Handle child
     cdef ncclResult_t result
     cdef double started = now(), moment
-    making = [(child, started + patience(whole, child.limit, errors)) for child in children]
+    making = [(child, started + patience(group_limit, child.limit, errors)) for child in children]
     while True:
-        still, late = [], []
+        unfinished, late = [], []
         moment = now()
         for child, deadline in making:
             if child.state != INITIALISING:
@@ -687,13 +687,13 @@ cdef int poll_inits(list children, double whole, list errors) except -1:
                 late.append(child)
             else:
                 if errors:  # another child has failed
-                    deadline = min(deadline, deadline_after(patience(whole, child.limit, errors)))
-                still.append((child, deadline))
+                    deadline = min(deadline, deadline_after(patience(group_limit, child.limit, errors)))
+                unfinished.append((child, deadline))
         if late:
             _give_up(late, errors, started)
-        if not still:
+        if not unfinished:
             return 0
-        making = still
+        making = unfinished
         with nogil:
             pause(now() - started)
         PyErr_CheckSignals()
@@ -703,8 +703,8 @@ cdef int _give_up(list late, list errors, double started) except -1:
     """Abort all children past their deadlines together: after the abort of one alone NCCL would fail the others."""
     cdef Handle child
     failures = [child.timeout_error("initialisation", now() - started) for child in late]
-    ending = [each for child in late for each in tied(<Handle>child)]
-    leave(ending, "initialisation passed its deadline", failures[0])
+    to_abort = [each for child in late for each in tied(<Handle>child)]
+    abort_and_report(to_abort, "initialisation passed its deadline", failures[0])
     errors += failures
     return 0
 
@@ -730,5 +730,5 @@ cdef int _cancel_init(Handle handle) except -1:
     if handle.state == DEFERRED:
         handle.become(FAILED)
         if handle.init_state is not None and handle.raw == NULL and handle.guard == NULL:
-            handle.init_state.lent = False
+            handle.init_state.nccl_may_write = False
     return 0

@@ -9,7 +9,8 @@ from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport open_group
 from ncclpy.core.handles.handle cimport (
-    LOCK_BUSY, WAS_ABORTED, CallTracer, suppress_reports, resume_reports, follow, run_if_wanted, lock_within, tell_trouble,
+    LOCK_BUSY, WAS_ABORTED, CallTracer, lock_within, record_behind_call, resume_reports, run_hook_if_wanted,
+    suppress_reports, tell_trouble,
 )
 from ncclpy.core.runtime.library cimport host_engine, nccl
 from ncclpy.core.handles.state cimport ABORTED, READY, Mark
@@ -49,7 +50,7 @@ cdef int submit(
         if wait_host:
             group.wait_for(handle, operation.stream, limit)
         if operation.kind == WINDOW:
-            group.blocks = True
+            group.may_block = True
         group.watched = group.watched or handle.in_flight.watched
         return 0
     if _handles.tracer is not None:
@@ -66,9 +67,9 @@ cdef int _submit_traced(
     CallTracer tracer, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1:
     """Make a call at once, and report it to the tracer."""
-    cdef Operation* told = _last_of(operation)
-    told.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
-    noted = tracer.begin(handle, told, None)
+    cdef Operation* reported = _reported_call(operation)
+    reported.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
+    noted = tracer.begin(handle, reported, None)
     suppress_reports()
     try:
         if wait_host:
@@ -79,12 +80,12 @@ cdef int _submit_traced(
                 _complete_call(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
         resume_reports()
-        tracer.end(noted, told, False, error)
+        tracer.end(noted, reported, False, error)
         tell_trouble([handle], error)
         tracer.explain(noted, error)
         raise
     resume_reports()
-    return tracer.end(noted, told, wait_host, None)
+    return tracer.end(noted, reported, wait_host, None)
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
@@ -111,16 +112,16 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
             if <int>result == LOCK_BUSY:
                 result = <ncclResult_t>_call_later(handle, operation, True, limit)
             _complete_call(handle, operation, send, recv, True, limit, result)
-        if handle.status.noted:
-            handle.note_arrival(_last_of(operation))
+        if handle.status.is_noting:
+            handle.note_arrival(_reported_call(operation))
     finally:
         forget_wait(&waiting, handle)
         handle.waiters -= 1
     return 0
 
 
-cdef inline Operation* _last_of(Operation* operation) noexcept nogil:
-    """Return what is told of a call: of a send and a receive the receive, as its source is what the rank waits for."""
+cdef inline Operation* _reported_call(Operation* operation) noexcept nogil:
+    """Return the operation that is reported: for a pair the receive, since its source is what the rank waits for."""
     if operation.kind == SENDRECV:
         return operation.receive
     return operation
@@ -150,22 +151,22 @@ cdef inline ncclResult_t _call(
     if operation.kind == SENDRECV:
         operation.receive.comm, operation.receive.sequence = operation.comm, handle.sequence
         handle.sequence += 1
-    if handle.status.noted:
-        handle.note(_last_of(operation))
+    if handle.status.is_noting:
+        handle.note(_reported_call(operation))
     lent = not host_engine and lend_device(handle.device)  # the host engine needs no current device
     if handle.precall_hook != NULL and operation.comm != NULL and handle.state != ABORTED:
-        run_if_wanted(handle.precall_hook, operation.comm)
+        run_hook_if_wanted(handle.precall_hook, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.in_flight.watched:
         # A thread that waits for CPU memory enforces the deadline itself.
-        mark = handle.enter_call(_last_of(operation), limit) if not wait_host else NULL
+        mark = handle.enter_call(_reported_call(operation), limit) if not wait_host else NULL
         result = issue(operation)
         handle.leave_call(mark, result == ncclSuccess)
     else:
         result = issue(operation)
     if handle.precall_hook != NULL:
-        follow(handle.precall_hook, operation.stream, result != ncclInProgress)
+        record_behind_call(handle.precall_hook, operation.stream, result != ncclInProgress)
     if lent:
         take_device_back()
     handle.unlock()
@@ -198,7 +199,7 @@ cdef int _complete_call(
         if result == ncclInProgress:
             finish(handle, what.decode(), deadline_after(limit))
             if handle.precall_hook != NULL:
-                _follow_late(handle, operation.stream)
+                _record_behind_late_call(handle, operation.stream)
         elif result != ncclSuccess:
             handle.raise_if_aborted(result, what)
             raise_issue(result, operation.kind, handle.raw)
@@ -222,11 +223,11 @@ cdef int _hold_unfinished(Handle handle, Operation* operation, object send, obje
     return 0
 
 
-cdef int _follow_late(Handle handle, CUstream stream) except -1:
+cdef int _record_behind_late_call(Handle handle, CUstream stream) except -1:
     """Report an operation to the pre-call hook that NCCL has issued only after the call had returned."""
     with nogil:
         if handle.lock_alive():
-            follow(handle.precall_hook, stream, True)
+            record_behind_call(handle.precall_hook, stream, True)
             handle.unlock()
     return 0
 
@@ -235,7 +236,7 @@ cdef int check_makes(Group group, str what) except -1:
     """Refuse to make an object in a group that never calls NCCL (simulate) or does so many times (a plan)."""
     if group.simulate:
         raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
-    if group.keeps:
+    if group.is_plan:
         raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
     return 0
 
@@ -263,7 +264,7 @@ cdef int make_alone(Handle handle, Operation* operation, object send, object rec
     if open_group() != NULL:
         return submit(handle, operation, send, recv, False, handle.limit)
     group = Group()
-    group.bare = group.blocks = True
+    group.bare = group.may_block = True
     try:
         group.record(handle, operation, send, recv)
         group.finish()
@@ -275,5 +276,5 @@ cdef int make_alone(Handle handle, Operation* operation, object send, object rec
 cdef int _record_init(Group group, Handle parent, Handle child, Operation* operation) except -1:
     group.record(child if parent is None else parent, operation, None, None)
     group.inits.append((group.count - 1, child))
-    group.blocks = True
+    group.may_block = True
     return 0

@@ -19,8 +19,8 @@ cdef object error_of_local_peer(Handle handle)
 # communicator is aborted.
 cdef int fence_local_peers(Handle handle) except -1
 
-# Whether NCCL frees `handle` when all of `these` are aborted, and can close its connections before.
-cdef bint is_freed(Handle handle, list these) except -1
+# Whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before.
+cdef bint is_freed(Handle handle, list aborted) except -1
 
 # Note that the end of a communicator waits only for its local peers; and that this end is over.
 cdef int note_ending(Handle handle, Call call) except -1
@@ -41,7 +41,7 @@ cdef list begin_abort(list handles, object reason)
 cdef int end_abort(list threads, double timeout, object reason) except -1
 
 # Abort because a wait was ended by `error`, which the caller raises; failures of the abort are attached to `error`.
-cdef int leave(list handles, object reason, object error) except -1
+cdef int abort_and_report(list handles, object reason, object error) except -1
 cdef int end_quietly(list threads, object reason, object error) except -1
 
 # Begin an abort where another exception is raised to the caller; failures to begin are dropped.

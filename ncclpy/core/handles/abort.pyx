@@ -25,26 +25,26 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
 from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.handle cimport (
-    BELIEVED, BROKEN, MARKS_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
+    TRUSTED, BROKEN, MARKS_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
 )
 from ncclpy.core.handles.state cimport (
     ABORTED, DEFERRED, FAILED, FINALIZED, INIT_DONE, INIT_IN_GUARD, INIT_IN_PARENT, INIT_PENDING, INIT_POLLED,
     INITIALISING, READY, SUSPENDED, Mark, Range, deregister_all, first_marked, is_over,
 )
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.runtime.library cimport abort_preempts, keep_words, nccl, nccl_error, require, version_code
+from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, pause, this_thread
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.errors import attach, same_class_as
 
 
-# Seconds in which an operation that another rank has just completed ends on this rank as well; and between two polls.
+# Seconds in which an operation that has just ended on another rank ends on this rank as well; and between two polls.
 cdef double _END_PATIENCE = 0.01
 cdef double _POLL_INTERVAL = 0.0005
 
 # Both change under the GIL alone, in one step each.
-cdef dict _known = {}  # a weak reference to each communicator of this process, by its address
+cdef dict _local_handles = {}  # a weak reference to each communicator of this process, by its address
 cdef list _endings = []  # of (handle, call)
 
 
@@ -52,10 +52,10 @@ cdef int note_local_peer(Handle handle) except -1:
     key = <size_t><void*>handle
 
     def gone(reference):
-        if _known.get(key) is reference:  # the address may belong to another handle by now
-            del _known[key]
+        if _local_handles.get(key) is reference:  # the address may belong to another handle by now
+            del _local_handles[key]
 
-    _known[key] = weakref.ref(handle, gone)
+    _local_handles[key] = weakref.ref(handle, gone)
     return 0
 
 
@@ -63,7 +63,7 @@ cdef list local_peers_of(Handle handle):
     found = []
     if handle.group_name is None:
         return found
-    for reference in list(_known.values()):
+    for reference in list(_local_handles.values()):
         other = reference()
         if other is not None and other is not handle and (<Handle>other).group_name == handle.group_name:
             found.append(other)
@@ -103,7 +103,7 @@ cdef int _let_waits_end(list handles) except -1:
     while not all_have:
         all_have = True
         for handle in handles:
-            all_have = handle.look_at_waits() and all_have
+            all_have = handle.note_drained_waits() and all_have
         if now() >= until:
             break
         if not all_have:
@@ -111,8 +111,8 @@ cdef int _let_waits_end(list handles) except -1:
     return 0
 
 
-cdef bint is_freed(Handle handle, list these) except -1:
-    """Return whether an abort of all `these` frees `handle`, with connections that can be closed before.
+cdef bint is_freed(Handle handle, list aborted) except -1:
+    """Return whether an abort of all of `aborted` frees `handle`, with connections that can be closed before.
 
     NCCL frees the ranks of one process together, with the last of them, and likewise proxies that communicators share.
     Unless a guard is aborted, closing connections waits for the proxy's thread, and so for local peers.
@@ -124,7 +124,7 @@ cdef bint is_freed(Handle handle, list these) except -1:
     if handle.abort_state.peer_aborted and not guarded:
         return False
     for other in local_peers_of(handle):
-        if (other.raw != NULL or other.guard != NULL) and not (guarded and other in these):
+        if (other.raw != NULL or other.guard != NULL) and not (guarded and other in aborted):
             return False
     return True
 
@@ -150,7 +150,7 @@ cdef list endings_of(Handle handle):
 
 
 def _forked():
-    _known.clear()
+    _local_handles.clear()
     del _endings[:]
 
 
@@ -167,10 +167,10 @@ _log = logging.getLogger("ncclpy.core")
 cdef bint _warned = False, _warned_of_graphs = False
 ABORT_DEADLINE = 10.0
 
-# Seconds that an abort waits for a call that holds the communicator's lock; and in addition for a call on a blocking
-# communicator, which must return before the abort.
+# Seconds that an abort waits for a call that holds the communicator's lock: by default; on the host engine, where the
+# abort itself makes the call return; and in addition on a blocking communicator, whose call must return first.
 cdef double ABORT_PATIENCE = 0.2
-cdef double PREEMPT_PATIENCE = 0.02  # in its place where the abort itself makes the call return
+cdef double PREEMPT_PATIENCE = 0.02
 cdef double CALL_PATIENCE = 5.0
 
 # Seconds between two checks whether an aborted call has meanwhile made a communicator to abort.
@@ -209,7 +209,7 @@ cdef bint _is_gone(ncclResult_t result) noexcept nogil:
     return abort_preempts and result == ncclInvalidArgument
 
 
-cdef struct _Turn:  # the abort of one communicator or of its guard
+cdef struct _Target:  # a communicator to abort, or its guard, and the outcome
     void* handle
     ncclResult_t result
     char* words  # NCCL's last error message, if the abort failed
@@ -218,12 +218,12 @@ cdef struct _Turn:  # the abort of one communicator or of its guard
     bint freed  # see `is_freed`
 
 
-cdef void _abort_guard(_Turn* turn) noexcept nogil:
+cdef void _abort_guard(_Target* target) noexcept nogil:
     """Abort the guard, which ends what is stuck on the device and in a call on the communicator."""
-    cdef ncclComm_t guard = (<Handle>turn.handle).guard_handle(True)
+    cdef ncclComm_t guard = (<Handle>target.handle).guard_handle(True)
     if guard != NULL:
-        (<Handle>turn.handle).guard_aborted = True
-    turn.result = _abort_raw(guard)
+        (<Handle>target.handle).guard_aborted = True
+    target.result = _abort_raw(guard)
 
 
 cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
@@ -240,34 +240,34 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
     deregister_all(raw, taken, count, (<Handle>handle).guard_aborted)
 
 
-cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
+cdef void _drop_ranges(_Target* target, double until) noexcept nogil:
     """Call `drop_ranges` for an abort, before its NCCL group begins: within a group NCCL would defer a part of it."""
-    cdef void* handle = turn.handle
-    cdef bint goes_on = (<Handle>handle).nonblocking
-    if not turn.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE)):
+    cdef void* handle = target.handle
+    cdef bint needs_no_lock = (<Handle>handle).nonblocking
+    if not target.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if needs_no_lock else CALL_PATIENCE)):
         return
     drop_ranges(handle, (<Handle>handle).raw)
     mutex_unlock(&(<Handle>handle).mutex)
 
 
-cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
+cdef void _abort_one(_Target* target, double until) noexcept nogil:
     """Take the handle away and abort it, unless a thread is in a call on it that cannot be made to return."""
-    cdef void* handle = turn.handle
+    cdef void* handle = target.handle
     cdef ncclComm_t raw
     # NCCL itself waits for the background job of a nonblocking communicator.
-    cdef bint goes_on = abort_preempts or (<Handle>handle).nonblocking
-    cdef bint locked = lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE))
-    turn.stuck = not locked and not goes_on
-    if turn.stuck:
+    cdef bint needs_no_lock = abort_preempts or (<Handle>handle).nonblocking
+    cdef bint locked = lock_within(&(<Handle>handle).mutex, until + (0 if needs_no_lock else CALL_PATIENCE))
+    target.stuck = not locked and not needs_no_lock
+    if target.stuck:
         return
     raw = (<Handle>handle).detach_handle()
-    turn.taken = raw != NULL
-    turn.result = _abort_raw(raw)
+    target.taken = raw != NULL
+    target.result = _abort_raw(raw)
     if locked:
         mutex_unlock(&(<Handle>handle).mutex)
 
 
-cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** words) noexcept nogil:
+cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char** words) noexcept nogil:
     """Abort each, several in one NCCL group, and tell the hooks of those that have ended; return the group's result.
 
     The GIL is not taken: a thread that frees memory which the communicators use may hold it while it waits for the
@@ -279,25 +279,25 @@ cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** wor
     cdef PreCallHook* precall_hook
     cdef size_t i
     for i in range(0 if guards or abort_preempts else count):
-        _drop_ranges(&turns[i], until)
+        _drop_ranges(&targets[i], until)
     if count > 1:
         result = nccl.ncclGroupStart()
         if result != ncclSuccess:
-            words[0] = keep_words(result)
+            words[0] = copy_last_error(result)
             return result
     for i in range(count):
         if guards:
-            _abort_guard(&turns[i])
+            _abort_guard(&targets[i])
         else:
-            _abort_one(&turns[i], until)
-        turns[i].words = keep_words(turns[i].result)
+            _abort_one(&targets[i], until)
+        targets[i].words = copy_last_error(targets[i].result)
     if count > 1:
         result = nccl.ncclGroupEnd()
-        words[0] = keep_words(result)
+        words[0] = copy_last_error(result)
     for i in range(count if result == ncclSuccess else 0):
-        precall_hook = (<Handle>turns[i].handle).precall_hook
-        if turns[i].taken and precall_hook != NULL and (turns[i].result == ncclSuccess or _is_gone(turns[i].result)):
-            precall_hook.over(precall_hook)
+        precall_hook = (<Handle>targets[i].handle).precall_hook
+        if targets[i].taken and precall_hook != NULL and (targets[i].result == ncclSuccess or _is_gone(targets[i].result)):
+            precall_hook.note_ended(precall_hook)
     return result
 
 
@@ -306,26 +306,26 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     cdef ncclResult_t result
     cdef size_t i, count = len(handles)
     cdef char* words = NULL
-    cdef _Turn* turns = <_Turn*>calloc(count + 1, sizeof(_Turn))
-    if turns == NULL:
+    cdef _Target* targets = <_Target*>calloc(count + 1, sizeof(_Target))
+    if targets == NULL:
         raise MemoryError
     try:
         for i in range(count):
-            turns[i].handle = <void*>handles[i]
-            turns[i].freed = is_freed(handles[i], handles)
+            targets[i].handle = <void*>handles[i]
+            targets[i].freed = is_freed(handles[i], handles)
         with nogil:
-            result = _abort_all(turns, count, guards, &words)
+            result = _abort_all(targets, count, guards, &words)
         for i in range(count):
-            if turns[i].stuck:
+            if targets[i].stuck:
                 stuck.append(handles[i])
-            if _has_failed(turns[i].result):  # the others were aborted nevertheless
-                failures.append(nccl_error(turns[i].result, b"ncclCommAbort", turns[i].words))
+            if _has_failed(targets[i].result):  # the others were aborted nevertheless
+                failures.append(nccl_error(targets[i].result, b"ncclCommAbort", targets[i].words))
         if _has_failed(result):
             raise nccl_error(result, b"ncclGroupEnd", words)
     finally:
         for i in range(count):
-            free(turns[i].words)
-        free(turns)
+            free(targets[i].words)
+        free(targets)
         free(words)
     return 0
 
@@ -344,8 +344,8 @@ cdef int _warn_of_others(Handle handle) except -1:
     A communicator that was never made has begun nothing that could give other ranks wrong data.
     """
     global _warned
-    told = handle.contact != BELIEVED or len(local_peers_of(handle)) + 1 >= handle.nranks
-    if told or not handle.was_ready or _warned or handle.abort_state.failed_as is None or handle.state != ABORTED:
+    others_know = handle.trust != TRUSTED or len(local_peers_of(handle)) + 1 >= handle.nranks
+    if others_know or not handle.was_ready or _warned or handle.abort_state.failed_as is None or handle.state != ABORTED:
         return 0
     _warned = True
     _log.warning(
@@ -405,7 +405,7 @@ cdef class _Abort(Call):
         Return False if the process ends meanwhile, in which case the other ranks cannot be told any more.
         """
         cdef Handle handle
-        cdef bint goes_on = True
+        cdef bint may_abort = True
         for handle in self.handles:
             try:
                 _warn_of_graphs(handle)
@@ -429,10 +429,10 @@ cdef class _Abort(Call):
         for handle in self.handles:  # a second loop: another rank may abort the same communicators in another order
             try:
                 if handle.peer_status is not None and not handle.peer_status.wait_until_heard():
-                    goes_on = False
+                    may_abort = False
             except BaseException as error:
                 self.failures.append(error)
-        return goes_on
+        return may_abort
 
     cdef int _tell_readers(self) except -1:
         """Raise the error in threads that wait for an operation only by a stream: the abort lets the stream run on.
@@ -440,14 +440,14 @@ cdef class _Abort(Call):
         The thread that has begun the abort is left out: it knows of the abort.
         """
         cdef Handle handle, other
-        told = {self.caller}
+        informed = {self.caller}
         for handle in self.handles:
             kind = same_class_as(handle.abort_state.failed_as or "") if handle.abort_state.error is None else type(handle.abort_state.error)
             why = handle.abort_state.reason if handle.abort_state.error is None else handle.abort_state.error
-            _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
+            _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), informed)
         for handle in self.handles:
             for other in local_peers_of(handle):
-                _raise_in_readers(other, error_of_local_peer(handle), told)
+                _raise_in_readers(other, error_of_local_peer(handle), informed)
         return 0
 
     cdef int _end(self, list handles) except -1:
@@ -493,7 +493,7 @@ cdef list begin_abort(list handles, object reason):
     for handle in list(alive):  # also local peers with a close that would wait for an aborted rank
         alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
-    threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
+    threads = [_Abort(together) for together in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
     for handle in alive:
         handle.abort_state.threads = threads
     for thread in threads:
@@ -501,16 +501,16 @@ cdef list begin_abort(list handles, object reason):
     return threads
 
 
-cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
+cdef int _raise_in_readers(Handle handle, object error, set informed) except -1:
     """Raise an error in the threads that read a communicator's results by streams and are not told yet."""
     if handle.abort_state.readers_told or handle.in_flight.marks == NULL:
         return 0
     handle.abort_state.readers_told = True
-    readers = handle.readers() - told
+    readers = handle.readers() - informed
     if readers:
         tell_trouble([handle], error)  # adds to the error what the other ranks do
         raise_in_readers(readers, 0, error, handle.abort_state.informed)
-        told |= readers
+        informed |= readers
     return 0
 
 
@@ -543,17 +543,17 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     text = str(error)
     if made:  # else no operation was made on it
         note_failure([handle], error)
-        _say_where_called(handle, error)
+        _add_call_site(handle, error)
     begin_abort(tied(handle), text)
 
 
-cdef int _say_where_called(Handle handle, object error) except -1:
+cdef int _add_call_site(Handle handle, object error) except -1:
     """Add to an error where the first operation that the device has not ended was called, if calls are traced."""
     cdef CallTracer tracer = _handles.tracer
     if tracer is None:
         return 0
     with nogil:
-        handle.look_at_marks()
+        handle.update_unfinished()
     if handle.status.unfinished_since != 0:
         tracer.explain(tracer.find(handle, &handle.status.unfinished), error)
     return 0
@@ -579,9 +579,10 @@ cdef int end_abort(list threads, double timeout, object reason) except -1:
     """Wait for aborts, warn of those that did not return in time or were not possible, and raise the first failure."""
     cdef double deadline = deadline_after(timeout)
     cdef _Abort thread
-    # This very thread may run the operation to be ended, interrupted by the handler: it ends only after the handler.
-    cdef bint within = abort_preempts and ncclpy_in_handlers > 0
-    if within:
+    # A signal handler may have interrupted this thread while it ran the operation to be ended, which can end only when
+    # the handler has returned.
+    cdef bint nested = abort_preempts and ncclpy_in_handlers > 0
+    if nested:
         deadline = min(deadline, now() + HANDLER_PATIENCE)
     for thread in threads:
         thread.wait(deadline)
@@ -589,7 +590,7 @@ cdef int end_abort(list threads, double timeout, object reason) except -1:
     for thread in threads:
         slow += [] if thread.done else thread.handles
         stuck += thread.stuck
-    if slow and not within:
+    if slow and not nested:
         warnings.warn(
             f"ncclCommAbort did not return within {timeout:g} s and was left behind with what it may touch "
             f"({reason}): {slow!r}",
@@ -611,7 +612,7 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
     return 0
 
 
-cdef int leave(list handles, object reason, object error) except -1:
+cdef int abort_and_report(list handles, object reason, object error) except -1:
     note_failure(handles, error)
     end_quietly(begin_quietly(handles, reason), reason, error)
     return tell_trouble(handles, error)
@@ -669,21 +670,21 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     """End the work of a call for which no thread waits any longer; leave behind what cannot be ended, and the call."""
     cdef Handle handle
     cdef _Ending ending = None
-    ends, stays = [], []
+    endable, unendable = [], []
     for each in handles:
         for handle in tied(<Handle>each):
-            if handle in ends or handle in stays:
+            if handle in endable or handle in unendable:
                 continue
             if handle.can_be_ended():
-                ends.append(handle)
+                endable.append(handle)
             elif not is_over(handle.state):
-                stays.append(handle)
-    if call is not None and not stays:
+                unendable.append(handle)
+    if call is not None and not unendable:
         ending = _Ending()
         ending.call, ending.children, ending.reason = call, children, reason
     note_failure(handles, error)
     try:
-        threads = begin_quietly(ends, reason)
+        threads = begin_quietly(endable, reason)
         if ending is not None:  # before any wait, which another signal may end
             start_or_run(ending)
         end_quietly(threads, reason, error)
@@ -692,7 +693,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
         elif call is not None and call.done:
             abort_late(children, reason)
         else:
-            _leave_behind(stays, reason)
+            _leave_behind(unendable, reason)
     except Exception as failure:
         attach(error, [failure])
     return tell_trouble(handles, error)
@@ -733,7 +734,7 @@ def rank_status_of(Handle handle not None):
     cdef bint given_up = handle.state == ABORTED and not handle.status.failing and handle.abort_state.error is None
     memset(&what, 0, sizeof(what))
     with nogil:
-        state = _look(handle, &what, &since, arrived)
+        state = _read_status(handle, &what, &since, arrived)
         moment = now()
     if state == DONE and arrived == what.sequence:
         since = max(since, ended)
@@ -752,13 +753,13 @@ def name_of(Handle handle not None):
     return handle.group_name
 
 
-cdef int _look(Handle handle, Operation* what, double* since, long long arrived) noexcept nogil:
+cdef int _read_status(Handle handle, Operation* what, double* since, long long arrived) noexcept nogil:
     cdef const Mark* marked = NULL
     cdef Operation again
     cdef bint broken = handle.status.failing == BROKEN or handle.peek() != ncclSuccess
     cdef bint within
     if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.status.failing:
-        handle.look_at_marks()
+        handle.update_unfinished()
     if not lock_within(&handle.mutex, now() + MARKS_PATIENCE):
         if handle.status.failing and not broken and handle.status.unfinished_since != 0:  # its abort holds the lock
             what[0], since[0] = handle.status.unfinished, handle.status.unfinished_since
@@ -797,9 +798,9 @@ cdef double LATE_PATIENCE = 1.0
 
 
 cdef list tied(Handle handle):
-    """A child that NCCL has not made yet can only be ended by an abort of its parent, which ends both."""
-    asked = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None and handle.raw == NULL
-    if asked and abort_preempts:
+    """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
+    may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None and handle.raw == NULL
+    if may_have_cell and abort_preempts:
         handle.take_cell()  # the host engine may have written it, in a call of another thread
         if handle.init_state.init_args.cell != NULL:
             handle.init_state.stage = INIT_POLLED

@@ -11,7 +11,7 @@ from ncclpy.core.runtime.wait cimport Waiting
 # A listener for failures and for the ranks of this process: the module that writes dumps, if dumps are enabled.
 cdef class FailureListener:
     # A communicator or a process group of `nranks` ranks is being made, in which this process is rank `rank`.
-    cpdef int named(self, int nranks, int rank) except -1
+    cpdef int note_rank(self, int nranks, int rank) except -1
     # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` it is called in the
     # thread that raises the error, under no lock; without, in any thread, and must not block.
     cpdef int failed(self, object error, bint wait, bint ended=*) except -1
@@ -38,36 +38,36 @@ cdef class PeerStatusHook:
     # Add to an operation's error what the ranks do; called in the thread that raises it, which holds no lock. It takes
     # some seconds at most, and raises nothing but what a signal handler raises.
     cpdef int explain(self, object error) except -1
-    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that this
-    # rank takes no end of an operation for a success any more; wait until the ranks that can have confirmed the same.
-    # Then the communicator is aborted; but if `wait_until_heard` returns False, the process ends, and nothing must be
-    # aborted.
+    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that from now
+    # on this rank takes no end of an operation for a success; `wait_until_heard` until all ranks that can confirm the
+    # same have done so. Then the thread aborts the communicator, unless `wait_until_heard` has returned False: the
+    # process ends, and nothing must be aborted.
     cpdef int tell(self, str text, str kind) except -1
     cpdef int confirm(self) except -1
     cpdef bint wait_until_heard(self) except -1
     # Whether another rank has ended the communicator, as far as that is known or must be asked: called before a result
     # is handed out.
     cpdef bint has_ended(self) except -1
-    # `leave` begins to tell the other ranks that this rank gives the communicator up; `left` waits until they are
-    # told.
+    # `leave` begins to tell the other ranks that this rank gives the communicator up;
+    # `wait_until_left` waits until they are told.
     cpdef int leave(self) except -1
-    cpdef int left(self, double seconds) except -1
+    cpdef int wait_until_left(self, double seconds) except -1
 
 
 cdef extern from "ncclpy/core/handles/precall_hook.h" nogil:
     # A hook that a communicator's calls run; its memory is kept by `Handle.hook_keeper`.
     ctypedef struct PreCallHook "ncclpy_precall_hook":
-        int known
-        int unknown
+        int has_event
+        int lacks_event
         int current
         void** events
         void* context
-        void (*enter)(PreCallHook* precall_hook, void* comm) noexcept nogil
-        void (*caught)(PreCallHook* precall_hook) noexcept nogil
-        void (*over)(PreCallHook* precall_hook) noexcept nogil
-    bint wants "ncclpy_hook_is_wanted"(const PreCallHook* precall_hook)
-    bint has_ended "ncclpy_hook_is_aborting"(const PreCallHook* precall_hook)
-    void ends "ncclpy_hook_set_aborting"(PreCallHook* precall_hook)
+        void (*run)(PreCallHook* precall_hook, void* comm) noexcept nogil
+        void (*note_capture)(PreCallHook* precall_hook) noexcept nogil
+        void (*note_ended)(PreCallHook* precall_hook) noexcept nogil
+    bint is_hook_wanted "ncclpy_hook_is_wanted"(const PreCallHook* precall_hook)
+    bint is_hook_aborting "ncclpy_hook_is_aborting"(const PreCallHook* precall_hook)
+    void set_hook_aborting "ncclpy_hook_set_aborting"(PreCallHook* precall_hook)
     # A weak reference to a communicator for threads without the GIL.
     ctypedef struct WeakHandle "ncclpy_weak_handle":
         void* target
@@ -78,25 +78,25 @@ cdef extern from "ncclpy/core/handles/precall_hook.h" nogil:
     void free_weak_handle "ncclpy_weak_handle_free"(WeakHandle* weak)
 
 
-# `run_if_wanted` runs before a call and `follow` after it, both under the communicator's lock.
-cdef inline void run_if_wanted(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
-    if wants(precall_hook):
-        enter(precall_hook, comm)
+# `run_hook_if_wanted` runs before a call and `record_behind_call` after it, both under the communicator's lock.
+cdef inline void run_hook_if_wanted(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
+    if is_hook_wanted(precall_hook):
+        run_hook(precall_hook, comm)
 
 
-cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil
-cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil
+cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil
+cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil
 
 # Make the hook's events, in the current context; False if the driver fails to.
-cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil
+cdef bint make_events(PreCallHook* precall_hook, CUcontext context) noexcept nogil
 cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil
 
 
-# The interface of the memory registry. `is_ready` tells it of a communicator that has become ready; `was_ended` notes
-# in the handle that its hook has aborted the communicator, and why.
+# The interface of the memory registry. `note_ready` tells it of a communicator that has become ready;
+# `note_aborted` notes in the handle that its hook has aborted the communicator, and why.
 cdef class HookOwner:
-    cdef int is_ready(self, object handle) except -1
-    cdef int was_ended(self, object handle) except -1
+    cdef int note_ready(self, object handle) except -1
+    cdef int note_aborted(self, object handle) except -1
 
 
 # The communicators of this process that are ready: those that a new `HookOwner` begins with.
@@ -137,21 +137,21 @@ cdef enum:
     LATE = 1  # a deadline has passed, and the last operation has not ended
     BROKEN = 2  # something has failed: the last operation has ended without a result
 
-# Values of `Handle.contact`, see engine.work: whether an operation that ends is taken for a success, always (BELIEVED)
-# or never any more (FENCED). Any other value is the number of times that the process had stood still when the other
-# ranks were asked last: ends are taken for successes while that number is unchanged.
+# Values of `Handle.trust`, see engine.work: whether the end of an operation is taken for a success. TRUSTED: always.
+# FENCED: never again. Any other value is a count, `engine.work.stops` when the other ranks were last asked: ends are
+# taken for successes until the process is stopped again.
 cdef enum:
-    BELIEVED = -1
+    TRUSTED = -1
     FENCED = -2
 
 
 cdef class Handle:
     cdef int state  # changed by `become` alone
     cdef bint was_ready  # NCCL has made it
-    cdef int contact  # BELIEVED, FENCED or a count
+    cdef int trust  # TRUSTED, FENCED or a count
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none
-    cdef bint guard_aborted  # what NCCL still does for this communicator waits for no other rank
+    cdef bint guard_aborted  # since then nothing that NCCL does for this communicator waits for another rank
     cdef mutex_t mutex
     cdef mutex_t gate  # see detach_handle
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
@@ -161,13 +161,13 @@ cdef class Handle:
     cdef readonly int nranks
     cdef readonly int device
     # Waits.
-    cdef bint waits  # init, split and the like return only when NCCL is done
+    cdef bint returns_when_made  # init, split and similar calls return only when NCCL is done
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
-    cdef Waiting* waits_now  # the waits under way, the newest first; by the GIL
+    cdef Waiting* first_wait  # the waits under way, the newest first; by the GIL
     cdef int waiters  # waits under way or about to begin; a close waits until it is 0
-    cdef bint main_waits  # the main thread waits, so a signal handler may run on top of that wait
+    cdef bint main_is_waiting  # the main thread waits, so a signal handler may run on top of that wait
     # The communicator's other ranks in this process.
-    cdef bint frees_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
+    cdef bint freed_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
     cdef bint fenced  # one of them is about to be aborted: no end of an operation is a success any more
     cdef int engine_failed  # a call of the engine has failed: the engine makes no other on this communicator
     cdef AbortState abort_state
@@ -216,8 +216,8 @@ cdef class Handle:
     # `thread` waits for the calling thread; if it is 0, the calling thread waits for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
-    # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there, with
-    # the GIL: another thread may be stuck under the lock.
+    # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there; it needs
+    # the GIL and not the lock, under which another thread may be stuck.
     cdef void note(self, const Operation* operation) noexcept nogil
     cdef int note_arrival(self, const Operation* operation) except -1
 
@@ -225,8 +225,8 @@ cdef class Handle:
     cdef ncclResult_t peek(self) noexcept nogil
     cdef int read_properties(self) except -1
     # The communicator to ask why this one failed, and NCCL's message for the error that polling has found; or NULL.
-    cdef ncclComm_t speaker(self) noexcept
-    cdef const char* last_words(self) noexcept
+    cdef ncclComm_t error_source(self) noexcept
+    cdef const char* last_error_text(self) noexcept
 
     # Take over what NCCL has written into the cell of `init_state`: the communicator, or its guard.
     cdef void take_cell(self) noexcept nogil
@@ -246,18 +246,17 @@ cdef class Handle:
     cdef object timeout_error(self, object what, double waited)
     # Add what the other ranks do, if they can be asked, to an error that they may have caused.
     cdef int explain(self, object error) except -1
-    # Note what the device has ended so far: an abort ends the rest without executing it.
-    cdef void look_at_marks(self) noexcept nogil
-    # Note in each wait whether its stream has run dry before the abort that follows, and so has valid data; return
-    # whether all have. With the GIL.
-    cdef bint look_at_waits(self) noexcept
+    # Note in `status` the first operation that the device has not ended: an abort ends it without executing it.
+    cdef void update_unfinished(self) noexcept nogil
+    # Called before an abort, with the GIL: note in each wait whether its stream has run dry by now, and so has valid
+    # data; return whether all have.
+    cdef bint note_drained_waits(self) noexcept
     # The threads that have begun an operation which the device has not ended, and that are in no call on the
     # communicator.
     cdef set readers(self)
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil
-    # The calling thread is about to raise that the communicator has ended: it need not be told as a reader.
-    cdef int inform(self) except -1
-    # The key for `stream_readers`, which this rank shares with the communicator's other ranks in this process.
+    # Note that the calling thread is about to raise that the communicator has ended: it need not be told as a reader.
+    cdef int note_informed(self) except -1
 
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the
     # communicator nor the stream, if one is given, can touch them any more.

@@ -28,14 +28,14 @@ from ncclpy.abi.locks cimport (
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.handles.state cimport (
     ABORTED, CLOSED, DEFERRED, FAILED, FINALIZED, INIT_IN_PARENT, INITIALISING, READY, SUSPENDED, find_overdue,
-    first_marked, free_marks, mark_begin, mark_end, may_become, shown, threads_marked,
+    first_marked, free_marks, mark_begin, mark_end, may_become, state_suffix, threads_marked,
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (
     abort_preempts, check, driver, guarded_was_in_progress, nccl, require, missing_ranks,
 )
 from ncclpy.core.runtime.stream cimport Stream, event_behind, hold
-from ncclpy.core.runtime.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
+from ncclpy.core.runtime.wait cimport FOREVER, has_drained, now, coarse_now, pause, this_thread
 
 from ncclpy.core.runtime.stream_readers import note_delivery
 from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
@@ -44,15 +44,15 @@ from ncclpy.errors import ADVICE as _ADVICE, NcclAborted, NcclError, NcclRemoteE
 cdef extern from *:
     """
     /* How many calls of `suppress_reports` of this thread have no `resume_reports` yet. */
-    static __thread int ncclpy_wholes = 0;
+    static __thread int ncclpy_suppressed = 0;
     """
-    int ncclpy_wholes
+    int ncclpy_suppressed
 
 
 cdef class FailureListener:
     """Interface of a listener for failures."""
 
-    cpdef int named(self, int nranks, int rank) except -1:
+    cpdef int note_rank(self, int nranks, int rank) except -1:
         raise NotImplementedError
 
     cpdef int failed(self, object error, bint wait, bint ended=False) except -1:
@@ -78,23 +78,23 @@ def failure_listener():
 
 
 cdef int tell_failed(object error, bint wait=True) except -1:
-    if listener is None or ncclpy_wholes or not isinstance(error, (NcclTimeout, NcclRemoteError)):
+    if listener is None or ncclpy_suppressed or not isinstance(error, (NcclTimeout, NcclRemoteError)):
         return 0
     return listener.failed(error, wait)
 
 
 cdef void suppress_reports() noexcept nogil:
-    global ncclpy_wholes
-    ncclpy_wholes += 1
+    global ncclpy_suppressed
+    ncclpy_suppressed += 1
 
 
 cdef void resume_reports() noexcept nogil:
-    global ncclpy_wholes
-    ncclpy_wholes -= 1
+    global ncclpy_suppressed
+    ncclpy_suppressed -= 1
 
 
 cdef bint reports_suppressed() noexcept nogil:
-    return ncclpy_wholes > 0
+    return ncclpy_suppressed > 0
 
 
 cdef class PeerStatusHook:
@@ -121,11 +121,11 @@ cdef class PeerStatusHook:
     cpdef int leave(self) except -1:
         raise NotImplementedError
 
-    cpdef int left(self, double seconds) except -1:
+    cpdef int wait_until_left(self, double seconds) except -1:
         raise NotImplementedError
 
 
-cdef bint settle(PreCallHook* precall_hook, CUcontext context) noexcept nogil:
+cdef bint make_events(PreCallHook* precall_hook, CUcontext context) noexcept nogil:
     cdef int i
     precall_hook.context = <void*>context
     for i in range(2):
@@ -145,27 +145,27 @@ cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil:
             precall_hook.events[i] = NULL
 
 
-cdef void enter(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
+cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
     """Run the hook in the context of the communicator's device, in a mode that disturbs no capture."""
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if precall_hook.unknown:  # NCCL may work on the communicator in the background: the hook runs before a later call
+    if precall_hook.lacks_event:  # NCCL may work on the communicator in the background: the hook runs before a later call
         return
     driver.cuCtxGetCurrent(&saved)
     driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
     mode = relax()
-    precall_hook.enter(precall_hook, <void*>comm)
+    precall_hook.run(precall_hook, <void*>comm)
     restore(mode)
     driver.cuCtxSetCurrent(saved)
 
 
-cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
+cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
     """Record an event behind what was issued, also by a call that has failed; a captured call is reported instead."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream is the current device's
     if not issued:  # NCCL issues in the background
-        precall_hook.unknown = 1
+        precall_hook.lacks_event = 1
         return
     if entered:
         driver.cuCtxGetCurrent(&saved)
@@ -173,12 +173,12 @@ cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexce
         if entered:
             driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
     if driver.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS or status != CU_STREAM_CAPTURE_STATUS_NONE:
-        precall_hook.caught(precall_hook)
+        precall_hook.note_capture(precall_hook)
     elif driver.cuEventRecord(<CUevent>precall_hook.events[precall_hook.current], stream) == CUDA_SUCCESS:
-        precall_hook.known = 1
-        precall_hook.unknown = 0  # NCCL runs this operation behind what had no event
+        precall_hook.has_event = 1
+        precall_hook.lacks_event = 0  # NCCL runs this operation behind what had no event
     else:
-        precall_hook.unknown = 1
+        precall_hook.lacks_event = 1
     if entered:
         driver.cuCtxSetCurrent(saved)
 
@@ -186,10 +186,10 @@ cdef void follow(PreCallHook* precall_hook, CUstream stream, bint issued) noexce
 cdef class HookOwner:
     """Interface of the memory registry, which has a hook on each communicator."""
 
-    cdef int is_ready(self, object handle) except -1:
+    cdef int note_ready(self, object handle) except -1:
         raise NotImplementedError
 
-    cdef int was_ended(self, object handle) except -1:
+    cdef int note_aborted(self, object handle) except -1:
         raise NotImplementedError
 
 
@@ -212,14 +212,14 @@ cdef int tell_ready(object handle) except -1:
     cdef HookOwner hook_owner = _hook_owner
     _ready.add(handle)
     if hook_owner is not None:
-        hook_owner.is_ready(handle)
+        hook_owner.note_ready(handle)
     return 0
 
 
 cdef int tell_ended(object handle) except -1:
     """Note in a communicator's state that its pre-call hook has aborted it, and why."""
     cdef HookOwner hook_owner = _hook_owner
-    return 0 if hook_owner is None else hook_owner.was_ended(handle)
+    return 0 if hook_owner is None else hook_owner.note_aborted(handle)
 
 
 cdef class CallTracer:
@@ -298,8 +298,8 @@ cdef class Handle:
         mutex_init(&self.mutex, LOCK_COMM)
         mutex_init(&self.gate, LOCK_GATE)
         self.state = DEFERRED
-        self.contact = BELIEVED
-        self.owned = self.waits = True
+        self.trust = TRUSTED
+        self.owned = self.returns_when_made = True
         self.limit = self.in_flight.shortest_limit = FOREVER
         self.rank = self.nranks = self.device = -1
         self.status.arrived = -1
@@ -322,7 +322,7 @@ cdef class Handle:
     def __repr__(self):
         # A child that is being made has no rank yet.
         place = f"rank {self.rank} of {self.nranks} " if self.nranks > 0 else ""
-        return f"<ncclpy.{type(self).__name__} {place}on device {self.device}{shown(self.state)}>"
+        return f"<ncclpy.{type(self).__name__} {place}on device {self.device}{state_suffix(self.state)}>"
 
     cdef bint become(self, int to) except -1:
         if not may_become(self.state, to):
@@ -402,17 +402,17 @@ cdef class Handle:
 
     cdef void note(self, const Operation* operation) noexcept nogil:
         self.status.latest = operation[0]
-        self.status.began = now_about()
+        self.status.began = coarse_now()
         self.status.failing = 0
         self.status.marked = self.status.unissued = False
 
     cdef int note_arrival(self, const Operation* operation) except -1:
         self.status.arrived = max(self.status.arrived, operation.sequence)
-        self.status.ended = now_about()
+        self.status.ended = coarse_now()
         return 0
 
     cdef ncclResult_t peek(self) noexcept nogil:
-        """Ask NCCL once for the communicator's state, even while a call is under way; success if it is not known.
+        """Ask NCCL once for the communicator's state, even during a call; return ncclSuccess if the state is not known.
 
         For a blocking communicator NCCL only reads a word. For a nonblocking one it may complete a job: the state is
         not known while a call is under way.
@@ -440,7 +440,7 @@ cdef class Handle:
         check(nccl.ncclCommUserRank(self.raw, &self.rank), b"ncclCommUserRank", self.raw)
         return check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
 
-    cdef ncclComm_t speaker(self) noexcept:
+    cdef ncclComm_t error_source(self) noexcept:
         """Return the communicator that has NCCL's message for a failure of this one, or NULL.
 
         During initialisation that is the guard; for a child that NCCL has not made, the parent.
@@ -455,10 +455,10 @@ cdef class Handle:
             return self.init_state.init_args.cell
         return NULL
 
-    cdef const char* last_words(self) noexcept:
+    cdef const char* last_error_text(self) noexcept:
         if self.init_state is not None and self.init_state.guard_split.words != NULL and not self.init_state.is_splitting_guard():
             return self.init_state.guard_split.words
-        return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
+        return nccl.ncclGetLastError(self.error_source()) if nccl.ncclGetLastError != NULL else NULL
 
     cdef void take_cell(self) noexcept nogil:
         if self.init_state.guarded:
@@ -496,7 +496,7 @@ cdef class Handle:
 
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
         """Raise if a call was not made (`WAS_ABORTED`), or failed because the communicator was aborted during it."""
-        if self.precall_hook != NULL and has_ended(self.precall_hook):
+        if self.precall_hook != NULL and is_hook_aborting(self.precall_hook):
             tell_ended(self)
         if <int>result == WAS_ABORTED:
             self.check_state()  # raises if it was closed, or aborted
@@ -507,7 +507,7 @@ cdef class Handle:
 
     cdef object aborted_error(self, object what):
         """Return the exception for an operation that an abort has ended, with the reason of the abort."""
-        self.inform()
+        self.note_informed()
         if self.abort_state.error is not None:  # a copy: each raise of the kept one would add frames to its traceback
             error = type(self.abort_state.error)(f"{what}: {self.abort_state.error}")
             tell_trouble([self], error)
@@ -517,7 +517,7 @@ cdef class Handle:
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; call it before the abort: it asks for missing ranks."""
         if self.state == INITIALISING and self.init_state.stage == INIT_IN_PARENT:
-            missing = missing_ranks(self.speaker())
+            missing = missing_ranks(self.error_source())
             missing += ". " if missing else ""
             return NcclTimeout(
                 f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
@@ -534,7 +534,7 @@ cdef class Handle:
             )
         else:
             advice = _ADVICE
-        missing = missing_ranks(self.speaker())
+        missing = missing_ranks(self.error_source())
         advice = f"{missing}. {advice}" if missing else advice
         return NcclTimeout(
             f"{what} of {described} was not done after {seconds(waited)}; the communicator was aborted. {advice}",
@@ -552,7 +552,7 @@ cdef class Handle:
             self.peer_status.explain(error)
         return 0
 
-    cdef void look_at_marks(self) noexcept nogil:
+    cdef void update_unfinished(self) noexcept nogil:
         cdef CUstreamCaptureMode mode
         cdef Mark overdue
         cdef const Mark* first
@@ -567,21 +567,21 @@ cdef class Handle:
             self.status.unfinished = first.what
         self.unlock()
 
-    cdef bint look_at_waits(self) noexcept:
+    cdef bint note_drained_waits(self) noexcept:
         cdef bint all_have = True
         # An abort of this communicator ends its waits as well.
         cdef bint ends = self.fenced or self.state == ABORTED
-        cdef Waiting* one = NULL if ends else self.waits_now
+        cdef Waiting* one = NULL if ends else self.first_wait
         while one != NULL:
-            one.had_run_dry = has_run_dry(one.stream)
-            all_have = all_have and one.had_run_dry
-            one = one.following
-        if ends or self.waits_now == NULL or self.peek() == ncclSuccess:
+            one.had_drained = has_drained(one.stream)
+            all_have = all_have and one.had_drained
+            one = one.older
+        if ends or self.first_wait == NULL or self.peek() == ncclSuccess:
             return all_have
-        one = self.waits_now  # a failed communicator may run its streams dry without data
+        one = self.first_wait  # a failed communicator may run its streams dry without data
         while one != NULL:
-            one.had_run_dry = False
-            one = one.following
+            one.had_drained = False
+            one = one.older
         return True
 
     cdef set readers(self):
@@ -593,10 +593,10 @@ cdef class Handle:
         with nogil:
             count = self._threads_marked(threads)
         found = {threads[i] for i in range(count)}
-        one = self.waits_now  # read again: waits may have ended while the GIL was released
+        one = self.first_wait  # read again: waits may have ended while the GIL was released
         while one != NULL:
             found.discard(one.thread)
-            one = one.following
+            one = one.older
         return found
 
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil:
@@ -616,7 +616,7 @@ cdef class Handle:
             self.unlock()
         return count
 
-    cdef int inform(self) except -1:
+    cdef int note_informed(self) except -1:
         note_delivery(self.abort_state.informed)
         return 0
 
@@ -661,10 +661,10 @@ cdef int note_failure(list handles, object error) except -1:
     for handle in handles:
         if isinstance(error, NcclError):
             handle.abort_state.failed_as = type(error).__name__
-        if handle.status.noted and not handle.status.failing and isinstance(error, NcclError):
+        if handle.status.is_noting and not handle.status.failing and isinstance(error, NcclError):
             if handle.state != ABORTED:
                 with nogil:
-                    handle.look_at_marks()
+                    handle.update_unfinished()
             handle.status.failing = LATE if isinstance(error, NcclTimeout) else BROKEN
     return 0
 

@@ -1,4 +1,4 @@
-/* The memory registry's hook on a communicator: it runs before the next call if wanted, and is told of the calls. */
+/* The memory registry's hook on a communicator: it runs before the next call if it is wanted, and is told of calls. */
 #ifndef NCCLPY_PRECALL_HOOK_H
 #define NCCLPY_PRECALL_HOOK_H
 
@@ -7,25 +7,25 @@
 #include <unistd.h>
 
 typedef struct ncclpy_precall_hook {
-  int wanted;        /* whether `run` is wanted before the next call; any thread sets it */
-  int known;         /* events[current] is behind all issued work; from here on, the communicator's lock guards */
-  int unknown;       /* something was issued that has no event behind it */
-  int ended;         /* atomic: the hook is about to abort the communicator, without the GIL; its owner knows why */
-  int current;       /* index of the event to record behind the next call */
-  void *events[2];   /* CUevent */
-  void *context;     /* CUcontext of the communicator's device */
-  void (*enter)(struct ncclpy_precall_hook *precall_hook, void *comm); /* before a call, on the communicator's device */
-  void (*caught)(struct ncclpy_precall_hook *precall_hook);            /* a call was captured */
-  void (*over)(struct ncclpy_precall_hook *precall_hook);              /* the communicator was aborted; perhaps not under its lock */
+  int wanted;      /* whether `run` is wanted before the next call; any thread sets it */
+  int has_event;   /* events[current] is behind all issued work; this and what follows: under the communicator's lock */
+  int lacks_event; /* something was issued that has no event behind it */
+  int aborting;    /* atomic: the hook is about to abort the communicator, without the GIL; its owner knows why */
+  int current;     /* index of the event to record behind the next call */
+  void *events[2]; /* CUevent */
+  void *context;   /* CUcontext of the communicator's device */
+  void (*run)(struct ncclpy_precall_hook *precall_hook, void *comm); /* before a call, on the communicator's device */
+  void (*note_capture)(struct ncclpy_precall_hook *precall_hook);    /* a call was captured */
+  void (*note_ended)(struct ncclpy_precall_hook *precall_hook); /* after a close or an abort, perhaps without the lock */
 } ncclpy_precall_hook;
 
 static inline int ncclpy_hook_is_wanted(const ncclpy_precall_hook *precall_hook) { return __atomic_load_n(&precall_hook->wanted, __ATOMIC_ACQUIRE); }
 
 static inline void ncclpy_hook_set_wanted(ncclpy_precall_hook *precall_hook, int wanted) { __atomic_store_n(&precall_hook->wanted, wanted, __ATOMIC_RELEASE); }
 
-static inline int ncclpy_hook_is_aborting(const ncclpy_precall_hook *precall_hook) { return __atomic_load_n(&precall_hook->ended, __ATOMIC_ACQUIRE); }
+static inline int ncclpy_hook_is_aborting(const ncclpy_precall_hook *precall_hook) { return __atomic_load_n(&precall_hook->aborting, __ATOMIC_ACQUIRE); }
 
-static inline void ncclpy_hook_set_aborting(ncclpy_precall_hook *precall_hook) { __atomic_store_n(&precall_hook->ended, 1, __ATOMIC_RELEASE); }
+static inline void ncclpy_hook_set_aborting(ncclpy_precall_hook *precall_hook) { __atomic_store_n(&precall_hook->aborting, 1, __ATOMIC_RELEASE); }
 
 /* A weak reference to a communicator for threads without the GIL, which cannot use Python's. A pin keeps the
  * communicator's memory. The thread that frees the memory revokes the reference and waits until the pins are released;

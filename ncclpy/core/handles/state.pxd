@@ -28,7 +28,7 @@ cdef inline bint is_over(int state) noexcept nogil:
 cdef bint may_become(int state, int to) except -1
 
 # The suffix for a state in a communicator's repr; empty for READY.
-cdef str shown(int state)
+cdef str state_suffix(int state)
 
 # Progress of a communicator's initialisation.
 cdef enum:
@@ -54,7 +54,7 @@ cdef class InitState:
     cdef GuardSplit* guard_split
     cdef object strings  # keeps the strings that the configurations point to
     cdef bint guarded
-    cdef bint lent  # NCCL may still write into the cells
+    cdef bint nccl_may_write  # NCCL may still write into the cells
     cdef int stage
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1
@@ -118,7 +118,7 @@ cdef struct InFlight:
 
 # What this rank does on a communicator, for the status that other ranks ask for.
 cdef struct CallStatus:
-    bint noted  # each call is noted: the other ranks can ask
+    bint is_noting  # each call is noted: the other ranks can ask
     Operation latest  # the last call; guarded by the mutex
     double began  # when `latest` was made; guarded by the mutex
     long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; by the GIL
@@ -154,7 +154,7 @@ cdef struct Range:
 
 # What a communicator has registered. The methods of ranges are called under the communicator's mutex.
 cdef class Registrations:
-    cdef Range* known
+    cdef Range* ranges
     cdef size_t count
     cdef size_t capacity
     cdef dict buffers  # that NCCL has registered, by a number; kept until NCCL has deregistered them
@@ -175,7 +175,7 @@ cdef class Registrations:
     # Add a user to each range that contains one of the addresses; return the ranges' numbers, an array for `free`.
     cdef long long* hold(self, const uintptr_t* addresses, size_t naddresses, size_t* held) noexcept nogil
 
-    cdef Range* _holding(self, uintptr_t begin, uintptr_t end) noexcept nogil
+    cdef Range* _range_of(self, uintptr_t begin, uintptr_t end) noexcept nogil
     cdef bint _make_room(self) noexcept nogil
 
 

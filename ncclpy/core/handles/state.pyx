@@ -41,7 +41,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclSystemError, ncclUnhandledCudaError
 from ncclpy.core.arguments.config cimport fill_config
 from ncclpy.core.runtime.device cimport relax, restore
-from ncclpy.core.runtime.library cimport driver, keep_words, nccl
+from ncclpy.core.runtime.library cimport driver, copy_last_error, nccl
 from ncclpy.core.runtime.wait cimport now, pause
 
 
@@ -100,7 +100,7 @@ cdef bint may_become(int state, int to) except -1:
     raise SystemError(f"a communicator that is {_NAMES[state]} cannot become {_NAMES[to]}: please report this")
 
 
-cdef str shown(int state):
+cdef str state_suffix(int state):
     return "" if state == READY else f" ({_NAMES[state]})"
 
 
@@ -117,7 +117,7 @@ cdef extern from * nogil:
     const int __ATOMIC_RELEASE
 
 
-cdef void* _ask(void* argument) noexcept nogil:
+cdef void* _split_guard(void* argument) noexcept nogil:
     cdef GuardSplit* guard_split = <GuardSplit*>argument
     cdef ncclResult_t result = ncclUnhandledCudaError
     cdef CUstreamCaptureMode mode = relax()
@@ -127,7 +127,7 @@ cdef void* _ask(void* argument) noexcept nogil:
     restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
         # Copied here: the guard itself has not failed and does not report this error later.
-        guard_split.words = keep_words(result)
+        guard_split.words = copy_last_error(result)
         guard_split.failed = result
     __atomic_store_n(&guard_split.under_way, 0, __ATOMIC_RELEASE)
     return NULL
@@ -143,7 +143,7 @@ cdef class InitState:
             raise MemoryError
 
     def __dealloc__(self):
-        if self.lent:  # NCCL may still read and write: the memory is never freed
+        if self.nccl_may_write:  # NCCL may still read and write: the memory is never freed
             Py_INCREF(self.strings)
             return
         if self.init_args != NULL:
@@ -173,12 +173,12 @@ cdef class InitState:
         self.guard_split.guard = guard
         self.guard_split.context = self.init_args.context
         self.guard_split.under_way = 1
-        if pthread_create(&thread, NULL, _ask, self.guard_split) == 0:
+        if pthread_create(&thread, NULL, _split_guard, self.guard_split) == 0:
             pthread_setname_np(thread, b"ncclpy-call")
             pthread_detach(thread)
         else:  # no more threads: call here, although this may block; otherwise it would never be made
             driver.cuCtxGetCurrent(&saved)
-            _ask(self.guard_split)
+            _split_guard(self.guard_split)
             driver.cuCtxSetCurrent(saved)
 
     cdef bint is_splitting_guard(self) noexcept nogil:
@@ -187,8 +187,8 @@ cdef class InitState:
 
 # Initial and largest number of marks. The ring grows only when dropping ended operations makes no space.
 cdef enum:
-    FEW = 64
-    MANY = 4096
+    MIN_MARKS = 64
+    MAX_MARKS = 4096
 
 
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil:
@@ -212,7 +212,7 @@ cdef void free_marks(OpEventRing* marks) noexcept nogil:
 
 cdef bint _grow(OpEventRing* marks) noexcept nogil:
     """Double the ring (or make the first one); the device's context must be current. Return False on failure."""
-    cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else FEW
+    cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else MIN_MARKS
     cdef Mark* ring = <Mark*>calloc(capacity, sizeof(Mark))
     if ring == NULL:
         return False
@@ -234,7 +234,7 @@ cdef bint _grow(OpEventRing* marks) noexcept nogil:
     return True
 
 
-cdef void _forget_some(OpEventRing* marks) noexcept nogil:
+cdef void _drop_older_half(OpEventRing* marks) noexcept nogil:
     """Drop the older half if the device has ended it: one event query covers many marks."""
     cdef size_t half = marks.count // 2, i
     cdef CUstream stream = marks.ring[marks.first].what.stream
@@ -261,8 +261,8 @@ cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double lim
             driver.cuCtxSetCurrent(marks.context)
     if driver.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
         if marks.count == marks.capacity and marks.count and not marks.open:
-            _forget_some(marks)
-        if marks.count < marks.capacity or (marks.capacity < MANY and not marks.open and _grow(marks)):
+            _drop_older_half(marks)
+        if marks.count < marks.capacity or (marks.capacity < MAX_MARKS and not marks.open and _grow(marks)):
             mark = &marks.ring[(marks.first + marks.count) % marks.capacity]
             mark.what = operation[0]
             mark.limit = limit
@@ -374,13 +374,13 @@ cdef class Registrations:
         return self.last
 
     def __dealloc__(self):
-        free(self.known)
+        free(self.ranges)
 
-    cdef Range* _holding(self, uintptr_t begin, uintptr_t end) noexcept nogil:
+    cdef Range* _range_of(self, uintptr_t begin, uintptr_t end) noexcept nogil:
         cdef size_t i
         for i in range(self.count):
-            if begin < end and self.known[i].begin <= begin and end <= self.known[i].end:
-                return &self.known[i]
+            if begin < end and self.ranges[i].begin <= begin and end <= self.ranges[i].end:
+                return &self.ranges[i]
         return NULL
 
     cdef bint _make_room(self) noexcept nogil:
@@ -388,10 +388,10 @@ cdef class Registrations:
         cdef void* grown
         if self.count < self.capacity:
             return True
-        grown = realloc(self.known, capacity * sizeof(Range))
+        grown = realloc(self.ranges, capacity * sizeof(Range))
         if grown == NULL:
             return False
-        self.known = <Range*>grown
+        self.ranges = <Range*>grown
         self.capacity = capacity
         return True
 
@@ -399,12 +399,12 @@ cdef class Registrations:
         self, ncclComm_t comm, void* pointer, size_t nbytes, long long number, void** raw, long long* range
     ) noexcept nogil:
         cdef uintptr_t begin = <uintptr_t>pointer
-        cdef Range* found = self._holding(begin, begin + nbytes)
+        cdef Range* found = self._range_of(begin, begin + nbytes)
         cdef ncclResult_t result
         if found == NULL:
             if not self._make_room():
                 return ncclSystemError
-            found = &self.known[self.count]
+            found = &self.ranges[self.count]
             found.raw = NULL
             result = nccl.ncclCommRegister(comm, pointer, nbytes, &found.raw)
             if result != ncclSuccess:
@@ -419,24 +419,24 @@ cdef class Registrations:
         cdef size_t i = 0
         cdef void* raw
         gone[0] = False
-        while i < self.count and self.known[i].number != number:
+        while i < self.count and self.ranges[i].number != number:
             i += 1
         if i == self.count:
             return ncclSuccess
-        self.known[i].users -= 1
-        if self.known[i].users > 0:
+        self.ranges[i].users -= 1
+        if self.ranges[i].users > 0:
             return ncclSuccess
         # Also if NCCL fails below: its state of this range is unknown then, so no later operation may use the range.
         gone[0] = True
-        raw = self.known[i].raw
+        raw = self.ranges[i].raw
         self.count -= 1
-        memmove(&self.known[i], &self.known[i + 1], (self.count - i) * sizeof(Range))
+        memmove(&self.ranges[i], &self.ranges[i + 1], (self.count - i) * sizeof(Range))
         return nccl.ncclCommDeregister(comm, raw) if raw != NULL else ncclSuccess
 
     cdef Range* take_all(self, size_t* count) noexcept nogil:
-        cdef Range* taken = self.known
+        cdef Range* taken = self.ranges
         count[0] = self.count
-        self.known = NULL
+        self.ranges = NULL
         self.count = self.capacity = 0
         return taken
 
@@ -448,9 +448,9 @@ cdef class Registrations:
             return NULL
         for i in range(self.count):
             for j in range(naddresses):
-                if self.known[i].begin <= addresses[j] < self.known[i].end:
-                    self.known[i].users += 1
-                    numbers[held[0]] = self.known[i].number
+                if self.ranges[i].begin <= addresses[j] < self.ranges[i].end:
+                    self.ranges[i].users += 1
+                    numbers[held[0]] = self.ranges[i].number
                     held[0] += 1
                     break
         return numbers

@@ -28,7 +28,7 @@ from ncclpy.abi.driver cimport CUDA_SUCCESS
 from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers, tied
+from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, abort_and_report, run_handlers, tied
 from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
@@ -82,7 +82,7 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
     elif nccl.ncclCommGetAsyncError == NULL or (handle.guard if handle.init_state.guarded else handle.raw) == NULL:
         result = <ncclResult_t>WAS_ABORTED
     else:
-        result = _ask_maker(handle)
+        result = _poll_maker(handle)
         if result == ncclSuccess and handle.init_state.guarded and handle.init_state.stage == INIT_POLLED:
             handle.init_state.start_guard_split(handle.guard)
             result = ncclInProgress
@@ -97,7 +97,7 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
     return result
 
 
-cdef ncclResult_t _ask_maker(Handle handle) noexcept nogil:
+cdef ncclResult_t _poll_maker(Handle handle) noexcept nogil:
     """Ask NCCL about the guard or, without one, the communicator, under the gate: an abort removes both pointers."""
     cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
     cdef ncclComm_t maker
@@ -120,7 +120,7 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
     if child.state == INITIALISING:
         return _note_made(child)
     # An abort depends on this state: it is set first, and without Python code, in which a signal handler may raise.
-    child.init_state.lent = True
+    child.init_state.nccl_may_write = True
     child.become(INITIALISING)
     # NCCL writes the cell of a child of a nonblocking parent when the parent is done; any other cell is written by
     # now.
@@ -147,7 +147,7 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
 
 cdef int _note_made(Handle child) except -1:
     """Note that NCCL has made the communicator."""
-    child.init_state.lent = False
+    child.init_state.nccl_may_write = False
     if child.parent is not None and child in child.parent.making:
         child.parent.making.remove(child)
     if child.nranks == 0:  # a split without a colour: this rank takes part and gets nothing
@@ -163,9 +163,9 @@ cdef int _note_made(Handle child) except -1:
     if child.parent is not None and child.parent.peer_status is not None and 1 < child.nranks <= child.parent.nranks:
         try:
             child.peer_status = child.parent.peer_status.of_part(child)
-            child.status.noted = child.peer_status is not None
+            child.status.is_noting = child.peer_status is not None
         except BaseException as error:  # raised by a signal handler
-            leave([child], "the call that made it did not return it", error)
+            abort_and_report([child], "the call that made it did not return it", error)
             raise
     return 0
 
@@ -205,7 +205,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             try:
                 PyErr_CheckSignals()
             except BaseException as error:
-                leave(tied(handle), f"{what} was interrupted by {type(error).__name__}", error)
+                abort_and_report(tied(handle), f"{what} was interrupted by {type(error).__name__}", error)
                 raise
             continue
         if <int>result == PAST_DEADLINE:
@@ -219,10 +219,10 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
         initialising = handle.state == INITIALISING
         if initialising:
             handle.become(FAILED)
-        words = handle.last_words()
+        words = handle.last_error_text()
         failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {handle!r}")
         if initialising:  # a half-made communicator is useless, and the caller may have no reference to it
-            leave([handle], f"{what} failed", failure)
+            abort_and_report([handle], f"{what} failed", failure)
             handle.become(FAILED)
         else:
             tell_trouble([handle], failure)
@@ -247,7 +247,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
 cdef int give_up(Handle handle, str what, double waited) except -1:
     """Abort after a deadline and say what was waited for."""
     error = handle.timeout_error(what, waited)
-    leave(tied(handle), f"{what} passed its deadline", error)
+    abort_and_report(tied(handle), f"{what} passed its deadline", error)
     raise error
 
 
@@ -291,26 +291,26 @@ cdef double _tick(void* argument) noexcept nogil:
     cdef double moment = now()
     if waiting.error != NULL:
         return LEAVE
-    if moment >= waiting.next:
-        waiting.next = min(moment + SLICE, waiting.deadline)
-        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
+    if moment >= waiting.next_check:
+        waiting.next_check = min(moment + SLICE, waiting.deadline)
+        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.on_main:
             __atomic_add_fetch(&_checking, 1, __ATOMIC_SEQ_CST)
             if not _exiting:
                 _check_with_gil(waiting)
             else:
-                waiting.next = moment + SLICE
+                waiting.next_check = moment + SLICE
             __atomic_add_fetch(&_checking, -1, __ATOMIC_SEQ_CST)
             if waiting.error != NULL:
                 return LEAVE
-    return waiting.next - now()
+    return waiting.next_check - now()
 
 
 cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
     """Return whether the communicator has failed and its work has not ended within BROKEN_PATIENCE seconds."""
     cdef ncclResult_t result = (<Handle>waiting.handle).peek()
-    if result == ncclSuccess or waiting.broken == FOREVER:
-        waiting.broken = FOREVER if result == ncclSuccess else moment
-    return moment - waiting.broken > BROKEN_PATIENCE
+    if result == ncclSuccess or waiting.broken_since == FOREVER:
+        waiting.broken_since = FOREVER if result == ncclSuccess else moment
+    return moment - waiting.broken_since > BROKEN_PATIENCE
 
 
 cdef object _failure_of(Handle handle, const char* what):
@@ -336,7 +336,7 @@ cdef int _check_with_gil(Waiting* waiting) noexcept with gil:
     try:
         run_handlers()
         what = waiting.what.decode()
-        if now() - waiting.broken > BROKEN_PATIENCE:  # for example, a rank has died and the kernel waits for it
+        if now() - waiting.broken_since > BROKEN_PATIENCE:  # for example, a rank has died and the kernel waits for it
             failure = _failure_of(handle, waiting.what)
             note_failure([handle], failure)
             threads = begin_abort(tied(handle), f"{what} failed: {failure}")
@@ -352,7 +352,7 @@ cdef int _check_with_gil(Waiting* waiting) noexcept with gil:
     Py_INCREF(failure)
     waiting.error = <PyObject*>failure
     Py_INCREF(threads)
-    waiting.aborting = <PyObject*>threads
+    waiting.abort_threads = <PyObject*>threads
     return 0
 
 
@@ -365,7 +365,7 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
 cdef int raise_if_fenced(Handle handle, const char* what) except -1:
     """Raise if another rank was aborted, since the data may be wrong. A close hands out no data and never raises."""
     if handle.fenced and strcmp(what, b"close") != 0:
-        handle.inform()
+        handle.note_informed()
         raise type(handle.abort_state.peer_error)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_state.peer_error}")
     return 0
 
@@ -374,16 +374,16 @@ cdef int end_wait(Waiting* waiting) except -1:
     cdef Handle handle = <Handle>waiting.handle
     cdef ncclResult_t state = waiting.state
     if waiting.error != NULL:
-        error, threads = <object>waiting.error, <object>waiting.aborting
+        error, threads = <object>waiting.error, <object>waiting.abort_threads
         Py_XDECREF(waiting.error)
-        Py_XDECREF(waiting.aborting)
+        Py_XDECREF(waiting.abort_threads)
         end_quietly(threads, waiting.what.decode(), error)
-        handle.inform()
+        handle.note_informed()
         tell_trouble([handle], error)
         raise error
     if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort may have ended the wait
         raise _not_complete(handle, waiting, "aborted")
-    if waiting.had_run_dry:
+    if waiting.had_drained:
         return 0
     if handle.state == ABORTED:
         raise _not_complete(handle, waiting, "aborted")
@@ -409,30 +409,30 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.what = what
     waiting.deadline = deadline
     waiting.started = now()
-    waiting.next = min(waiting.started + SLICE, deadline)
+    waiting.next_check = min(waiting.started + SLICE, deadline)
     waiting.thread = this_thread()
-    waiting.main = on_main_thread()
-    waiting.broken = FOREVER
-    waiting.error = waiting.aborting = NULL
+    waiting.on_main = on_main_thread()
+    waiting.broken_since = FOREVER
+    waiting.error = waiting.abort_threads = NULL
     waiting.state = ncclSuccess
-    waiting.stream, waiting.had_run_dry = NULL, False
+    waiting.stream, waiting.had_drained = NULL, False
     refuse_nested_wait(handle, what)
     forget_wait(waiting, handle)  # an earlier begin_wait may have put it into the list
-    waiting.following, handle.waits_now = handle.waits_now, waiting
+    waiting.older, handle.first_wait = handle.first_wait, waiting
     return 0
 
 
 cdef void forget_wait(Waiting* waiting, Handle handle) noexcept:
-    cdef Waiting** place = &handle.waits_now
+    cdef Waiting** place = &handle.first_wait
     while place[0] != NULL and place[0] != waiting:
-        place = &place[0].following
+        place = &place[0].older
     if place[0] == waiting:
-        place[0] = waiting.following
+        place[0] = waiting.older
 
 
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
-    if waiting.main:
-        (<Handle>waiting.handle).main_waits = True
+    if waiting.on_main:
+        (<Handle>waiting.handle).main_is_waiting = True
     waiting.stream = stream
     waiting.result = await_stream(stream, _tick, waiting)
     # A stream also runs dry when ranks disagree or a rank has died: ask NCCL before the data are handed out. Not after
@@ -442,8 +442,8 @@ cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
         and not (<Handle>waiting.handle).revoked
     ):
         waiting.state = poll_once(<Handle>waiting.handle)
-    if waiting.main:
-        (<Handle>waiting.handle).main_waits = False
+    if waiting.on_main:
+        (<Handle>waiting.handle).main_is_waiting = False
 
 
 cdef int wait_stream(
@@ -467,7 +467,7 @@ cdef int wait_stream(
 
 
 cdef int refuse_nested_wait(Handle handle, const char* what) except -1:
-    if handle.main_waits and on_main_thread():
+    if handle.main_is_waiting and on_main_thread():
         raise RuntimeError(
             f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it "
             "itself; abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
@@ -483,7 +483,7 @@ cdef extern from *:
 
     /* When the last SIGINT arrived, on the monotonic clock. */
     static volatile double ncclpy_sigint_at = 0;
-    /* The handler that ours calls. */
+    /* The handler that ncclpy_on_sigint calls. */
     static struct sigaction ncclpy_before;
 
     static void ncclpy_on_sigint(int number, siginfo_t* info, void* context) {
@@ -545,7 +545,7 @@ cdef class _Watchdog(Call):
     """The watchdog thread, which runs until nothing is left to watch."""
 
     def __cinit__(self):
-        self.serves = True
+        self.is_service = True
 
     cdef int make(self) except -1:
         global _watching
@@ -562,7 +562,7 @@ cdef int _run_rounds() except -1:
     cdef double pause
     while True:
         _wake.clear()  # before the round: a wake-up during it must cause another round at once
-        pause = min(_check_all(), LONGEST_PAUSE, _rest_of_patience())
+        pause = min(_check_all(), LONGEST_PAUSE, _sigint_time_left())
         if not _watched:
             _wake.wait(10.0)
             if not _watched:
@@ -597,7 +597,7 @@ cdef int _check_communicator(Handle handle, bint asked_to_stop) except -1:
     cdef Mark late
     cdef bint overdue = False
     if in_call_since != 0 and moment - in_call_since > handle.in_flight.call_limit and handle.state == READY:
-        return _end(handle, "a call of NCCL", moment - in_call_since)
+        return _abort_overdue(handle, "a call of NCCL", moment - in_call_since)
     if in_call_since != 0 and asked_to_stop and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
         begin_abort(tied(handle), "KeyboardInterrupt came while a call of NCCL was stuck")
         return 0
@@ -607,11 +607,11 @@ cdef int _check_communicator(Handle handle, bint asked_to_stop) except -1:
                 overdue = find_overdue(handle.in_flight.marks, moment, &late)
                 handle.unlock()
         if overdue:
-            return _end(handle, function_of(late.what.kind).decode(), late.limit, &late.what)
+            return _abort_overdue(handle, function_of(late.what.kind).decode(), late.limit, &late.what)
     return 0
 
 
-cdef int _end(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
+cdef int _abort_overdue(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
     """Abort a communicator; its next call raises the error, which tells where the overdue operation was called."""
     cdef CallTracer tracer = _handles.tracer
     error = handle.timeout_error(what, waited)
@@ -631,7 +631,7 @@ cdef bint _is_interrupted() except -1:
     return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
 
 
-cdef double _rest_of_patience() noexcept:
+cdef double _sigint_time_left() noexcept:
     """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT; LONGEST_PAUSE if it has passed."""
     cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
     return rest + SHORTEST_PAUSE if rest > 0 else LONGEST_PAUSE

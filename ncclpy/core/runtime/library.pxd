@@ -71,8 +71,8 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
 
 # A copy, for `free`, of NCCL's message for an error that was just returned to this thread; NULL if `result` is no NCCL
 # error.
-cdef char* keep_words(ncclResult_t result) noexcept nogil
-cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=*)
+cdef char* copy_last_error(ncclResult_t result) noexcept nogil
+cdef object nccl_error(ncclResult_t result, const char* function, const char* last_error, object during=*)
 cdef object driver_error(CUresult result, const char* function)
 cdef int raise_driver(CUresult result, const char* function) except -1 with gil
 

@@ -560,16 +560,16 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
     raise nccl_error(result, function, text)
 
 
-cdef char* keep_words(ncclResult_t result) noexcept nogil:
+cdef char* copy_last_error(ncclResult_t result) noexcept nogil:
     if <int>result <= 0 or result == ncclInProgress or nccl.ncclGetLastError == NULL:
         return NULL
     return strdup(nccl.ncclGetLastError(NULL))
 
 
-cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=None):
+cdef object nccl_error(ncclResult_t result, const char* function, const char* last_error, object during=None):
     """Return the exception for a result code.
 
-    `last_words`: the text of ncclGetLastError when the code was returned. `during`: what failed, if `function` has
+    `last_error`: the text of ncclGetLastError when the code was returned. `during`: what failed, if `function` has
     only reported the failure of something else.
     """
     cdef const char* text
@@ -581,7 +581,7 @@ cdef object nccl_error(ncclResult_t result, const char* function, const char* la
         text = nccl.ncclGetErrorString(result)
         # For a code of a newer NCCL the text is only "unknown result code", so the number is added.
         reason = f"{text.decode(errors='replace')} (result {code})" if text != NULL else reason
-        detail = last_words.decode(errors="replace").strip() if last_words != NULL else ""
+        detail = last_error.decode(errors="replace").strip() if last_error != NULL else ""
         version = library().version
     kind = NcclError
     if result == ncclRemoteError:

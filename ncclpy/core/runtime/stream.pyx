@@ -366,9 +366,9 @@ Own a mark in a stream's order (`cuEventCreate`).
         return f"<ncclpy.Event device={self.device} {state}>"
 
 
-# Seconds that a wait for a device may take in any case: with a shorter timeout, such as 0, the thread that asks must
+# Seconds that a wait for a device may take in any case: with a shorter timeout, such as 0, the waiting thread must
 # still have the time to find that nothing is queued.
-cdef double _LEAST_LOOK = 0.01
+cdef double _MIN_DEVICE_WAIT = 0.01
 
 
 cdef class DeviceWait(Call):
@@ -397,7 +397,7 @@ def synchronize(device=None, timeout=None):
     call.device = as_device(device)
     require_driver()
     call.start("ncclpy-wait")
-    if not call.wait(deadline_after(max(limit, _LEAST_LOOK))):
+    if not call.wait(deadline_after(max(limit, _MIN_DEVICE_WAIT))):
         waited(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
 
 

@@ -9,7 +9,7 @@ cdef double FOREVER
 cdef double SLICE
 
 cdef double now() noexcept nogil
-cdef double now_about() noexcept nogil
+cdef double coarse_now() noexcept nogil
 cdef double as_timeout(object timeout) except? -2.0
 cdef double deadline_after(double timeout) noexcept nogil
 
@@ -29,20 +29,20 @@ cdef struct Waiting:
     const char* what
     double deadline
     double started
-    double next
+    double next_check
     unsigned long thread  # the thread that waits
-    bint main  # that is the main thread
-    double broken  # since when the communicator has an error, FOREVER if it has none
+    bint on_main  # the main thread waits
+    double broken_since  # since when the communicator has an error, FOREVER if it has none
     PyObject* error  # an owned reference: why the wait must end early
-    PyObject* aborting  # an owned reference: the list of the aborting threads
+    PyObject* abort_threads  # an owned reference: the list of the aborting threads
     CUstream stream  # NULL until the wait for it begins
-    bint had_run_dry  # the stream had run dry before another rank's abort began
-    Waiting* following  # the next older wait of the same communicator
+    bint had_drained  # the stream had run dry before another rank's abort began
+    Waiting* older  # the next older wait of the same communicator
     CUresult result  # the driver's result for the stream
     ncclResult_t state  # NCCL's state of the communicator after that
 
 # Whether a stream is known to have run dry. False for default streams, which are different streams in each context.
-cdef bint has_run_dry(CUstream stream) noexcept nogil
+cdef bint has_drained(CUstream stream) noexcept nogil
 
 # Wait for a stream or an event; signal handlers run meanwhile. Return CUDA_ERROR_NOT_READY past the deadline: then
 # only the wait has ended.
@@ -66,7 +66,7 @@ cdef class Call:
     cdef object failure
     cdef bytes name
     cdef readonly bint done
-    cdef bint serves  # no call of NCCL, but a thread that waits for work until the process ends
+    cdef bint is_service  # no call of NCCL, but a thread that waits for work until the process ends
 
     cdef int make(self) except -1  # subclasses make the call here, without the GIL as far as it may block
     cdef int start(self, str name) except -1  # a start that is interrupted by a signal has started the thread

@@ -1,6 +1,6 @@
 """Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
 
-Python can leave every wait of the package. The CPU polls in slices, between which signal handlers run; a call of NCCL
+Every wait of the package can be ended so. The CPU polls in slices, between which signal handlers run; a call of NCCL
 that can block for long is made in a thread of its own, for which the caller waits.
 """
 
@@ -73,7 +73,7 @@ cdef enum:
     _LAST_DEFAULT = 2
 
 # Number of threads that were started and do not run yet; changed with the GIL.
-cdef int _beginning = 0
+cdef int _starting = 0
 
 FOREVER = float("inf")
 LEAVE = -1.0
@@ -87,7 +87,7 @@ cdef double now() noexcept nogil:
     return t.tv_sec + t.tv_nsec * 1e-9
 
 
-cdef double now_about() noexcept nogil:
+cdef double coarse_now() noexcept nogil:
     """Return the monotonic clock, some milliseconds late at most, at a quarter of the cost of `now`."""
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t)
@@ -149,7 +149,7 @@ cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept 
         pause(now() - started)
 
 
-cdef bint has_run_dry(CUstream stream) noexcept nogil:
+cdef bint has_drained(CUstream stream) noexcept nogil:
     return <size_t>stream > _LAST_DEFAULT and driver.cuStreamQuery(stream) == CUDA_SUCCESS
 
 
@@ -201,26 +201,26 @@ cdef int begin_thread(object function) except -1:
 
     When Python finalizes, it frees objects that a new thread reads first; threads that already run are stopped safely.
     """
-    global _beginning
-    _beginning += 1
+    global _starting
+    _starting += 1
     try:
         _thread.start_new_thread(_begin, (function,))
     except BaseException:
-        _beginning -= 1
+        _starting -= 1
         raise
     return 0
 
 
 def _begin(function):
-    global _beginning
-    _beginning -= 1
+    global _starting
+    _starting -= 1
     function()
 
 
 @atexit.register
 def _end_of_process():
     cdef double end = now() + 1.0
-    while _beginning > 0 and now() < end:
+    while _starting > 0 and now() < end:
         time.sleep(0.0005)
     ncclpy_leave_before_destructors()
 
@@ -232,8 +232,8 @@ def exit_with(int status):
 
 
 def _forked():
-    global _beginning, ncclpy_calls, ncclpy_status
-    _beginning = ncclpy_calls = ncclpy_status = 0
+    global _starting, ncclpy_calls, ncclpy_status
+    _starting = ncclpy_calls = ncclpy_status = 0
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -275,13 +275,13 @@ cdef class Call:
         self._make()
 
     def _make(self):
-        if not self.serves:
+        if not self.is_service:
             __atomic_add_fetch(&ncclpy_calls, 1, __ATOMIC_SEQ_CST)
         try:
             self.make()
         except BaseException as error:  # `wait` raises it
             self.failure = error
-        if not self.serves:
+        if not self.is_service:
             __atomic_add_fetch(&ncclpy_calls, -1, __ATOMIC_SEQ_CST)
         self.done = True
         self.ended.release()

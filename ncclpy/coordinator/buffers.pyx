@@ -589,7 +589,7 @@ cdef class FusedLaunch(LaunchGroup):
             for work in works:
                 if work.done == NULL:
                     work.timed = False  # the launch measures its time
-                    work.lender, work.borrows, work.done = lender, True, lender.event
+                    work.done_owner, work.done_is_borrowed, work.done = lender, True, lender.event
                 work.stream, work.handle = stream, self.comm
                 work.awaits = None
                 work.entry.launch = self.inner.entry.launch

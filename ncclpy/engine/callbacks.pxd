@@ -41,23 +41,23 @@ cdef object words_of(object error)
 # What the works of one launch report to.
 cdef class LaunchGroup:
     cdef list works  # works in flight, with a reference each
-    cdef PyObject* loose  # address of one work in flight without a reference, or NULL
-    cdef set more_loose  # addresses of more such works, None if there are none
+    cdef PyObject* weak_work  # address of one work in flight without a reference, or NULL
+    cdef set more_weak_works  # addresses of more such works, None if there are none
 
     cdef int settled(self, object work) except -1
     cdef int fail(self, object error) except -1
     cdef list members(self)
     cdef bint has_members(self) noexcept
-    cdef int loosen(self, object work) except -1
+    cdef int hold_weakly(self, object work) except -1
     cdef int forget(self, object work) except -1
     cdef object cause_of(self, object error)
-    cdef bint is_spared(self) noexcept
+    cdef bint is_report_only(self) noexcept
 
 
 # The owner of the communicators that a launch runs on.
 cdef class LaunchOwner:
-    cdef bint spares  # a failure is reported alone: nothing is aborted
-    cdef bint aborts  # it aborts the communicators itself, after the other ranks have been told, or not at all
+    cdef bint report_only  # a failure is only reported: nothing is aborted
+    cdef bint self_aborting  # it aborts the communicators itself, after the other ranks have been told, or not at all
     cdef int launch_done(self, LaunchGroup launch) except -1
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1
 
@@ -77,7 +77,7 @@ cdef class Awaited:
 # Does in the calling thread what the monitor thread would do, once that thread has ended.
 cdef class MonitorProxy:
     cdef int run_inline(self) except -1
-    cdef int loosen(self, object work) except -1
+    cdef int forget_unlaunched(self, object work) except -1
 
 
 cdef MonitorProxy monitor_proxy
@@ -118,7 +118,7 @@ cdef void expect_callbacks() noexcept nogil
 cdef void expect_no_callbacks() noexcept nogil
 cdef bint expects_callbacks() noexcept nogil
 
-# When the monitor next calls look_after_executors().
+# When the monitor next calls check_executors().
 cdef double next_check
 
 
@@ -128,7 +128,7 @@ cdef class Member:
     cdef double since  # when it began its present task or callback
     cdef object callback  # the user's callback that it runs, or None
     cdef object work  # the Work that this callback was called with
-    cdef bint named  # whether a warning has named this callback
+    cdef bint warned  # whether a warning has named this callback
 
 
 # A queue of tasks and the threads that run them.
@@ -144,7 +144,7 @@ cdef class Executor:
     cdef double waking_since
 
     cdef int submit(self, object task) except -1
-    cdef int look_after(self) except -1
+    cdef int ensure_leader(self) except -1
     cdef double _grace(self) noexcept
     cdef int _wake_or_start(self) except -1
     cdef void _rest(self, int seen, double seconds) noexcept nogil
@@ -157,7 +157,7 @@ cdef Executor user_executor
 
 # Runs internal tasks that need Python: failing works, timers.
 cdef Executor internal_executor
-cdef int look_after_executors() except -1
+cdef int check_executors() except -1
 
 # Note that this thread begins a user's callback, or has returned from it.
 cdef int begin_callback(object callback, object work) except -1

@@ -65,8 +65,8 @@ cdef extern from * nogil:
 
     /* Returns whether this handler was installed: it is not if the program handles or ignores the signal already. */
     static int ncclpy_take_signal(int number) {
-      struct sigaction there, ours;
-      if (sigaction(number, NULL, &there) != 0 || there.sa_flags & SA_SIGINFO || there.sa_handler != SIG_DFL) return 0;
+      struct sigaction current, ours;
+      if (sigaction(number, NULL, &current) != 0 || current.sa_flags & SA_SIGINFO || current.sa_handler != SIG_DFL) return 0;
       memset(&ours, 0, sizeof ours);
       ours.sa_handler = ncclpy_on_signal;
       ours.sa_flags = SA_RESTART;
@@ -222,45 +222,45 @@ cdef class LaunchGroup:
         raise NotImplementedError
 
     cdef list members(self):
-        """Return the works in flight, including those without a reference (`loose`, `more_loose`)."""
+        """Return the works in flight, including those without a reference (`weak_work`, `more_weak_works`)."""
         found = list(self.works)
-        if self.loose != NULL:
-            found.append(<object>self.loose)
-        if self.more_loose is not None:
-            for address in self.more_loose:
+        if self.weak_work != NULL:
+            found.append(<object>self.weak_work)
+        if self.more_weak_works is not None:
+            for address in self.more_weak_works:
                 found.append(<object><PyObject*><uintptr_t>address)
         return found
 
     cdef bint has_members(self) noexcept:
-        return bool(self.works) or self.loose != NULL or bool(self.more_loose)
+        return bool(self.works) or self.weak_work != NULL or bool(self.more_weak_works)
 
-    cdef int loosen(self, object work) except -1:
+    cdef int hold_weakly(self, object work) except -1:
         """Replace the reference to a work by its address, until `forget` is called. In a caller's thread."""
-        if self.loose == NULL:
-            self.loose = <PyObject*>work
+        if self.weak_work == NULL:
+            self.weak_work = <PyObject*>work
         else:
-            if self.more_loose is None:
+            if self.more_weak_works is None:
                 fresh = set()  # creating it may run the garbage collector, and so other threads
-                if self.more_loose is None:
-                    self.more_loose = fresh
-            self.more_loose.add(<uintptr_t><PyObject*>work)
+                if self.more_weak_works is None:
+                    self.more_weak_works = fresh
+            self.more_weak_works.add(<uintptr_t><PyObject*>work)
         if work in self.works:
             self.works.remove(work)
         return 0
 
     cdef int forget(self, object work) except -1:
-        """Forget the address of a loosened work. Threads and locks as for `settled`."""
-        if self.loose == <PyObject*>work:
-            self.loose = NULL
-        elif self.more_loose is not None:
-            self.more_loose.discard(<uintptr_t><PyObject*>work)
+        """Forget the address of a work that is held weakly. Threads and locks as for `settled`."""
+        if self.weak_work == <PyObject*>work:
+            self.weak_work = NULL
+        elif self.more_weak_works is not None:
+            self.more_weak_works.discard(<uintptr_t><PyObject*>work)
         return 0
 
     cdef object cause_of(self, object error):
         """Return why a communicator was aborted, for a thread that has only found that it was. In any thread."""
         return error
 
-    cdef bint is_spared(self) noexcept:
+    cdef bint is_report_only(self) noexcept:
         """Return whether a failure of it aborts no communicator. In any thread, under any lock."""
         return False
 
@@ -278,9 +278,9 @@ cdef class LaunchOwner:
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
-        If the owner's `spares` is True, it aborts none, and their other operations continue. If its `aborts` is True,
-        the owner aborts them itself, later. Return whether all works of the launch were done in the meantime: then
-        nothing is aborted.
+        If the owner's `report_only` is True, nothing is aborted, and their other operations continue. If its
+        `self_aborting` is True, the owner aborts them itself, later. Return whether all works of the launch were done
+        in the meantime: then nothing is aborted.
 
         Threads and locks as for `LaunchGroup.fail`; called before the works of the launch fail.
         """
@@ -333,7 +333,7 @@ cdef class MonitorProxy:
         """If the monitor thread has ended, take its place once, and return True. In any thread, under no lock."""
         return False
 
-    cdef int loosen(self, object work) except -1:
+    cdef int forget_unlaunched(self, object work) except -1:
         """Drop a launched work from the list of works that wait for their lanes. In a caller's thread."""
         return 0
 
@@ -396,7 +396,7 @@ cdef class Lock:
         begin_quiet()
         return 0
 
-    cdef void abort_and_report(self) noexcept:
+    cdef void leave(self) noexcept:
         end_quiet()
         mutex_unlock(&self.mutex)
 
@@ -505,8 +505,8 @@ cdef bint expects_callbacks() noexcept nogil:
     return load(&_expected_callbacks) != 0
 
 
-cdef int _attend_at(double when) except -1:
-    """Have the monitor call look_after_executors() at a moment."""
+cdef int _check_at(double when) except -1:
+    """Have the monitor call check_executors() at a moment."""
     global next_check
     if when < next_check:
         next_check = when
@@ -535,9 +535,9 @@ cdef class Executor:
     cdef int submit(self, object task) except -1:
         """Queue a task; in any thread with the GIL, under any lock."""
         self.queue.append(task)
-        return self.look_after()
+        return self.ensure_leader()
 
-    cdef int look_after(self) except -1:
+    cdef int ensure_leader(self) except -1:
         """Make sure that a thread takes what is in the queue."""
         cdef double moment
         if not self.queue or _stop:
@@ -545,10 +545,10 @@ cdef class Executor:
         moment = now()
         if self.leading is not None:
             if moment - self.leading.since < self._grace():
-                return _attend_at(self.leading.since + self._grace())
+                return _check_at(self.leading.since + self._grace())
             self.leading = None  # it continues with its present task
         if self.waking and moment - self.waking_since < _WAKE_LIMIT:
-            return _attend_at(self.waking_since + _WAKE_LIMIT)
+            return _check_at(self.waking_since + _WAKE_LIMIT)
         return self._wake_or_start()
 
     cdef double _grace(self) noexcept:
@@ -561,12 +561,12 @@ cdef class Executor:
         if self.idle:
             add(&self.word, 1)
             wake_one(&self.word)
-            return _attend_at(self.waking_since + _WAKE_LIMIT)
+            return _check_at(self.waking_since + _WAKE_LIMIT)
         try:
             begin_thread(self._main)  # starts the thread without running Python or waiting here
         except RuntimeError:  # too many threads; perhaps not for long
             self.waking_since += _START_RETRY - _WAKE_LIMIT
-        return _attend_at(self.waking_since + _WAKE_LIMIT)
+        return _check_at(self.waking_since + _WAKE_LIMIT)
 
     def _main(self):
         """Run tasks until another thread is idle too."""
@@ -631,7 +631,7 @@ cdef class Executor:
             task = self.queue.popleft()
             me.since = now()
             if self.queue:
-                _attend_at(me.since + self._grace())
+                _check_at(me.since + self._grace())
             try:
                 task()
             except BaseException:
@@ -656,7 +656,7 @@ user_executor = Executor("ncclpy-callback")
 internal_executor = Executor("ncclpy-internal")
 
 
-cdef int look_after_executors() except -1:
+cdef int check_executors() except -1:
     """Do the monitor's part: let another thread lead past a task that does not return, and name slow callbacks."""
     global next_check
     cdef Member one
@@ -664,16 +664,16 @@ cdef int look_after_executors() except -1:
     if moment < next_check:
         return 0
     next_check = FOREVER
-    internal_executor.look_after()
+    internal_executor.ensure_leader()
     for one in user_executor.members:
-        if one.callback is None or one.named:
+        if one.callback is None or one.warned:
             continue
         if moment - one.since >= _SLOW_AFTER:
-            one.named = True
+            one.warned = True
             user_executor.queue.append(_SlowCallback(one))
         else:
             next_check = min(next_check, one.since + _SLOW_AFTER)
-    user_executor.look_after()
+    user_executor.ensure_leader()
     return 0
 
 
@@ -708,9 +708,9 @@ cdef int begin_callback(object callback, object work) except -1:
     cdef Member me = _this_member()
     if me is None or me.callback is not None:  # a callback within a callback counts as part of the outer one
         return 0
-    me.callback, me.work, me.named = callback, work, False
+    me.callback, me.work, me.warned = callback, work, False
     me.since = now()
-    return _attend_at(me.since + _SLOW_AFTER)
+    return _check_at(me.since + _SLOW_AFTER)
 
 
 cdef int end_callback(object callback) except -1:
@@ -725,7 +725,7 @@ cdef int step_aside() except -1:
     cdef Member me = user_executor.leading
     if me is not None and me.thread == PyThread_get_thread_ident():
         user_executor.leading = None
-        user_executor.look_after()
+        user_executor.ensure_leader()
     return 0
 
 
@@ -746,7 +746,7 @@ def _end_of_process():
     cdef int word = 0
     for executor in (internal_executor, user_executor):
         while ((<Executor>executor).queue or (<Executor>executor).leading is not None) and now() < end:
-            (<Executor>executor).look_after()  # the monitor, which calls it otherwise, has ended
+            (<Executor>executor).ensure_leader()  # the monitor, which calls it otherwise, has ended
             with nogil:
                 sleep_on(&word, 0, 0.001)
     _stop = True

@@ -24,7 +24,7 @@ __all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_gr
 _MAX_FAILED = 50
 
 # Weak: an entry goes with its group, also with a group that was never complete.
-_there: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
+_entries: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 
 
@@ -86,7 +86,7 @@ class KnownGroup(GroupInfo):
         self.ended = monotonic()
         self._error = _words_of(error)
         _failed.append(self)
-        self._go()
+        self._remove()
         listener = failure_listener()
         if listener is not None:
             listener.failed(error, wait=False, ended=True)
@@ -105,10 +105,10 @@ class KnownGroup(GroupInfo):
 
     def closed(self) -> None:
         """Forget a closed group; dumps show one that has failed all the same."""
-        self._go()
+        self._remove()
 
-    def _go(self) -> None:
-        _there.pop(id(self), None)
+    def _remove(self) -> None:
+        _entries.pop(id(self), None)
         self.look = dict  # an entry that stays for dumps must not keep the group alive
 
     def as_dict(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def note_group(
 ) -> KnownGroup:
     """Register a group."""
     made = KnownGroup(name, number, rank, size, device, look)
-    _there[id(made)] = made
+    _entries[id(made)] = made
     listener = failure_listener()
     if listener is not None:
         listener.note_rank(size, rank)
@@ -146,7 +146,7 @@ def note_group(
 def note_communicator(name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> GroupInfo:
     """Register a rank of a communicator for as long as the returned object lives."""
     made = GroupInfo(name, rank, device, look)
-    _there[id(made)] = made
+    _entries[id(made)] = made
     return made
 
 
@@ -161,33 +161,33 @@ def elsewhere(here: GroupInfo) -> dict[str, Any]:
     If several ranks of `here` are in this process, the groups of each are told apart by its device. An operation that
     was launched and may be done keeps no rank.
     """
-    others = [each for each in _there_now() if each is not here]
+    others = [each for each in _live_entries() if each is not here]
     shared = any(each.name == here.name and each.rank != here.rank for each in others)
     found = []
     for each in others:
         if not shared or each.device == here.device:
-            told = each.look()
-            if told.get("current") is not None and not told.get("launched"):
+            status = each.look()
+            if status.get("current") is not None and not status.get("launched"):
                 kept = {"in_other_group": each.name, "kind": each.kind}
-                found.append({**kept, "current": told["current"], "since": told["since"]})
-            elif "in_rendezvous" in told:
-                where = f"{told['in_rendezvous']} of {each.kind} {each.name!r}"
-                found.append({"in_rendezvous": where, "since": told["since"]})
+                found.append({**kept, "current": status["current"], "since": status["since"]})
+            elif "in_rendezvous" in status:
+                where = f"{status['in_rendezvous']} of {each.kind} {each.name!r}"
+                found.append({"in_rendezvous": where, "since": status["since"]})
     return min(found, key=lambda one: float(one["since"]), default={})
 
 
-def _there_now() -> list[GroupInfo]:
-    there = [reference() for reference in _there.valuerefs()]  # in one step: another thread may add a group
-    return [each for each in there if each is not None]
+def _live_entries() -> list[GroupInfo]:
+    entries = [reference() for reference in _entries.valuerefs()]  # in one step: another thread may add a group
+    return [each for each in entries if each is not None]
 
 
 def _known() -> list[KnownGroup]:
-    return [*list(_failed), *(each for each in _there_now() if isinstance(each, KnownGroup))]
+    return [*list(_failed), *(each for each in _live_entries() if isinstance(each, KnownGroup))]
 
 
 def _forked() -> None:
     """Forget the parent's groups in a forked child: none of them works there."""
-    _there.clear()
+    _entries.clear()
     _failed.clear()
 
 

@@ -96,7 +96,7 @@ class Lane {
     ncclpy_sharp_timers();
     if (begin_ != nullptr) begin_();
     for (;;) {
-      const int seen = ncclpy_load(&news_);
+      const int seen = ncclpy_load(&announced_);
       Job* job = take(false);
       if (job != nullptr) {
         do {
@@ -107,19 +107,19 @@ class Lane {
       }
       const double until = ncclpy_now() + spin_;
       int spins = 0;
-      while (ncclpy_load(&news_) == seen && ((++spins & 63) != 0 || ncclpy_now() < until)) ncclpy_relax();
-      if (ncclpy_load(&news_) != seen) continue;
+      while (ncclpy_load(&announced_) == seen && ((++spins & 63) != 0 || ncclpy_now() < until)) ncclpy_relax();
+      if (ncclpy_load(&announced_) != seen) continue;
       ncclpy_swap(&asleep_, 1);
-      if (ncclpy_load(&news_) == seen) ncclpy_sleep_on(&news_, seen, 3600);
+      if (ncclpy_load(&announced_) == seen) ncclpy_sleep_on(&announced_, seen, 3600);
       ncclpy_swap(&asleep_, 0);
     }
   }
 
-  // Takes the next job. `mine` says whether this thread has the lane already; without a job the lane becomes free.
-  Job* take(bool mine) {
+  // Takes the next job. `has_lane`: whether this thread has the lane already; without a job the lane becomes free.
+  Job* take(bool has_lane) {
     Job* job = nullptr;
     ncclpy_mutex_lock(&mutex_);
-    if (mine || !taken_) {
+    if (has_lane || !taken_) {
       job = first_;
       if (job != nullptr) {
         first_ = job->next;
@@ -132,15 +132,15 @@ class Lane {
   }
 
   void announce() {
-    ncclpy_add(&news_, 1);
-    if (ncclpy_load(&asleep_)) ncclpy_wake(&news_);
+    ncclpy_add(&announced_, 1);
+    if (ncclpy_load(&asleep_)) ncclpy_wake(&announced_);
   }
 
   ncclpy_mutex mutex_;   // guards the next three
   Job* first_ = nullptr;
   Job* last_ = nullptr;
   bool taken_ = false;   // a job runs, or a thread has borrowed the lane
-  int news_ = 0;         // atomic futex; counts announcements of jobs
+  int announced_ = 0;         // atomic futex; counts announcements of jobs
   int asleep_ = 0;       // atomic
   const double spin_;
   void (*const begin_)();

@@ -33,7 +33,7 @@ cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1
 cdef int record_producer(Work work, const View* view, producer) except -1
 cdef int record_behind(Work work, CUstream stream) except -1
-cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1
+cdef int wait_behind(CUstream waiting, int device, CUstream stream) except -1
 
 # One participant's part of a launch.
 cdef struct Part:
@@ -50,8 +50,8 @@ cdef struct Batch:
     Part* parts
     size_t count
     int* remaining  # batches of this launch that have not run yet, or NULL if no thread waits for it
-    const int* lent  # the lanes that were borrowed for the batch
-    size_t nlent
+    const int* borrowed  # the lanes that were borrowed for the batch
+    size_t nborrowed
     CallBatch calls  # the calls and their results
     CUresult driver  # result of the driver calls around them
 
@@ -86,7 +86,7 @@ cdef class Launch(LaunchGroup):
 cdef Launch new_launch(LaunchOwner owner)
 
 # Make the calls of a launch that this thread has borrowed lanes for; nothing for None. Under no lock.
-cdef void launch_here(Launch lent) noexcept
+cdef void launch_here(Launch launch) noexcept
 
 # Divide parts, sorted by lane, into batches; return the job and the lane of each.
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0

@@ -72,7 +72,7 @@ cdef int _CORES_PER_LANE = 4  # cores for each lane
 cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; never freed
 
 
-cdef void _settle_in() noexcept nogil:
+cdef void _begin_lane_thread() noexcept nogil:
     """Begin a lane's thread: relaxed capture mode, so that its calls disturb no capture in another thread."""
     relax()
 
@@ -85,7 +85,7 @@ cdef int lane_of(int device) except -1:
         cores = len(os.sched_getaffinity(0))
         wanted = max(1, min(_device.device_count(), cores - 1))
         if _lanes == NULL:
-            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _CORES_PER_LANE * wanted else _SPIN, _settle_in)
+            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _CORES_PER_LANE * wanted else _SPIN, _begin_lane_thread)
     number = device % _lanes.count()
     if not _lanes.need(number):
         raise RuntimeError("no thread can be started for launching: the process or the system has too many")
@@ -170,24 +170,24 @@ cdef int record_behind(Work work, CUstream stream) except -1:
     return 0
 
 
-cdef int wait_behind(CUstream waits, int device, CUstream stream) except -1:
+cdef int wait_behind(CUstream waiting, int device, CUstream stream) except -1:
     """Let a stream wait for what is on another stream now."""
     cdef CUevent event = take_event(device, False)
     try:
-        _record(device, event, stream, waits, True)
+        _record(device, event, stream, waiting, True)
     finally:
         give_event(device, False, event)  # recording it again does not affect a wait that is enqueued
     return 0
 
 
-cdef int _record(int device, CUevent event, CUstream stream, CUstream waits, bint wait) except -1:
+cdef int _record(int device, CUevent event, CUstream stream, CUstream waiting, bint wait) except -1:
     cdef CUresult result
     require_driver()
     cdef CUcontext saved = enter_device(device)
     with nogil:
         result = driver.cuEventRecord(event, stream)
         if result == CUDA_SUCCESS and wait:
-            result = driver.cuStreamWaitEvent(waits, event, CU_EVENT_WAIT_DEFAULT)
+            result = driver.cuStreamWaitEvent(waiting, event, CU_EVENT_WAIT_DEFAULT)
     leave_device(saved)
     check_driver(result, b"cuEventRecord")
     return 0
@@ -198,14 +198,14 @@ cdef extern from "Python.h":
 
 _log = logging.getLogger("ncclpy.engine")
 
-# With more launches than this in flight a further one is left to its lanes: a call blocks where a device's queue is
-# full, at some 1,000 entries, of which a launch takes three or four; and the caller must not block.
-cdef long _MOST = 256
+# With more launches than this in flight, the lanes make the calls of a further one: a call blocks while the device's
+# queue is full, and the caller must not block. The queue has some 1,000 entries; a launch takes three or four of them.
+cdef long _MAX_IN_FLIGHT = 256
 
 cdef enum:
-    _MOST_LENT = 64  # lanes that one thread borrows
+    _MAX_BORROWED = 64  # lanes that one thread borrows
 
-cdef long _on_their_way = 0  # changed with the GIL
+cdef long _in_flight_count = 0  # changed with the GIL
 cdef long long _launches = 0
 
 
@@ -278,7 +278,7 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
     return result
 
 
-cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept nogil:
+cdef bint _run_unless_failed(Batch* batch, CUcontext current, double until) noexcept nogil:
     """Run a batch of parts with works, unless an earlier call on one of its communicators has failed.
 
     Such a communicator is aborted next; until then, further calls on it would match other ranks' wrong calls.
@@ -300,17 +300,17 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
     """Run a batch of parts with works, in its lane's thread."""
     cdef Batch* batch = <Batch*>job
-    cdef size_t more = 0
-    cdef int lent[_MOST_LENT]
-    if batch.nlent > 1:  # a thread that had borrowed these lanes found a communicator in use; this lane is the first
-        more = batch.nlent - 1
-        memcpy(lent, batch.lent + 1, more * sizeof(int))  # the batch is freed once its works are handed over
-    _run_in_turn(batch, NULL, FOREVER)
+    cdef size_t count = 0
+    cdef int others[_MAX_BORROWED]
+    if batch.nborrowed > 1:  # a thread that had borrowed these lanes found a communicator in use; this lane is the first
+        count = batch.nborrowed - 1
+        memcpy(others, batch.borrowed + 1, count * sizeof(int))  # the batch is freed once its works are handed over
+    _run_unless_failed(batch, NULL, FOREVER)
     _hand_works_over(batch, now())
-    give_lanes_back(lent, more)
+    give_lanes_back(others, count)
 
 
-cdef void launch_here(Launch lent) noexcept:
+cdef void launch_here(Launch launch) noexcept:
     """Make the calls in this thread, in the lanes' place in the order; keep the thread's current context.
 
     No Python may run before the lanes are given back: other launches wait for them.
@@ -318,19 +318,19 @@ cdef void launch_here(Launch lent) noexcept:
     cdef Batch* batch
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if lent is None:
+    if launch is None:
         return
-    batch = &lent.whole
+    batch = &launch.whole
     with nogil:
         driver.cuCtxGetCurrent(&saved)
         mode = relax()  # calls here must not disturb a capture by this thread
-        if _run_in_turn(batch, saved, 0):
+        if _run_unless_failed(batch, saved, 0):
             _hand_works_over(batch, now())  # before other launches run on these devices
-            give_lanes_back(batch.lent, batch.nlent)
+            give_lanes_back(batch.borrowed, batch.nborrowed)
         else:
-            pass_on(&batch.job, batch.lent)  # an abort holds a communicator, which can take long
+            pass_on(&batch.job, batch.borrowed)  # an abort holds a communicator, which can take long
         restore(mode)
-        if lent.parts[lent.count - 1].context != saved:
+        if launch.parts[launch.count - 1].context != saved:
             driver.cuCtxSetCurrent(saved)
 
 
@@ -352,7 +352,7 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
         some[n].work = part.work
         some[n].event = part.done
         some[n].stream = part.step.operation.stream
-        some[n].limit = FOREVER if (<Work>part.work).allowed else (<Work>part.work).limit
+        some[n].limit = FOREVER if (<Work>part.work).relative_limit else (<Work>part.work).limit
         some[n].kind = part.step.operation.kind
         some[n].result = result
         some[n].driver = failed
@@ -430,7 +430,7 @@ cdef class Launch(LaunchGroup):
 
         Return the launch if lanes were borrowed: the caller passes it to `launch_here`.
         """
-        global _on_their_way
+        global _in_flight_count
         cdef size_t i, nlanes, nbatches
         cdef Work work
         cdef ncclpy_job* job = &self.whole.job
@@ -450,8 +450,8 @@ cdef class Launch(LaunchGroup):
             work.launch = self
             if work.limit != FOREVER:
                 await_launch(work)
-        _on_their_way += 1
-        here = here and _on_their_way <= _MOST and nlanes <= _MOST_LENT and borrow_lanes(self.lanes, nlanes)
+        _in_flight_count += 1
+        here = here and _in_flight_count <= _MAX_IN_FLIGHT and nlanes <= _MAX_BORROWED and borrow_lanes(self.lanes, nlanes)
         sort_parts(self.parts, self.count, not here)
         if here or nlanes == 1:
             make_whole(&self.whole, self.parts, self.count)
@@ -463,7 +463,7 @@ cdef class Launch(LaunchGroup):
         if not here:
             push_jobs(jobs, self.lanes, nlanes)
             return None
-        self.whole.lent, self.whole.nlent = self.lanes, nlanes
+        self.whole.borrowed, self.whole.nborrowed = self.lanes, nlanes
         self.whole.calls.watched = True  # for Ctrl-C; the monitor watches what is stuck on the device
         return self
 
@@ -482,11 +482,11 @@ cdef class Launch(LaunchGroup):
 
     cdef int settled(self, object work) except -1:
         """Note that one of the works is settled."""
-        global _on_their_way
+        global _in_flight_count
         cdef LaunchOwner owner
         self.unsettled -= 1
         if self.unsettled == 0:
-            _on_their_way -= 1
+            _in_flight_count -= 1
             self.works = []
             owner = self.owner
             owner.launch_done(self)
@@ -519,14 +519,14 @@ cdef class Launch(LaunchGroup):
         finally:
             if self.failing:  # also if that raises: threads wait for the works
                 self.end(error)
-        if owner.spares or owner.aborts:
+        if owner.report_only or owner.self_aborting:
             return 0
         words = words_of(error)  # not str(): the abort must not wait for the __repr__ of a key
         abort_in_background(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
         return 0
 
-    cdef bint is_spared(self) noexcept:
-        return self.owner is not None and self.owner.spares
+    cdef bint is_report_only(self) noexcept:
+        return self.owner is not None and self.owner.report_only
 
 
 cdef Launch new_launch(LaunchOwner owner):
@@ -586,7 +586,7 @@ def abort_in_background(handles, reason, others=()):
 
 
 class _Done:
-    """Stand for the thread if the caller has done its work."""
+    """Replace the thread of an abort that the caller itself has made."""
 
     def join(self, timeout=None):
         """Return at once."""
@@ -608,8 +608,8 @@ def _abort(handles, reason, others):
 
 # The table of signatures: its first and its largest size, and the number of places at which a signature may be.
 cdef enum:
-    _FEW = 32
-    _MOST_AT_ONCE = 2048
+    _MIN_PLACES = 32
+    _MAX_PLACES = 2048
     _WAYS = 4
 
 
@@ -725,11 +725,11 @@ cdef class CommunicatorSet(LaunchOwner):
 
     cdef bint _grow(self) noexcept:
         """Double the table; return False if it is at its limit or memory is out."""
-        cdef size_t i, before = self.capacity, capacity = 2 * before if before else _FEW
+        cdef size_t i, before = self.capacity, capacity = 2 * before if before else _MIN_PLACES
         cdef unsigned long long* old = self.familiar
         cdef unsigned long long* place
         cdef unsigned long long* grown = NULL
-        if capacity <= _MOST_AT_ONCE:
+        if capacity <= _MAX_PLACES:
             grown = <unsigned long long*>calloc(capacity, sizeof(unsigned long long))
         if grown == NULL:
             return False

@@ -33,11 +33,11 @@ from ncclpy.core.runtime.wait cimport FOREVER, Call
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
     MonitorProxy, begin_quiet, end_quiet, expect_callbacks, expect_no_callbacks, expects_callbacks, hurry_monitor,
-    idle_wait, internal_executor, look_after_executors, monitor_has_gil, next_check, user_executor, wait_for_wakeup,
+    idle_wait, internal_executor, check_executors, monitor_has_gil, next_check, user_executor, wait_for_wakeup,
     wake_monitor, wakeups,
 )
 from ncclpy.engine.work cimport (
-    NOT_FAILING, TO_FAIL, Watched, Work, failing_of, follows_a_failure, have_failed, next_tick, note_tick, tell_of_stops,
+    NOT_FAILING, TO_FAIL, Watched, Work, failing_task, follows_a_failure, start_failing, next_tick, note_tick, tell_of_stops,
 )
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
@@ -48,19 +48,19 @@ from ncclpy.engine.recorder cimport COMPLETED, PENDING
 cdef double _COLLECT_TIME = 200e-6
 
 # How many works at the front of a stream are checked for waiting threads and callbacks.
-cdef size_t _LOOKED_AT = 256
+cdef size_t _MAX_CHECKED = 256
 
 
 # Works of one stream in launch order, in which they end.
 cdef struct StreamWorks:
     deque[Watched] works
     double soonest  # no later than the first deadline among them
-    void* told  # the host engine calls `_ring` at the end of this work; NULL for none
+    void* reported  # the host engine calls `_wake` at the end of this work; NULL for none
 
 ctypedef unordered_map[uintptr_t, StreamWorks] Rows
 
 
-cdef bint is_told_at_once(const Watched* one) noexcept nogil:
+cdef bint is_urgent(const Watched* one) noexcept nogil:
     """Return whether a work has failed, has callbacks, or has a thread that sleeps until its end."""
     return (
         one.result != ncclSuccess or one.driver != CUDA_SUCCESS
@@ -68,40 +68,40 @@ cdef bint is_told_at_once(const Watched* one) noexcept nogil:
     )
 
 
-cdef bint is_asked_for(Rows* rows) noexcept nogil:
+cdef bint is_any_awaited(Rows* rows) noexcept nogil:
     """Return whether a thread or a callback waits for a work in flight."""
     cdef Rows.iterator it = rows.begin()
     while it != rows.end():
-        if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
+        if _is_row_awaited(&dereference(it).second, _MAX_CHECKED):
             return True
         preincrement(it)
     return False
 
 
-cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
+cdef bint _is_row_awaited(StreamWorks* row, size_t most) noexcept nogil:
     """Return whether a thread or a callback waits for the last work of a stream, or for one of `most` at its front."""
     cdef size_t i
     for i in range(min(most, row.works.size())):
-        if is_told_at_once(&row.works[i]):
+        if is_urgent(&row.works[i]):
             return True
-    return is_told_at_once(&row.works.back())
+    return is_urgent(&row.works.back())
 
 
-cdef bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether not to ask for a stream yet: asking starts a thread, but a waiting caller may run it."""
+cdef bint _is_deferred(StreamWorks* row, double moment) noexcept nogil:
+    """Return whether a stream is not queried yet: a query starts a thread for it, but a waiting caller may run it."""
     return (
-        moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_asked_for(row, 1)
+        moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_awaited(row, 1)
     )
 
 
-cdef void _ring(void* nothing) noexcept nogil:
+cdef void _wake(void* nothing) noexcept nogil:
     wake_monitor()
 
 
-cdef double be_told(Rows* rows, double moment) noexcept nogil:
+cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
     """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
 
-    On each stream it is called at the end of the first work that `is_told_at_once`, or else of the last work: each
+    On each stream it is called at the end of the first work that `is_urgent`, or else of the last work: each
     check takes a core from the threads that run the operations, for which all ranks wait. A thread that sleeps in the
     engine until a work has ended completes the work itself.
 
@@ -114,28 +114,28 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
     cdef double soonest = FOREVER
     while it != rows.end():
         row = &dereference(it).second
-        one = _to_be_told_of(row)
-        if _is_left_alone(row, moment):
+        one = _work_to_report(row)
+        if _is_deferred(row, moment):
             soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _COLLECT_TIME)
-        elif one != NULL and row.told != <void*>one.work:
-            result = event_tell(one.event, _ring, NULL)
+        elif one != NULL and row.reported != <void*>one.work:
+            result = event_tell(one.event, _wake, NULL)
             if result == CUDA_SUCCESS and driver.cuEventQuery(row.works.front().event) != CUDA_ERROR_NOT_READY:
                 return moment
             if result == CUDA_ERROR_NOT_READY:
-                row.told = <void*>one.work
+                row.reported = <void*>one.work
             else:  # no memory, for example, or several streams with one handle
                 soonest = min(soonest, moment + _COLLECT_TIME)
         preincrement(it)
     return soonest
 
 
-cdef Watched* _to_be_told_of(StreamWorks* row) noexcept nogil:
-    """Return the first work that `is_told_at_once`; else the last work, or NULL if the engine reports one already."""
+cdef Watched* _work_to_report(StreamWorks* row) noexcept nogil:
+    """Return the first work that `is_urgent`; else the last work, or NULL if the engine reports one already."""
     cdef size_t i
-    for i in range(min(_LOOKED_AT, row.works.size())):
-        if is_told_at_once(&row.works[i]) and not load(&(<Work>row.works[i].work).attended):
+    for i in range(min(_MAX_CHECKED, row.works.size())):
+        if is_urgent(&row.works[i]) and not load(&(<Work>row.works[i].work).engine_waiters):
             return &row.works[i]
-    if row.told != NULL or load(&(<Work>row.works.back().work).attended):
+    if row.reported != NULL or load(&(<Work>row.works.back().work).engine_waiters):
         return NULL
     return &row.works.back()
 
@@ -154,7 +154,7 @@ cdef size_t ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
     result[0] = CUDA_SUCCESS
     if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
         return 1
-    if event_help != NULL and _is_left_alone(row, now()):
+    if event_help != NULL and _is_deferred(row, now()):
         return 0
     result[0] = driver.cuEventQuery(first.event)
     if result[0] == CUDA_ERROR_NOT_READY:
@@ -201,21 +201,21 @@ _PATIENCE = 2.0
 cdef struct Inbox:
     mutex_t mutex
     vector[Watched] works
-    size_t coming  # how many works have space here and are not handed over yet
+    size_t reserved  # how many works have space here and are not handed over yet
 
 # What is watched. Only the monitor's thread uses it; after its end, threads that do its work use it with the GIL.
 cdef struct Watching:
     Rows streams
     vector[Watched] ended  # not completed yet, which needs the GIL
     double ended_at  # when the first of them was found, 0 if not noted
-    int heard  # `wakeups` when the inbox was last emptied
-    double heard_at  # when that was
-    int nap  # a futex that no thread changes or wakes
-    bint at_home
+    int seen_wakeups  # `wakeups` when the inbox was last emptied
+    double emptied_at  # when that was
+    int sleep_word  # a futex that no thread changes or wakes
+    bint has_context  # whether the context is current in the thread
 
 # What the thread reads without the GIL. It is written with the GIL, one word at a time.
-cdef struct Signs:
-    CUcontext home  # context of the first device in use; the thread's own driver calls need a context
+cdef struct Shared:
+    CUcontext context  # context of the first device in use; the thread's own driver calls need a context
     double next_round
     double next_timer  # the first moment at which something on the agenda is due
     bint stop
@@ -228,27 +228,27 @@ cdef class _Agenda:
     cdef double soonest  # no later than the first deadline among them
     cdef list timers
     cdef long long timers_made
-    cdef list last  # settled works that may hold the last references to users' objects
+    cdef list last_references  # settled works that may hold the last references to users' objects
     cdef list unsettled  # works with an end that is not believed yet, or that another thread is about to fail
     cdef Call thread  # the monitor's
-    cdef bint gone  # whether it has ended, at exit
+    cdef bint has_ended  # whether it has ended, at exit
 
     def __cinit__(self):
         self.unlaunched = collections.deque()
         self.soonest = FOREVER
         self.timers = []
-        self.last = []
+        self.last_references = []
         self.unsettled = []
 
 
 cdef Inbox _inbox
 mutex_init(&_inbox.mutex, LOCK_MONITOR)
-_inbox.coming = 0
+_inbox.reserved = 0
 cdef Watching _watching
-_watching.at_home, _watching.ended_at, _watching.heard, _watching.heard_at, _watching.nap = False, 0, -1, 0, 0
-cdef Signs _signs
-_signs.home = NULL
-_signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
+_watching.has_context, _watching.ended_at, _watching.seen_wakeups, _watching.emptied_at, _watching.sleep_word = False, 0, -1, 0, 0
+cdef Shared _shared
+_shared.context = NULL
+_shared.next_round, _shared.next_timer, _shared.stop = 0, FOREVER, False
 cdef _Agenda _agenda = _Agenda()
 
 
@@ -257,10 +257,10 @@ cdef int make_room(size_t count) except -1:
     cdef size_t needed
     mutex_lock(&_inbox.mutex)  # with the GIL: it is held only briefly
     try:
-        needed = _inbox.works.size() + _inbox.coming + count
+        needed = _inbox.works.size() + _inbox.reserved + count
         if needed > _inbox.works.capacity():
             _inbox.works.reserve(2 * needed)
-        _inbox.coming += count
+        _inbox.reserved += count
     finally:
         mutex_unlock(&_inbox.mutex)
     return 0
@@ -269,22 +269,22 @@ cdef int make_room(size_t count) except -1:
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor, which must be running, after `make_room`; without the GIL."""
     cdef size_t i
-    cdef bint hurries = False
+    cdef bint has_urgent = False
     mutex_lock(&_inbox.mutex)
     for i in range(count):
-        hurries |= is_told_at_once(&some[i])  # before the monitor can free it
+        has_urgent |= is_urgent(&some[i])  # before the monitor can free it
         _inbox.works.push_back(some[i])
-    _inbox.coming -= count
+    _inbox.reserved -= count
     mutex_unlock(&_inbox.mutex)
     wake_monitor()
-    if hurries:
+    if has_urgent:
         hurry_monitor()
 
 
 cdef int ensure_running(int device=-1) except -1:
     """Start the thread at its first use in this process."""
-    if _signs.home == NULL and device >= 0:
-        _signs.home = context_of(device)
+    if _shared.context == NULL and device >= 0:
+        _shared.context = context_of(device)
     if _agenda.thread is not None:
         return 0
     cdef Call thread = _Thread()
@@ -304,8 +304,8 @@ cdef int await_launch(Work work) except -1:
     _agenda.unlaunched.append(work)
     if work.limit < _agenda.soonest:
         _agenda.soonest = work.limit
-        if _agenda.soonest < _signs.next_timer:
-            _signs.next_timer = _agenda.soonest
+        if _agenda.soonest < _shared.next_timer:
+            _shared.next_timer = _agenda.soonest
             wake_monitor()
     return 0
 
@@ -323,8 +323,8 @@ def call_at(double when, callback):
     ensure_running()
     _agenda.timers_made += 1
     heapq.heappush(_agenda.timers, (when, _agenda.timers_made, callback))
-    if when < _signs.next_timer:
-        _signs.next_timer = when
+    if when < _shared.next_timer:
+        _shared.next_timer = when
         wake_monitor()
 
 
@@ -336,14 +336,14 @@ cdef class _Thread(Call):
 
     cdef int make(self) except -1:
         sharp_timers()
-        while not _signs.stop:
+        while not _shared.stop:
             with nogil:
-                _watch(_signs.next_round)
-            _attend()
+                _watch(_shared.next_round)
+            _work_with_gil()
         return 0
 
 
-cdef int _attend() except -1:
+cdef int _work_with_gil() except -1:
     """Do all that is due with the GIL."""
     begin_quiet()
     swap(&monitor_has_gil, 1)
@@ -351,17 +351,17 @@ cdef int _attend() except -1:
         tell_of_stops()
         _complete()
         _check_unsettled()
-        if _watching.streams.size() and now() >= _signs.next_round:
-            _signs.next_round = now() + _ROUND
+        if _watching.streams.size() and now() >= _shared.next_round:
+            _shared.next_round = now() + _ROUND
             _check_works()
         _check_lanes()
-        _pass_on_last()
+        _drop_last_references()
         while _agenda.timers and _agenda.timers[0][0] <= now():
             internal_executor.submit(heapq.heappop(_agenda.timers)[2])
-        look_after_executors()
-        _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
+        check_executors()
+        _shared.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
         if _agenda.unsettled:
-            _signs.next_timer = min(_signs.next_timer, now() + _ROUND)
+            _shared.next_timer = min(_shared.next_timer, now() + _ROUND)
     except BaseException as error:  # an internal error must not end the thread on which all waits rely
         internal_executor.submit(_Defect(error))
     finally:
@@ -371,18 +371,18 @@ cdef int _attend() except -1:
 
 
 cdef class _Proxy(MonitorProxy):
-    """Take the place of the monitor thread in any thread, after the monitor thread has ended."""
+    """Do the work of the monitor thread in any thread, after the monitor thread has ended."""
 
     cdef int run_inline(self) except -1:
-        if not _agenda.gone:
+        if not _agenda.has_ended:
             return False
-        _take_in()  # with the GIL: several threads may do this at once
-        _ask()
-        _attend()
+        _empty_inbox()  # with the GIL: several threads may do this at once
+        _query_streams()
+        _work_with_gil()
         internal_executor.run_here()
         return True
 
-    cdef int loosen(self, object work) except -1:
+    cdef int forget_unlaunched(self, object work) except -1:
         """Remove a work, and launched works before it, from those that wait for lanes, as `_check_lanes` does."""
         while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
             _agenda.unlaunched.popleft()
@@ -415,16 +415,16 @@ cdef void _watch(double next_round) noexcept nogil:
         seen = load(&wakeups)
         note_tick(now())
         rest = _LONG_COLLECT_TIME if event_help == NULL and _launches_fast(seen) else _COLLECT_TIME
-        if seen != _watching.heard:  # else nothing was handed over since: leave the inbox's mutex to the lanes
-            _watching.heard, _watching.heard_at = seen, now()
-            if not is_asked_for(&_watching.streams):
+        if seen != _watching.seen_wakeups:  # else nothing was handed over since: leave the inbox's mutex to the lanes
+            _watching.seen_wakeups, _watching.emptied_at = seen, now()
+            if not is_any_awaited(&_watching.streams):
                 # A check at once would delay the launching thread, in the driver and by taking the GIL; on the host
                 # engine, the thread that runs the work and completes it.
                 idle_wait(rest)
-            _take_in()
-        _ask()
+            _empty_inbox()
+        _query_streams()
         moment = now()
-        if _signs.stop or moment >= _signs.next_timer or moment >= next_check:
+        if _shared.stop or moment >= _shared.next_timer or moment >= next_check:
             return
         if _watching.ended.size():
             if _watching.ended_at == 0:
@@ -438,7 +438,7 @@ cdef void _watch(double next_round) noexcept nogil:
             if moment - began < _spin:
                 sched_yield()
             else:
-                wait_for_wakeup(seen, min(_signs.next_timer, next_check, next_tick()) - moment)
+                wait_for_wakeup(seen, min(_shared.next_timer, next_check, next_tick()) - moment)
             if load(&wakeups) != seen:
                 began = now()
             continue
@@ -447,43 +447,43 @@ cdef void _watch(double next_round) noexcept nogil:
         waited = moment - began
         if event_tell != NULL:
             wait_for_wakeup(
-                seen, min(next_round, _signs.next_timer, next_check, be_told(&_watching.streams, moment)) - moment
+                seen, min(next_round, _shared.next_timer, next_check, request_wakeup(&_watching.streams, moment)) - moment
             )
         elif waited < 100e-6 and expects_callbacks():  # else polling gains nothing: a waiting thread polls at first
             sched_yield()
-        elif not is_asked_for(&_watching.streams):
+        elif not is_any_awaited(&_watching.streams):
             idle_wait(rest)
         elif waited < 1:
-            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # saves wake_monitor() a system call
+            sleep_on(&_watching.sleep_word, 0, 20e-6 if waited < 0.1 else 50e-6)  # saves wake_monitor() a system call
         else:
             wait_for_wakeup(seen, 500e-6)
 
 
 cdef bint _launches_fast(int seen) noexcept nogil:
     """Return whether launches follow each other fast, judged by those since the inbox was last emptied."""
-    cdef int launches = seen - _watching.heard
-    return launches > _TOO_FEW_LAUNCHES and now() - _watching.heard_at < launches * _FAST_LAUNCH_INTERVAL
+    cdef int launches = seen - _watching.seen_wakeups
+    return launches > _TOO_FEW_LAUNCHES and now() - _watching.emptied_at < launches * _FAST_LAUNCH_INTERVAL
 
 
 cdef bint _is_awaited() noexcept nogil:
     """Return whether a completed work has failed, or a thread or a callback waits for it."""
     cdef size_t i
     for i in range(_watching.ended.size()):
-        if is_told_at_once(&_watching.ended[i]):
+        if is_urgent(&_watching.ended[i]):
             return True
     return False
 
 
-cdef void _take_in() noexcept nogil:
+cdef void _empty_inbox() noexcept nogil:
     """Append the works that were handed over to those of their streams."""
     cdef size_t i
     cdef Watched one
     cdef StreamWorks* row
-    cdef bint calls = False
+    cdef bint with_callbacks = False
     cdef double moment = now()
-    if not _watching.at_home and _signs.home != NULL and driver.cuCtxSetCurrent != NULL:
-        _watching.at_home = True
-        driver.cuCtxSetCurrent(_signs.home)
+    if not _watching.has_context and _shared.context != NULL and driver.cuCtxSetCurrent != NULL:
+        _watching.has_context = True
+        driver.cuCtxSetCurrent(_shared.context)
     mutex_lock(&_inbox.mutex)
     for i in range(_inbox.works.size()):
         one = _inbox.works[i]
@@ -492,18 +492,18 @@ cdef void _take_in() noexcept nogil:
             continue
         row = &_watching.streams[<uintptr_t>one.stream]
         if row.works.empty():
-            row.soonest, row.told = one.limit, NULL
+            row.soonest, row.reported = one.limit, NULL
         elif one.limit < row.soonest:
             row.soonest = one.limit
         row.works.push_back(one)
-        calls |= has_callbacks(&one)
+        with_callbacks |= has_callbacks(&one)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
-    if calls:
+    if with_callbacks:
         expect_callbacks()
 
 
-cdef void _ask() noexcept nogil:
+cdef void _query_streams() noexcept nogil:
     """Move works that have ended from the fronts of the streams to `ended`."""
     cdef Rows.iterator it = _watching.streams.begin()
     cdef StreamWorks* row
@@ -521,8 +521,8 @@ cdef void _ask() noexcept nogil:
                 one.driver, one.seen = result, now()
                 _watching.ended.push_back(one)
                 row.works.pop_front()
-                if row.told == <void*>one.work:
-                    row.told = NULL
+                if row.reported == <void*>one.work:
+                    row.reported = NULL
                 n -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)
@@ -548,45 +548,45 @@ cdef int _complete() except -1:
 cdef int _end(Watched* watched) except -1:
     """Settle a work that lane and device are done with, or have it fail; drop the reference to it."""
     cdef Work work = <Work>watched.work
-    if work.lent:
-        work.lent = False
+    if work.dropped_by_monitor:
+        work.dropped_by_monitor = False
     else:
         Py_DECREF(work)  # the local variable keeps it as long as needed
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
             if follows_a_failure(work, watched):
-                task = failing_of(work, watched, ncclSuccess)
+                task = failing_task(work, watched, ncclSuccess)
                 if task is not None:
                     call_at(now() + _CAUSE_PATIENCE, task)
             else:
-                have_failed(work, watched, ncclSuccess)
+                start_failing(work, watched, ncclSuccess)
         elif not _check_health(work):
             if work.is_doubted():
                 _agenda.unsettled.append(work)
                 return 0
             work.settle(None)
             work.entry.completed = watched.seen
-    return _is_over(work)
+    return _release_if_settled(work)
 
 
-cdef int _is_over(Work work) except -1:
+cdef int _release_if_settled(Work work) except -1:
     """Release what a work keeps, once lane and device are done with it and it is settled.
 
-    An unsettled work needs its communicator: without it, `Work._look` would take any end for a success.
+    An unsettled work needs its communicator: without it, `Work._query` would take any end for a success.
     """
     work.over = True
     if work.failing == TO_FAIL or not work.is_settled():
         _agenda.unsettled.append(work)
         return 0
-    if work.is_shared():
+    if work.can_be_dropped_quietly():
         work.let_go()
     else:
-        _agenda.last.append(work)
+        _agenda.last_references.append(work)
     return 0
 
 
 cdef int _check_unsettled() except -1:
-    """Look again at works with doubted ends and works about to fail: settle or release what is ready."""
+    """Check again works with doubted ends and works about to fail: settle or release what is ready."""
     cdef Work work
     if not _agenda.unsettled:
         return 0
@@ -599,19 +599,19 @@ cdef int _check_unsettled() except -1:
                 continue
             if work.failing == NOT_FAILING:
                 work.settle(None)
-        _is_over(work)
+        _release_if_settled(work)
     return 0
 
 
-cdef int _pass_on_last() except -1:
+cdef int _drop_last_references() except -1:
     """Have what may be the last references to users' objects dropped by an executor's thread."""
-    if _agenda.last:
-        user_executor.submit(_LettingGo(_agenda.last))
-        _agenda.last = []
+    if _agenda.last_references:
+        user_executor.submit(_Release(_agenda.last_references))
+        _agenda.last_references = []
     return 0
 
 
-cdef class _LettingGo:
+cdef class _Release:
     cdef list works
 
     def __init__(self, list works not None):
@@ -634,7 +634,7 @@ cdef int _check_works() except -1:
     while it != _watching.streams.end():
         row = &dereference(it).second
         fronts.append(<Work>row.works.front().work)
-        _begin_clock(row, moment)
+        _start_deadline(row, moment)
         if row.soonest <= moment:
             row.soonest = FOREVER
             for i in range(row.works.size()):
@@ -646,24 +646,24 @@ cdef int _check_works() except -1:
     for work in fronts:
         _check_health(work)
     for work in overdue:
-        have_failed(work, NULL, ncclSuccess)
+        start_failing(work, NULL, ncclSuccess)
     return 0
 
 
-cdef int _begin_clock(StreamWorks* row, double moment) except -1:
+cdef int _start_deadline(StreamWorks* row, double moment) except -1:
     """Start the deadline of a stream's first work, once what produces its input is done."""
     cdef Watched* first = &row.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
     cdef bint behind
-    if work.allowed == 0:
+    if work.relative_limit == 0:
         return 0
     behind = event != NULL and not _is_passed(event)
-    work.entry.place(behind)  # the event was queried anyway, so that calls need no query for it
+    work.entry.set_blocked(behind)  # the event was queried anyway, so that calls need no query for it
     if behind:
         return 0
-    first.limit = work.limit = moment + work.allowed
-    work.allowed = 0
+    first.limit = work.limit = moment + work.relative_limit
+    work.relative_limit = 0
     row.soonest = min(row.soonest, first.limit)
     return 0
 
@@ -675,7 +675,7 @@ cdef bint _is_passed(CUevent event) noexcept:
     abort, which needs the GIL. So the GIL is released for the query.
     """
     cdef CUresult result
-    if _agenda.gone:  # any thread may be here then, and nothing else guards what is watched
+    if _agenda.has_ended:  # any thread may be here then, and nothing else guards what is watched
         return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
     with nogil:
         result = driver.cuEventQuery(event)
@@ -689,7 +689,7 @@ cdef int _check_lanes() except -1:
     while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
         work = _agenda.unlaunched.popleft()
         if Py_REFCNT(<PyObject*>work) == 1:
-            _agenda.last.append(work)
+            _agenda.last_references.append(work)
     if not _agenda.unlaunched:
         _agenda.soonest = FOREVER
         return 0
@@ -703,7 +703,7 @@ cdef int _check_lanes() except -1:
         elif work.limit < _agenda.soonest:
             _agenda.soonest = work.limit
     for work in overdue:
-        have_failed(work, NULL, ncclSuccess)
+        start_failing(work, NULL, ncclSuccess)
     return 0
 
 
@@ -717,7 +717,7 @@ cdef int _check_health(Work work) except -1:
         result = handle.peek()
         if result == ncclSuccess:
             return False
-    have_failed(work, NULL, result)
+    start_failing(work, NULL, result)
     return True
 
 
@@ -726,22 +726,22 @@ def _end_of_process():
     """End the thread before the interpreter ends; works in flight are left to the end of the process."""
     if _agenda.thread is None:
         return
-    _signs.stop = True
+    _shared.stop = True
     wake_monitor()
     if _agenda.thread.wait(now() + _PATIENCE):
-        _agenda.gone = True
+        _agenda.has_ended = True
 
 
 def _forked():
     """Start afresh in a forked child: the thread does not exist there, and none of its works can end."""
     _agenda.thread = None
-    _signs.stop = _agenda.gone = False
-    _inbox.coming = 0
+    _shared.stop = _agenda.has_ended = False
+    _inbox.reserved = 0
     mutex_init(&_inbox.mutex, LOCK_MONITOR)
     _inbox.works.clear()
     _watching.streams.clear()
     _watching.ended.clear()
-    _watching.heard = -1
+    _watching.seen_wakeups = -1
     _agenda.timers.clear()
     _agenda.unlaunched.clear()
     _agenda.unsettled.clear()

@@ -67,14 +67,14 @@ cdef class Graph:
     cdef int remaining
     cdef list own  # streams for CPU memory
     cdef list held  # registrations of the plan's buffers
-    cdef bint waits
+    cdef bint must_wait  # for data in CPU memory, after each launch
     cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
 
     # Capture every device's operations on a stream.
     cdef int capture(self, Recorded plan) except -1
-    cdef int _enter(self, Recorded plan) except -1
-    cdef int _leave(self) except -1
+    cdef int _begin_marks(self, Recorded plan) except -1
+    cdef int _end_marks(self) except -1
     cdef int _close(self, double deadline) except -1
     cdef int _hold(self, Recorded plan) except -1
     cdef int _let_registrations_go(self, double until) except -1

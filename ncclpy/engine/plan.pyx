@@ -184,7 +184,7 @@ cdef class Recorded:
                 if now() >= deadline:
                     raise NcclTimeout(
                         f"{what} of {self!r} was not done after {seconds(now() - begun)}: another thread's launch of "
-                        "this plan did not come back; the communicators were aborted. A rank is missing or stuck: see "
+                        "this plan did not return; the communicators were aborted. A rank is missing or stuck: see "
                         "which of the other ranks did not make the same call",
                         function=what,
                     )
@@ -253,7 +253,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         if plan.count == 0:
             self.plan, self.held = plan, []
             return 0
-        self.waits = bool(plan.waits)
+        self.must_wait = bool(plan.waits)
         streams = {}
         for i in range(plan.count):
             handle = <Handle>plan.parts[i].step.handle
@@ -262,8 +262,8 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].step.operation.stream)
         own = {(handle.device, stream) for handle, stream, _ in plan.waits}
         for device, used in streams.items():
-            mine = [stream for stream in used if (device, stream) in own]
-            if len(used) > 1 and len(mine) != len(used):
+            unnamed = [stream for stream in used if (device, stream) in own]
+            if len(used) > 1 and len(unnamed) != len(used):
                 raise ValueError(
                     f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device"
                 )
@@ -304,7 +304,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             (<Handle>handle).resources.add(self)  # so that closing the communicator closes the graph
         return 0
 
-    cdef int _enter(self, Recorded plan) except -1:
+    cdef int _begin_marks(self, Recorded plan) except -1:
         """Mark the replays for the watchdog, each by a communicator of its device that has a deadline."""
         cdef Handle handle
         cdef Operation what
@@ -331,7 +331,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     break
         return 0
 
-    cdef int _leave(self) except -1:
+    cdef int _end_marks(self) except -1:
         cdef Handle handle
         cdef size_t i
         for i in range(self.count):
@@ -366,7 +366,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                 raise ValueError("this graph was closed by another thread; capture the plan again")
             self.launching = True
             self.remaining = <int>self.count
-            self._enter(plan)
+            self._begin_marks(plan)
             if borrow_lanes(self.borrowed, self.nlanes):
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
@@ -382,10 +382,10 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                 check_driver(self.replays[i].result, b"cuGraphLaunch")
         finally:
             if self.launching:
-                self._leave()
+                self._end_marks()
             self.launching = False
             mutex_unlock(&plan.mutex)
-        if self.waits:
+        if self.must_wait:
             for handle, _, limit in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
@@ -403,7 +403,8 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
     cdef int _close(self, double deadline) except -1:
         """Destroy the graphs once no launch of them is in progress.
 
-        It cannot use the plan's mutex for that: a launch of the plan holds it, perhaps stuck until an abort ends it.
+        It does not take the plan's mutex: a launch of the plan holds the mutex, and may be stuck until an abort ends
+        the launch.
         """
         cdef double started = now()
         if self.plan is None:
@@ -547,7 +548,7 @@ cdef class Recording(Group):
 
     def __enter__(self):
         if current_group() is not None:
-            raise ValueError("plan.record() cannot stand inside a group")
+            raise ValueError("plan.record() is not allowed inside a group")
         self.is_plan = True
         return Group.__enter__(self)
 
@@ -609,7 +610,7 @@ Record a group of operations once and launch it many times.
         cdef double limit = -1 if timeout is None else as_timeout(timeout)
         cdef Handle handle
         if current_group() is not None:
-            raise ValueError("plan.launch() cannot stand inside a group")
+            raise ValueError("plan.launch() is not allowed inside a group")
         self.check()
         if self.count == 0:
             return
@@ -629,8 +630,8 @@ Record a group of operations once and launch it many times.
         cdef CUcontext saved = NULL
         cdef double deadline, begun = now()
         cdef Handle handle
-        cdef list errors = [], late = [], ends = []
-        cdef str why = "Plan.launch passed its deadline"
+        cdef list errors = [], late = [], aborting = []
+        cdef str reason = "Plan.launch passed its deadline"
         self.take_turn("Plan.launch", limit)
         suppress_reports()  # no listener is called under the mutex
         try:
@@ -654,7 +655,7 @@ Record a group of operations once and launch it many times.
                     self.note(&self.batches[i], errors, late)
             if late:
                 note_failure(late, errors[-1])
-            ends = begin_abort(late, why)  # before the next launch begins, which must not wait for the abort's end
+            aborting = begin_abort(late, reason)  # before the next launch begins, which must not wait for the abort's end
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
@@ -663,9 +664,9 @@ Record a group of operations once and launch it many times.
             mutex_unlock(&self.mutex)
         try:
             if late:
-                end_quietly(ends, why, errors[-1])
-            for handle, stream, each in self.waits:
-                deadline = begun + (limit if limit >= 0 else each)
+                end_quietly(aborting, reason, errors[-1])
+            for handle, stream, own_limit in self.waits:
+                deadline = begun + (limit if limit >= 0 else own_limit)
                 if errors and (deadline == FOREVER or handle.state != READY):
                     continue  # its data are not awaited any more
                 try:
@@ -745,7 +746,7 @@ Record a group of operations once and launch it many times.
         """
         cdef Graph graph = Graph.__new__(Graph)
         if current_group() is not None:
-            raise ValueError("plan.capture() cannot stand inside a group")
+            raise ValueError("plan.capture() is not allowed inside a group")
         self.check()
         graph.capture(self)
         return graph

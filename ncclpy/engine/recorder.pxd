@@ -58,7 +58,7 @@ cdef struct Source:  # see bootstrap/native/publisher.hpp
 # What a rank has begun and finished in one process group.
 cdef class OpLog:
     cdef ncclpy_oplog* oplog
-    cdef Source given
+    cdef Source publisher_source
 
     # The sequence number of the last collective that is done, None if there is none.
     cdef object last_finished(self)
@@ -105,8 +105,8 @@ cdef class Entry:
     cdef ncclpy_note* noted  # its note in `oplog`, until it has ended
 
     cdef int note(self, ncclpy_oplog* oplog) except -1
-    cdef int done(self, bint well, double moment) except -1
-    cdef void place(self, bint blocked) noexcept
+    cdef int done(self, bint succeeded, double moment) except -1
+    cdef void set_blocked(self, bint blocked) noexcept
 
 
 cdef Entry new_entry()

@@ -129,9 +129,9 @@ cdef int _write(char* at, size_t space, const ncclpy_op* what) noexcept nogil:
     )
 
 
-cdef int _write_or_null(char* at, size_t space, const char* name, bint there, const ncclpy_op* what) noexcept nogil:
+cdef int _write_or_null(char* at, size_t space, const char* name, bint present, const ncclpy_op* what) noexcept nogil:
     cdef int length = snprintf(at, space, b"\"%s\":", name)
-    if there:
+    if present:
         return length + _write(at + length, space - length, what)
     return length + snprintf(at + length, space - length, b"null")
 
@@ -178,7 +178,7 @@ cdef class OpLog:
         self.oplog = ncclpy_oplog_new()
         if self.oplog == NULL:
             raise MemoryError
-        self.given.what, self.given.tell = self.oplog, _tell
+        self.publisher_source.what, self.publisher_source.tell = self.oplog, _tell
 
     def __dealloc__(self):
         if self.oplog != NULL:
@@ -197,7 +197,7 @@ cdef class OpLog:
 
     def source(self):
         """Return a capsule by which a store's client publishes the status; this object must outlive it."""
-        return PyCapsule_New(&self.given, b"ncclpy.source", NULL)
+        return PyCapsule_New(&self.publisher_source, b"ncclpy.source", NULL)
 
     cdef object last_finished(self):
         return self.oplog.rows[0].finished.sequence if self.oplog.rows[0].last else None
@@ -262,15 +262,15 @@ cdef class Entry:
         self.oplog = oplog
         return 0
 
-    cdef int done(self, bint well, double moment) except -1:
+    cdef int done(self, bint succeeded, double moment) except -1:
         """Note in the operation log that the operation has ended, and whether it succeeded."""
         cdef ncclpy_note* noted = self.noted
         if noted != NULL:
             self.noted = NULL
-            ncclpy_oplog_end(self.oplog, self.pair, noted, well, moment)
+            ncclpy_oplog_end(self.oplog, self.pair, noted, succeeded, moment)
         return 0
 
-    cdef void place(self, bint blocked) noexcept:
+    cdef void set_blocked(self, bint blocked) noexcept:
         """Note in the operation log whether the device still waits for what produces the input."""
         if self.noted != NULL:
             ncclpy_oplog_set_blocked(self.oplog, self.noted, blocked)
@@ -362,7 +362,7 @@ cdef int note_site(Entry entry) except -1:
     cdef PyObject* found = ncclpy_frame()
     cdef PyObject* inner
     cdef object frame, code, own
-    cdef int left = _MAX_FRAMES
+    cdef int frames_left = _MAX_FRAMES
     if found == NULL:
         return 0
     frame = <object>found
@@ -370,10 +370,10 @@ cdef int note_site(Entry entry) except -1:
         code = ncclpy_frame_code(frame)
         inner = PyDict_GetItem(_is_inner, ncclpy_code_file(code))
         own = _is_own_file(<str>ncclpy_code_file(code)) if inner == NULL else <object>inner
-        if own is False or left == 0:
+        if own is False or frames_left == 0:
             entry.code, entry.at = code, ncclpy_frame_at(frame)
             return 0
-        left -= 1
+        frames_left -= 1
         found = ncclpy_frame_back(frame)
         if found == NULL:
             return 0

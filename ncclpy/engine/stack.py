@@ -44,15 +44,15 @@ def python_stack(thread: int | None = None) -> list[str]:
     return list(as_stack(found))
 
 
-def as_stack(told: Any) -> tuple[str, ...]:
+def as_stack(received: Any) -> tuple[str, ...]:
     """Return a stack that another process has sent, within the same bounds; empty if it is not a stack."""
-    if not isinstance(told, (list, tuple)):
+    if not isinstance(received, (list, tuple)):
         return ()
     found, space = [], _BYTES
-    for each in told[:_FRAMES]:
+    for each in received[:_FRAMES]:
         if not isinstance(each, str):
             return ()
-        line = "".join(sign if sign.isprintable() else "?" for sign in each[: _FILE + _FUNCTION + 20])
+        line = "".join(character if character.isprintable() else "?" for character in each[: _FILE + _FUNCTION + 20])
         space -= len(json.dumps(line)) + 2
         if space < 0:
             break

@@ -1,4 +1,4 @@
-"""The end of a process in which operations have failed, and whose program has been given none of their errors.
+"""Exit status of a process in which operations have failed, if the program has been given none of their errors.
 
 Such a program takes the contents of its arrays for results, and must not end with the exit status of a success. A
 group, a Manager or a coordinator notes the errors of its operations here when these fail, and removes them when the
@@ -55,7 +55,7 @@ def forget_failures(errors: Sequence[BaseException]) -> None:
 
 @atexit.register
 def _end_of_process() -> None:
-    """Write which errors were given to nothing, behind the program's own output, and change the exit status."""
+    """Write the undelivered errors, behind the program's own output, and change the exit status."""
     failed: dict[str, BaseException] = {}
     for name, errors in _noted.values():
         if (error := undelivered(errors)) is not None:

@@ -35,8 +35,8 @@ cdef int believe(Handle handle, int seen) except -1
 
 # Have a work fail with the error of its launch; if `watched` is NULL, with its communicator's `result`; if that is
 # success, since its deadline has passed. It runs compiled code only.
-cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1
-cdef object failing_of(Work work, const Watched* watched, ncclResult_t result)
+cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1
+cdef object failing_task(Work work, const Watched* watched, ncclResult_t result)
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
 
 cdef enum:
@@ -48,22 +48,22 @@ cdef enum:
 cdef class Work:
     cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; a futex
     cdef int sleepers
-    cdef int attended  # how many threads sleep in the host engine until it is done, and then settle it
+    cdef int engine_waiters  # how many threads sleep in the host engine until it is done, and then settle it
     cdef CUevent done  # recorded behind the operation once it is launched
-    cdef object lender  # the object that owns `done`, if this work does not
-    cdef bint borrows  # whether `done` belongs to another object
+    cdef object done_owner  # the object that owns `done`, if this work does not
+    cdef bint done_is_borrowed  # whether `done` belongs to another object
     cdef CUevent began  # with timing only
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream
     cdef CUstream producer  # the stream that `ready` was recorded on, if there is just one
     cdef bint has_producer
-    cdef bint by_stream  # whether its only array is reused in stream order: see `goes_by_streams`
+    cdef bint reused_in_order  # whether its only array is reused in stream order: see `is_reused_in_order`
     cdef bint timed
     cdef bint was_launched  # before it was settled
     cdef readonly int device
-    cdef double limit  # the moment by which it must be done; with `allowed`, the moment by which it must be launched
-    cdef double given  # seconds of its timeout, for its error; 0 if only a moment is known
-    cdef double allowed  # seconds from when the device can begin it; 0 once `limit` is the deadline
+    cdef double limit  # the moment by which it must be done; with `relative_limit`, the moment by which it must be launched
+    cdef double shown_timeout  # seconds of its timeout, for its error; 0 if only a moment is known
+    cdef double relative_limit  # seconds from when the device can begin it; 0 once `limit` is the deadline
     cdef double seconds  # duration on the device; negative if not known
     cdef Handle handle  # until it is settled
     cdef object held  # the input, until the device is done with it; `output` holds the other buffer
@@ -75,8 +75,8 @@ cdef class Work:
     cdef int failing  # whether a task is about to fail it, or has: NOT_FAILING to HAS_FAILED
     cdef bint over  # whether lane and device are done with it; the monitor releases it once it is settled
     cdef Awaited awaits  # what it waits for before the launch
-    cdef bint loose  # whether its arrays were released while it runs
-    cdef bint lent  # only the user has a reference: the monitor's was given up early, see `loosen`
+    cdef bint released_early  # whether its arrays were released while it runs
+    cdef bint dropped_by_monitor  # only the user has a reference: the monitor's was given up early, see `release_early`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
     # Threads to which its failure is reported: the last one that let a stream wait for it, and the last one that waits
     # itself.
@@ -90,16 +90,16 @@ cdef class Work:
     cdef int withdraw(self, object error) except -1
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1
-    cdef int loosen(self, CUstream stream) except -1
-    cdef bint is_shared(self) noexcept
-    cdef object say(self, str what)
+    cdef int release_early(self, CUstream stream) except -1
+    cdef bint can_be_dropped_quietly(self) noexcept
+    cdef object with_name(self, str what)
     cdef bint is_settled(self) noexcept
     cdef int become_captured(self, CUstream stream) except -1
     cdef int _refuse_if_captured(self) except -1
     cdef int _note_reader(self, unsigned long thread) except -1
     cdef int _join(self, CUstream stream) except -1
-    cdef bint _look(self) except -1
-    cdef int _ask(self, double until, double pause) except -1
+    cdef bint _query(self) except -1
+    cdef int _poll_device(self, double until, double pause) except -1
     cdef bint _is_fenced(self) noexcept
     cdef bint _healthy(self) except -1
     cdef bint is_doubted(self) noexcept
@@ -120,7 +120,7 @@ cdef struct Watched:
     char* text  # NCCL's text for a failure; from malloc, freed by the monitor
 
 # Do the monitor's work, but not callbacks, if its thread has ended; return whether it has.
-cdef int attend() except -1
+cdef int run_monitor_inline() except -1
 
 # What a thread that waits for other threads' works does between two checks.
 cdef int yield_to_others() except -1
@@ -129,7 +129,7 @@ cdef int yield_to_others() except -1
 # Whether memory that an array gives back is next used by what is enqueued later on the array's own stream. This is so
 # where a framework or the array names a current stream: their allocators keep stream order. CPU memory, and memory of
 # a `Buffer`, which no framework manages, may be reused the moment it is free.
-cdef inline bint goes_by_streams(const View* view) noexcept:
+cdef inline bint is_reused_in_order(const View* view) noexcept:
     return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
 
 

@@ -86,15 +86,15 @@ cdef int give_event(int device, bint timing, CUevent event) except -1:
     return 0
 
 
-# Other ranks wait at least a second for a silent rank. After half of that, a process that was stopped asks the store.
+# Other ranks wait for a silent rank for at least a second. A process that was stopped for half of that asks the store.
 cdef double _STOPPED_AFTER = 0.5
 
 # How often the monitor runs, even with nothing in flight: an operation launched after a stop may depend on an abort
 # during it.
 cdef double _TICK_INTERVAL = 0.2
 cdef int stops = 0
-cdef double _turn = 0  # when the monitor last ran; 0 while no communicator needs that
-cdef int _told = 0
+cdef double _last_tick = 0  # when the monitor last ran; 0 while no communicator needs that
+cdef int _reported_stops = 0
 cdef object _listeners = weakref.WeakSet()
 
 
@@ -110,24 +110,24 @@ cdef bint is_doubted(Handle handle) noexcept nogil:
 
 
 cdef void note_tick(double moment) noexcept nogil:
-    global _turn
-    if _turn == 0:  # no communicator needs it
+    global _last_tick
+    if _last_tick == 0:  # no communicator needs it
         return
-    if moment - _turn > _STOPPED_AFTER:
+    if moment - _last_tick > _STOPPED_AFTER:
         add(&stops, 1)
         wake_monitor()
-    _turn = moment
+    _last_tick = moment
 
 
 cdef double next_tick() noexcept nogil:
-    return _turn + _TICK_INTERVAL if _turn != 0 else FOREVER
+    return _last_tick + _TICK_INTERVAL if _last_tick != 0 else FOREVER
 
 
 cdef int tell_of_stops() except -1:
-    global _told
-    if load(&stops) == _told:
+    global _reported_stops
+    if load(&stops) == _reported_stops:
         return 0
-    _told = load(&stops)
+    _reported_stops = load(&stops)
     for listener in list(_listeners):  # one task for each: a store may not answer
         internal_executor.submit(listener.ask_after_stop)
     return 0
@@ -146,9 +146,9 @@ cdef int believe(Handle handle, int seen) except -1:
 
 def listen(listener):
     """Have the internal executor call ``listener.ask_after_stop()`` when the process has been stopped."""
-    global _turn
-    if _turn == 0:
-        _turn = now()
+    global _last_tick
+    if _last_tick == 0:
+        _last_tick = now()
         wake_monitor()
     _listeners.add(listener)
 
@@ -158,29 +158,29 @@ _ADVICE = (
     "`ncclpy trace`"
 )
 
-_ABORTED, _GOES_ON = "its communicator is aborted", "its communicator goes on"
+_ABORTED, _CONTINUES = "its communicator is aborted", "its communicator continues"
 
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
 
 
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
-    """Return whether a work was not launched because of an earlier failed call, which ends it too and says why."""
+    """Return whether a work was not launched because an earlier call failed; that call's error ends this work too."""
     cdef LaunchGroup launch = work.launch
     if <int>watched.result != WAS_ABORTED or work.handle is None or work.handle.state == ABORTED:
         return False
-    return launch is not None and not launch.is_spared()
+    return launch is not None and not launch.is_report_only()
 
 
-cdef int have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail: for its launch, else (`watched` is NULL) its communicator's result, else its deadline."""
-    task = failing_of(work, watched, result)
+cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1:
+    """Have a work fail: by its launch; if `watched` is NULL, by its communicator's result; else by its deadline."""
+    task = failing_task(work, watched, result)
     if task is not None:
         internal_executor.submit(task)
     return 0
 
 
-cdef object failing_of(Work work, const Watched* watched, ncclResult_t result):
+cdef object failing_task(Work work, const Watched* watched, ncclResult_t result):
     """Return the task that fails a work; None if there is one already, or the work is settled."""
     cdef _Failing task
     if work.failing != NOT_FAILING or work.is_settled():
@@ -213,7 +213,7 @@ cdef class _Failing:
         cdef LaunchGroup launch
         try:
             if not work.is_settled():
-                error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
+                error = _launch_error(work, &self.watched) if self.of_launch else _error_of(work, self.result)
                 error._where_called = where_called(work.entry)  # for other errors that this one causes
                 launch = work.launch
                 if launch is None:
@@ -225,49 +225,49 @@ cdef class _Failing:
             work.failing = HAS_FAILED  # from now on the monitor may release it, once it is settled and over
 
 
-cdef object _trouble(Work work, ncclResult_t result):
+cdef object _error_of(Work work, ncclResult_t result):
     """Return as an exception what is wrong with a work: its communicator's state or result, else its deadline."""
     cdef Handle handle = work.handle
     cdef LaunchGroup launch = work.launch
     cdef const char* words = NULL
     if handle is not None and handle.state == ABORTED:
-        return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
+        return NcclAborted(work.with_name(f"did not complete: {handle!r} was aborted"))
     if result != ncclSuccess:
         if handle is not None:
             words = handle.last_error_text()
         return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else missing_ranks(handle.error_source())
     missing += ". " if missing else ""
-    then = _GOES_ON if launch is not None and launch.is_spared() else _ABORTED
-    limit = f" of {seconds(work.given)}" if work.given > 0 else ""
-    return NcclTimeout(work.say(
-        f"was not done within its timeout{limit}; {then}. {missing}{_ADVICE}"
+    outcome = _CONTINUES if launch is not None and launch.is_report_only() else _ABORTED
+    limit = f" of {seconds(work.shown_timeout)}" if work.shown_timeout > 0 else ""
+    return NcclTimeout(work.with_name(
+        f"was not done within its timeout{limit}; {outcome}. {missing}{_ADVICE}"
     ))
 
 
 def without_advice(text):
     """Return an error's text without its advice about other ranks, for callers that know what those ranks do."""
     if text.endswith(_ADVICE):
-        for then in (_ABORTED, _GOES_ON):
-            head, found, _ = text.partition(f"{then}. ")
+        for outcome in (_ABORTED, _CONTINUES):
+            head, found, _ = text.partition(f"{outcome}. ")
             if found:
-                return head + then
+                return head + outcome
     return text.rstrip(". ")
 
 
-def add_answer(error, said, states):
+def add_answer(error, sentence, states):
     """Replace an error's advice by what the ranks do, as a sentence and as data.
 
     Parameters
     ----------
     error : Exception
-        A key that its text names is not shown for that.
-    said : str
+        If its text names a key, the key's ``__repr__`` is not called.
+    sentence : str
         The sentence.
     states : tuple of RankState, or None
         The data.
     """
-    error.args = (with_end(words_of(error), without_advice, f". {said}"),)
+    error.args = (with_end(words_of(error), without_advice, f". {sentence}"),)
     error.ranks = states
 
 
@@ -276,18 +276,18 @@ cdef object _launch_error(Work work, const Watched* watched):
     cdef const char* function = function_of(watched.kind)
     cdef LaunchGroup launch = work.launch
     if <int>watched.result == WAS_ABORTED and work.handle is not None and work.handle.state != ABORTED and (
-        launch is not None and launch.is_spared()
+        launch is not None and launch.is_report_only()
     ):
-        return NcclAborted(work.say(
-            f"was not launched: a call before it on {work.handle!r} has failed, which the other ranks may have made; "
-            "this one would meet theirs"
+        return NcclAborted(work.with_name(
+            f"was not launched: an earlier call on {work.handle!r} has failed, and other ranks may have made it: their "
+            "call would match this one"
         ))
     if <int>watched.result == WAS_ABORTED:
-        return NcclAborted(work.say(f"was not launched: {work.handle!r} was aborted"))
+        return NcclAborted(work.with_name(f"was not launched: {work.handle!r} was aborted"))
     if <int>watched.result == NOT_THERE:
-        return NcclUnsupported(work.say(f"was not launched: the loaded NCCL has no {function.decode()}"))
+        return NcclUnsupported(work.with_name(f"was not launched: the loaded NCCL has no {function.decode()}"))
     if <int>watched.result == PAST_DEADLINE:
-        return NcclTimeout(work.say(f"was not launched in time: {work.handle!r} stayed in progress"))
+        return NcclTimeout(work.with_name(f"was not launched in time: {work.handle!r} stayed in progress"))
     if watched.result != ncclSuccess:
         return nccl_error(watched.result, function, watched.text)
     return driver_error(watched.driver, function)
@@ -328,46 +328,46 @@ cdef void _call_monitor() noexcept nogil:
         wake_monitor()
 
 
-cdef int attend() except -1:
+cdef int run_monitor_inline() except -1:
     """Do the monitor's work, but not callbacks, once its thread has ended; return whether it has."""
     return callbacks.monitor_proxy.run_inline()
 
 
-cdef inline CUstream _one_name(CUstream stream) noexcept:
+cdef inline CUstream _canonical(CUstream stream) noexcept:
     """Return a stream's handle; the legacy default stream has two handles, of which this returns one."""
     return <CUstream>NULL if stream == CU_STREAM_LEGACY else stream
 
 
 cdef int yield_to_others() except -1:
-    """Give an instant to other threads: callbacks, if this is their thread, the monitor, and signal handlers."""
+    """Let callbacks (in another thread, if they wait for this one), the monitor and signal handlers run briefly."""
     step_aside()
-    if not attend():
+    if not run_monitor_inline():
         _call_monitor()
         time.sleep(_SHORT_SLICE)
     PyErr_CheckSignals()
     return 0
 
 
-cdef bint _alone(PyObject* value) noexcept:
+cdef bint _is_last_reference(PyObject* value) noexcept:
     """Return whether only one reference to an object is left; dropping it may run a finaliser."""
     return value != <PyObject*>None and Py_REFCNT(value) == 1
 
 
-cdef bint _go_by_streams(object arrays, object but) except -1:
-    """Return whether all of these arrays are reused in stream order: arrays, None, or lists. Skip `but`."""
+cdef bint _are_reused_in_order(object arrays, object skipped) except -1:
+    """Return whether all of these arrays are reused in stream order: arrays, None, or lists. `skipped` is left out."""
     cdef View view
-    if arrays is None or arrays is but:
+    if arrays is None or arrays is skipped:
         return True
     if isinstance(arrays, (list, tuple)):
         for each in arrays:
-            if not _go_by_streams(each, but):
+            if not _are_reused_in_order(each, skipped):
                 return False
         return True
     try:
         read_view(arrays, &view, "array")
     except Exception:  # it could be read at first; keep an array that has changed
         return False
-    return goes_by_streams(&view)
+    return is_reused_in_order(&view)
 
 
 cdef Work new_work(int kind, int device):
@@ -475,9 +475,9 @@ What an asynchronous operation returns.
         informed = getattr(error, "_informed", None) if informs else None
         if informed is not None:
             note_delivery(informed)
-        told = with_sentence(error, where_called(self.entry))
+        shown = with_sentence(error, where_called(self.entry))
         if self.error is error:  # else another thread has set it: all threads get the same error
-            self.error = told
+            self.error = shown
         return self.error
 
     cdef int withdraw(self, object error) except -1:
@@ -490,12 +490,12 @@ What an asynchronous operation returns.
         """Release what lane and device might have used."""
         cdef LaunchGroup launch = self.launch
         self.tidy()
-        if self.loose and launch is not None:
+        if self.released_early and launch is not None:
             launch.forget(self)
         self.held = self.launch = None
         return 0
 
-    cdef int loosen(self, CUstream stream) except -1:
+    cdef int release_early(self, CUstream stream) except -1:
         """Release the arrays before the end, if that is safe now that a stream waits for the operation.
 
         It is safe if they are reused in stream order on this stream: the operation waited for what was on the stream,
@@ -505,21 +505,21 @@ What an asynchronous operation returns.
         """
         cdef LaunchGroup launch
         if (
-            self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
+            self.released_early or not self.has_producer or _canonical(stream) != _canonical(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another stream in each thread
-            or not (self.by_stream or (_go_by_streams(self.output, None) and _go_by_streams(self.held, self.output)))
-            or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread has changed it
+            or not (self.reused_in_order or (_are_reused_in_order(self.output, None) and _are_reused_in_order(self.held, self.output)))
+            or self.released_early or self.over or load(&self.phase) != LAUNCHED  # another thread has changed it
         ):
             return 0
-        self.loose = True
+        self.released_early = True
         launch = self.launch
         if launch is not None:
-            launch.loosen(self)
+            launch.hold_weakly(self)
             if self.launch is not launch:  # it was settled meanwhile
                 launch.forget(self)
-        callbacks.monitor_proxy.loosen(self)
+        callbacks.monitor_proxy.forget_unlaunched(self)
         if not self.over:  # else the monitor has just dropped its reference
-            self.lent = True
+            self.dropped_by_monitor = True
             Py_DECREF(self)
         held, self.held = self.held, None
         del held  # finalisers may run here
@@ -527,8 +527,8 @@ What an asynchronous operation returns.
 
     def __del__(self):
         # The last reference to a work in flight was dropped: give it back to the monitor, but release its result.
-        if self.lent:
-            self.lent = False
+        if self.dropped_by_monitor:
+            self.dropped_by_monitor = False
             Py_INCREF(self)
             if not self.has_listeners:
                 kept = [self.output, self.maker]
@@ -536,16 +536,16 @@ What an asynchronous operation returns.
                 if is_quiet():  # perhaps in this thread, which had a temporary reference
                     user_executor.submit(kept.clear)
 
-    cdef bint is_shared(self) noexcept:
+    cdef bint can_be_dropped_quietly(self) noexcept:
         """Return whether `let_go` and dropping the caller's reference after it can run no code of users."""
         cdef PyObject* held = <PyObject*>self.held
-        if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.awaits):
+        if _is_last_reference(held) or _is_last_reference(<PyObject*>self.handle) or _is_last_reference(<PyObject*>self.awaits):
             return False
         if Py_REFCNT(<PyObject*>self) > 1:
             return True
         return not (
             self.callbacks is not None or self.error is not None or _getweakrefcount(self)
-            or _alone(<PyObject*>self.maker) or _alone(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
+            or _is_last_reference(<PyObject*>self.maker) or _is_last_reference(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
             or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )
 
@@ -563,14 +563,14 @@ What an asynchronous operation returns.
 
     cdef int _refuse_if_captured(self) except -1:
         if load(&self.phase) == CAPTURED:
-            raise ValueError(self.say(
+            raise ValueError(self.with_name(
                 "was captured into a CUDA graph: it runs whenever that is launched, and has no end or result of its own. "
                 "Wait for the stream that the graph is launched on; within the capture synchronize(stream) lets another "
                 "of its streams wait"
             ))
         return 0
 
-    cdef object say(self, str what):
+    cdef object with_name(self, str what):
         """Return a text that begins with the work's name; a `LazyText` if it has a key of a user's type."""
         cdef Entry entry = self.entry
         name = f"{called(entry)} on device {self.device}"
@@ -612,11 +612,11 @@ What an asynchronous operation returns.
 
     def is_completed(self):
         """Return whether it is done, with a result or an error, without waiting."""
-        self._look()
+        self._query()
         self._refuse_if_captured()
         return self.is_settled()
 
-    cdef bint _look(self) except -1:
+    cdef bint _query(self) except -1:
         """Query the device, if it is launched; return whether it is done."""
         cdef CUresult result
         cdef CUstreamCaptureMode mode
@@ -630,7 +630,7 @@ What an asynchronous operation returns.
             restore(mode)
         if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy() and not self.is_doubted():
             if self.handle is not None and self.handle.state == ABORTED:
-                error = NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted"))
+                error = NcclAborted(self.with_name(f"did not complete: {self.handle!r} was aborted"))
                 self.settle(error if launch is None else launch.cause_of(error))
             else:
                 self.settle(None)
@@ -654,7 +654,7 @@ What an asynchronous operation returns.
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until its phase is `state` or later; return whether it is."""
         cdef double begun = now(), slice
-        cdef bint helped = False, told = False
+        cdef bint helped = False, notified = False
         cdef CUstreamCaptureMode mode
         cdef int seen
         cdef Awaited awaited = self.awaits
@@ -669,29 +669,29 @@ What an asynchronous operation returns.
                     mode = relax()
                     event_help(self.done, min(_HELP_SLICE, deadline - now()))
                     restore(mode)
-                self._look()
+                self._query()
                 continue
             if seen == LAUNCHED and now() - begun < _POLL:
-                self._ask(min(begun + _POLL, deadline), 0)
-                if self._look():
+                self._poll_device(min(begun + _POLL, deadline), 0)
+                if self._query():
                     break
             if now() >= deadline:
                 return False
             step_aside()
             if seen == LAUNCHED and event_help == NULL and now() - begun < _SLOW_POLL:
-                self._ask(min(begun + _SLOW_POLL, deadline), _SLOW_POLL_INTERVAL)
-                if self._look():
+                self._poll_device(min(begun + _SLOW_POLL, deadline), _SLOW_POLL_INTERVAL)
+                if self._query():
                     break
-            slice = _SHORT_SLICE if attend() else _SLICE
-            if seen == LAUNCHED and event_await != NULL and not told:  # the host engine wakes this thread only
-                add(&self.attended, 1)
+            slice = _SHORT_SLICE if run_monitor_inline() else _SLICE
+            if seen == LAUNCHED and event_await != NULL and not notified:  # the host engine wakes this thread only
+                add(&self.engine_waiters, 1)
                 with nogil:
                     mode = relax()
                     # If another thread fails the work, it does not wake this one.
-                    told = event_await(self.done, min(slice, _ENGINE_SLICE, deadline - now())) != CUDA_ERROR_NOT_READY
+                    notified = event_await(self.done, min(slice, _ENGINE_SLICE, deadline - now())) != CUDA_ERROR_NOT_READY
                     restore(mode)
-                add(&self.attended, -1)
-                if not told:  # from now on the monitor may have to complete it
+                add(&self.engine_waiters, -1)
+                if not notified:  # from now on the monitor may have to complete it
                     wake_monitor()
             else:
                 add(&self.sleepers, 1)
@@ -700,11 +700,11 @@ What an asynchronous operation returns.
                     sleep_on(&self.phase, seen, min(slice, deadline - now()))
                 add(&self.sleepers, -1)
             PyErr_CheckSignals()
-            self._look()  # the monitor may be busy
+            self._query()  # the monitor may be busy
             require_driver()  # raises in a forked child
         return True
 
-    cdef int _ask(self, double until, double pause) except -1:
+    cdef int _poll_device(self, double until, double pause) except -1:
         """Query the device until it is done, until the work is settled, or until a moment."""
         cdef CUstreamCaptureMode mode
         cdef double moment, last
@@ -734,7 +734,7 @@ What an asynchronous operation returns.
         if not ended:
             state, awaited = self.state, self.awaits  # showing a key may settle it and drop these
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
-            error = NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
+            error = NcclTimeout(self.with_name(f"is {state} after {seconds:.3g} s{missing}"))
             add_sentence(error, where_called(self.entry))
             raise error
         self._refuse_if_captured()
@@ -747,8 +747,8 @@ What an asynchronous operation returns.
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. After that `NcclTimeout` is raised and the operation goes on: only the timeout that it was
-            given itself ends an operation.
+            Seconds to wait. After that `NcclTimeout` is raised and the operation continues: only its own
+            timeout ends an operation.
 
         Raises
         ------
@@ -801,7 +801,7 @@ What an asynchronous operation returns.
                 self._must_end(None)
                 if self.error is not None:
                     raise self.failure().with_traceback(None)
-            self.loosen(raw)
+            self.release_early(raw)
         elif self.error is not None:
             raise self.failure().with_traceback(None)
         elif load(&self.phase) == CAPTURED:
@@ -824,7 +824,7 @@ What an asynchronous operation returns.
         if stream == self.stream:
             return 0
         if stream == NULL or stream == CU_STREAM_LEGACY:
-            raise ValueError(self.say(
+            raise ValueError(self.with_name(
                 "was captured, and the legacy default stream cannot be part of a CUDA graph: pass the stream that is to wait"
             ))
         if not is_captured(self.stream, self.device):
@@ -901,7 +901,7 @@ What an asynchronous operation returns.
         return asyncio.wrap_future(self.future()).__await__()
 
     def __dealloc__(self):
-        if self.done != NULL and not self.borrows:
+        if self.done != NULL and not self.done_is_borrowed:
             give_event(self.device, self.timed, self.done)
         if self.ready != NULL:
             give_event(self.device, False, self.ready)

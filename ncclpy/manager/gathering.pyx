@@ -454,7 +454,7 @@ cdef class DeviceSet(CommunicatorSet):
             gathering.timeout, _sayer_of(gathering), _asker_of(self), weakref.ref(self), DeviceSet.status, self.oplogs,
             DeviceSet.ended,
         )
-        self.aborts = True
+        self.self_aborting = True
         work.listen(self)
         return 0
 
@@ -524,12 +524,12 @@ cdef class DeviceSet(CommunicatorSet):
         self._fence_and_note(readers)
         self.failures.append(error)
         self.owner.set_lost(self)
-        if self.aborts:  # before its works fail: close(), which waits for these, joins the thread started here
+        if self.self_aborting:  # before its works fail: close(), which waits for these, joins the thread started here
             # Not the error's text: it may name a key, which only its readers may show.
             kind = type(error).__name__
             self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
         CommunicatorSet.launch_failed(self, launch, error)
-        if not self.aborts:
+        if not self.self_aborting:
             self.tell_readers(readers, error)
             self._leave()
         return 0
@@ -545,7 +545,7 @@ cdef class DeviceSet(CommunicatorSet):
 
         Without a fence are the ranks of other processes without a store, of which an abort warns.
         """
-        if self.aborts or len(self.devices) == self.nranks:
+        if self.self_aborting or len(self.devices) == self.nranks:
             self.fence()
         return self.note_readers(readers)
 
@@ -652,7 +652,7 @@ cdef class DeviceSet(CommunicatorSet):
         readers = set()
         self._fence_and_note(readers)
         self.note_failure(error)
-        if not self.aborts or self.state != MADE or self.peer_status is None:
+        if not self.self_aborting or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
             if not self.making:  # else `fail` does, and tells why
                 self._leave()
@@ -673,7 +673,7 @@ cdef class DeviceSet(CommunicatorSet):
         """Take the communicators over and launch the gatherings that waited; return those, to be released."""
         CommunicatorSet.ready(self, comms, streams)
         self.making = False
-        if self.aborts:
+        if self.self_aborting:
             self.believe(load(&stops))  # all processes have just met
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:

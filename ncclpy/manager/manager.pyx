@@ -414,7 +414,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             comm_set.state = GONE
             self._note(comm_set.failures)
-            if comm_set.aborts:  # `ending` is not known yet
+            if comm_set.self_aborting:  # `ending` is not known yet
                 self.lost = [each for each in self.lost if each.ending is None or each.ending.is_alive()] + [comm_set]
             if comm_set.told is not None and not comm_set.launches:
                 self.ends[comm_set.key] = comm_set.told

@@ -417,7 +417,7 @@ cdef class Connection(CommunicatorSet):
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
-        work.allowed = work.given = request.limit  # earlier operations on the device do not count
+        work.relative_limit = work.shown_timeout = request.limit  # earlier operations on the device do not count
         work.awaits = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank
@@ -431,11 +431,11 @@ cdef class Connection(CommunicatorSet):
         return 0
 
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
-        if self.spares:
+        if self.report_only:
             self.late()  # forgets works that are over
             self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # weak: works keep their results alive
         (<ConnectionOwner>self.owner).connection_failed(self, error)
-        return 0 if self.spares else CommunicatorSet.launch_failed(self, launch, error)
+        return 0 if self.report_only else CommunicatorSet.launch_failed(self, launch, error)
 
     cdef Py_ssize_t late(self) except -1:
         cdef Work work
@@ -497,10 +497,10 @@ cdef object capture(Connection connection, Request request):
     cdef double deadline = deadline_after(request.limit)
     _await_launches(connection, deadline)
     if not connection.comms:  # an abort has removed it
-        return NcclAborted(work.say("was not captured: its communicator was aborted"))
+        return NcclAborted(work.with_name("was not captured: its communicator was aborted"))
     comm = connection.comms[0]
     if load(&comm.engine_failed):
-        return NcclAborted(work.say("was not captured: a call before it on this communicator has failed"))
+        return NcclAborted(work.with_name("was not captured: a call before it on this communicator has failed"))
     if comm.nonblocking:
         raise ValueError(f"{comm!r} is nonblocking (NCCL_COMM_BLOCKING=0): calls on it cannot be captured")
     require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
@@ -539,7 +539,7 @@ cdef int _await_launches(Connection connection, double deadline) except -1:
         for each in list((<Launch>launch).works):
             work = each
             if not work._wait_for(LAUNCHED, deadline):
-                raise NcclTimeout(work.say(
+                raise NcclTimeout(work.with_name(
                     "was begun before this operation, which is to be captured, and is not launched yet; the capture "
                     "goes on without it"
                 ))
@@ -559,7 +559,7 @@ cdef int _call(CallBatch* calls, Work work, double deadline) except -1:
             return 0
         PyErr_CheckSignals()  # nothing was called: an exception here leaves nothing behind
         if now() >= deadline:
-            raise NcclTimeout(work.say("was not captured in time: another thread is inside its communicator"))
+            raise NcclTimeout(work.with_name("was not captured in time: another thread is inside its communicator"))
 
 
 cdef object _error(const CallBatch* calls, Handle comm, Work work):
@@ -567,9 +567,9 @@ cdef object _error(const CallBatch* calls, Handle comm, Work work):
     cdef size_t failed = min(calls.failed, calls.count - 1)
     cdef const char* function = function_of((<Step*>calls.steps)[failed].operation.kind)
     if <int>calls.result == NOT_THERE:
-        return NcclUnsupported(work.say(f"was not captured: the loaded NCCL has no {function.decode()}"))
+        return NcclUnsupported(work.with_name(f"was not captured: the loaded NCCL has no {function.decode()}"))
     try:
         comm.raise_if_aborted(calls.result, function)
     except Exception as error:
         return error
-    return nccl_error(calls.result, function, calls.words, work.say("was not captured"))
+    return nccl_error(calls.result, function, calls.words, work.with_name("was not captured"))

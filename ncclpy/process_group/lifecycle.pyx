@@ -289,8 +289,8 @@ cdef class Lifecycle:
             _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
             self.group_status.rendezvous_of(label, members), self.timeout,
         )
-        made.spares = self.on_error == "report"
-        made.aborts = not made.spares
+        made.report_only = self.on_error == "report"
+        made.self_aborting = not made.report_only
         made.epoch, made.members = number, members
         return made
 

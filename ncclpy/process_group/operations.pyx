@@ -16,7 +16,7 @@ from ncclpy.core.start cimport check_unused, fill_barrier, own_op_code, root_ran
 from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
-from ncclpy.engine.work cimport goes_by_streams, new_work
+from ncclpy.engine.work cimport is_reused_in_order, new_work
 from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_pending_messages, wait_until_given
 from ncclpy.process_group.blocks cimport new_block
@@ -573,7 +573,7 @@ cdef class Submission(BlockOwner):
         request.epoch = number
         work = request.work
         work.held, work.output = held, output
-        work.by_stream = (held is output or output is None) and type(held) is not tuple and goes_by_streams(view)
+        work.reused_in_order = (held is output or output is None) and type(held) is not tuple and is_reused_in_order(view)
         note_operation(work.entry, operation, view.nbytes)
         work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == BARRIER
         if lowered is None:

@@ -349,8 +349,8 @@ cdef list _end(Handle handle, double limit):
         _wait_for_marked(handle, deadline, started)
         if handle.hook_keeper is not None:
             handle.hook_keeper.wait(handle, deadline)
-        # To end this communicator, NCCL would wait for an aborted rank, which never arrives: the communicator is aborted
-        # instead. An abort waits neither for ranks nor for issued operations: the operations must have ended before.
+        # To end this communicator, NCCL would wait for an aborted rank, which never arrives: so the communicator is
+        # aborted. An abort waits neither for ranks nor for issued operations: the operations must have ended before.
         call.abort_only = handle.abort_state.peer_aborted and _waits_for_local_peers()
         if call.abort_only:
             call.abort_frees = is_freed(handle, [handle])

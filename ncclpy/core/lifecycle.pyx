@@ -14,7 +14,7 @@ from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, a
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, call_blocking, close_comm
 from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
-from ncclpy.core.runtime.library cimport check, look_up_overrides, nccl, require, version_code
+from ncclpy.core.runtime.library cimport check, warn_of_overrides, nccl, require, version_code
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, InitArgs, Operation
 from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, DEFERRED, InitState, is_over
 from ncclpy.core.calls.submit cimport issue_init
@@ -97,7 +97,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not endable
     if guarded:
-        look_up_overrides()  # before NCCL is called, as far as the environment shows overrides by then
+        warn_of_overrides()  # before NCCL is called, as far as the environment shows overrides by then
     if parent is not None:
         made.parent = parent
         made.parent_pointer = <void*>parent
@@ -714,13 +714,13 @@ cdef class Lifecycle(Handle):
         Raises
         ------
         ValueError
-            If the communicator has a guard (``timeout=`` or ``abortable=True``): they share memory, and NCCL refuses
-            that.
+            If the communicator has a guard (``timeout=`` or ``abortable=True``): the two share memory, and NCCL
+            suspends no communicator that shares memory.
         """
         check_alive(self)
         if self.guard != NULL:
             raise ValueError(
-                f"{self!r} shares memory with its guard, and NCCL suspends none that shares; make it without timeout= and "
+                f"{self!r} shares memory with its guard, which NCCL refuses to suspend; make it without timeout= and "
                 "abortable=True, or nonblocking"
             )
         require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")

@@ -31,8 +31,8 @@ cdef int start_or_lower(
 
 # Choose the streams and submit a send and the receive that belongs to it.
 cdef int start_pair(
-    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation, const View* received, object recv,
-    object stream, object timeout
+    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation,
+    const View* received, object recv, object stream, object timeout
 ) except -1
 
 

@@ -118,8 +118,8 @@ cdef int start(
 
 
 cdef int start_pair(
-    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation, const View* received, object recv,
-    object stream, object timeout
+    Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation,
+    const View* received, object recv, object stream, object timeout
 ) except -1:
     """Submit a send and a receive: as one call, or as a group if their streams differ."""
     cdef bint wait_send, wait_recv

@@ -48,7 +48,7 @@ from ncclpy.errors import not_copied
 from ncclpy.types import DataType
 
 cdef extern from *:
-    size_t MOST "((size_t)PTRDIFF_MAX)"  # bytes of any one object
+    size_t MAX_BYTES "((size_t)PTRDIFF_MAX)"  # bytes of any one object
 
 cnp.import_array()
 
@@ -186,7 +186,7 @@ cdef object _method(object kind, str name):
 cdef inline int _read_natively(
     const ncclpy_read_tensor* tensor, _Protocol protocol, View* view, str argument
 ) except -1:
-    """Fill `view` from a tensor that the native function has read, which takes no lazy and no non-contiguous ones."""
+    """Fill `view` from a tensor that the native function has read; it refuses lazy and non-contiguous tensors."""
     cdef ElementType found
     view.framework = EXCHANGE_API if protocol.api != NULL else TORCH
     view.api = protocol.api
@@ -221,7 +221,7 @@ cdef inline int _set_type(View* view, const ElementType* type, size_t count, str
     if (
         times_overflows(count, view.unit, &view.count)
         or times_overflows(view.count, ITEMSIZE[view.datatype], &view.nbytes)
-        or view.nbytes > MOST
+        or view.nbytes > MAX_BYTES
     ):
         raise _too_large(argument, count)
     if view.pointer == NULL and count:
@@ -269,8 +269,8 @@ cdef object _lazy(str argument, str what, str which):
 cdef int _refuse_lazy(object tensor, str argument) except -1:
     """Raise for torch's lazy views, by the slower protocols."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
-        asks = _method(type(tensor), f"is_{which}")
-        if asks is not None and asks(tensor):
+        is_lazy = _method(type(tensor), f"is_{which}")
+        if is_lazy is not None and is_lazy(tensor):
             raise _lazy(argument, what, which)
     return 0
 
@@ -419,7 +419,7 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
     dtype = np.dtype(interface["typestr"])
     strides = interface.get("strides")
     count = math.prod(shape)
-    if not 0 <= count <= MOST:
+    if not 0 <= count <= MAX_BYTES:
         raise _too_large(argument, count) if count > 0 else ValueError(f"{argument}: a negative shape, {shape}")
     if strides is not None and count > 1:
         expected = dtype.itemsize

@@ -19,7 +19,7 @@ cdef enum:
 
 # Largest number of ASCII characters in the name of a type; a longer name is cut and ends in a digest of all of it.
 cdef enum:
-    NAME = 155
+    MAX_NAME = 155
 
 # The data type of an array's elements.
 cdef struct ElementType:

@@ -42,7 +42,7 @@ cdef tuple _REALS = tuple([member.name.lower() for member in DataType])
 
 # How many numpy types that are sent as bytes are remembered: a program may make new ones without end ("S1", "S2",
 # ...).
-cdef Py_ssize_t _REMEMBERED = 1024
+cdef Py_ssize_t _MAX_REMEMBERED = 1024
 
 # Names by flavour: of those numpy types, and of DLPack's and torch's types, which are few and never forgotten.
 cdef dict _names = {}
@@ -92,7 +92,7 @@ cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) exce
 
 cdef int _forget(dict remembered) except -1:
     """Drop the oldest entries until there is space for one more."""
-    while len(remembered) >= _REMEMBERED:
+    while len(remembered) >= _MAX_REMEMBERED:
         for oldest in remembered:
             break
         remembered.pop(oldest, None)
@@ -154,7 +154,7 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str _name_of_dtype(object dtype):
-    """Return a name, of `NAME` characters at most, the same in all processes for dtypes that numpy finds equal.
+    """Return a name, of `MAX_NAME` characters at most, the same in all processes for dtypes that numpy finds equal.
 
     numpy's own text would also show how a structure was made (``align=True``, titles, numpy.record), in which two
     equal dtypes may differ.
@@ -164,10 +164,10 @@ cdef str _name_of_dtype(object dtype):
     else:
         text = _layout(dtype)
     packed = text.encode("ascii", "backslashreplace")
-    if len(packed) > NAME:
+    if len(packed) > MAX_NAME:
         digest = hashlib.blake2b(packed, digest_size=8).hexdigest()
         end = f"... ({len(dtype.names or ())} fields, {dtype.itemsize} bytes, #{digest})"
-        packed = packed[: NAME - len(end)] + end.encode()
+        packed = packed[: MAX_NAME - len(end)] + end.encode()
     return packed.decode()
 
 

@@ -47,7 +47,7 @@ cdef struct Operation:
     int kind
     int datatype
     int op  # or the signal
-    int root  # or the peer; of a SENDRECV where it sends to, of its receive where that is from
+    int root  # or the peer: of a SENDRECV the rank that it sends to, of its `receive` the rank that sends
     const void* send
     void* recv
     size_t count

@@ -92,9 +92,9 @@ cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     does not send to itself.
     """
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
-    cdef bint gathers = o.kind == GATHER
-    cdef char* part = <char*>o.recv if gathers else <char*>o.send
-    cdef char* own = <char*>o.send if gathers else <char*>o.recv
+    cdef bint is_gather = o.kind == GATHER
+    cdef char* part = <char*>o.recv if is_gather else <char*>o.send
+    cdef char* own = <char*>o.send if is_gather else <char*>o.recv
     cdef size_t size = o.count * <size_t>ITEMSIZE[o.datatype]
     cdef bint in_place
     cdef int peer, nranks = 0
@@ -102,7 +102,7 @@ cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     if o.count == 0:
         return ncclSuccess
     if part == NULL:
-        if gathers:
+        if is_gather:
             return nccl.ncclSend(o.send, o.count, datatype, o.root, o.comm, o.stream)
         return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
     result = nccl.ncclCommCount(o.comm, &nranks)
@@ -113,13 +113,13 @@ cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     in_place = part + <size_t>o.root * size == own
     for peer in range(nranks):
         if not (in_place and peer == o.root) and _is_accepted(result):
-            if gathers:
+            if is_gather:
                 result = nccl.ncclRecv(part, o.count, datatype, peer, o.comm, o.stream)
             else:
                 result = nccl.ncclSend(part, o.count, datatype, peer, o.comm, o.stream)
         part += size
     if not in_place and _is_accepted(result):
-        if gathers:
+        if is_gather:
             result = nccl.ncclSend(own, o.count, datatype, o.root, o.comm, o.stream)
         else:
             result = nccl.ncclRecv(own, o.count, datatype, o.root, o.comm, o.stream)
@@ -138,22 +138,22 @@ cdef inline bint _is_accepted(ncclResult_t result) noexcept nogil:
 
 cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
     """Make a communicator, with its device current, as NCCL requires."""
-    cdef InitArgs* b = o.init_args
+    cdef InitArgs* args = o.init_args
     cdef CUcontext saved = NULL
     cdef ncclResult_t result = <ncclResult_t>NOT_THERE
-    cdef ncclConfig_t* config = NULL if b.inherits else &b.config
+    cdef ncclConfig_t* config = NULL if args.inherits else &args.config
     if nccl.ncclCommInitRankConfig == NULL:
         return result
-    if driver.cuCtxGetCurrent(&saved) != 0 or driver.cuCtxSetCurrent(b.context) != 0:
+    if driver.cuCtxGetCurrent(&saved) != 0 or driver.cuCtxSetCurrent(args.context) != 0:
         return ncclUnhandledCudaError
     if o.kind == INIT_RANK:
-        result = nccl.ncclCommInitRankConfig(&b.cell, b.nranks, b.id, b.rank, config)
+        result = nccl.ncclCommInitRankConfig(&args.cell, args.nranks, args.id, args.rank, config)
     elif o.kind == SPLIT and nccl.ncclCommSplit != NULL:
-        result = nccl.ncclCommSplit(o.comm, b.color, b.key, &b.cell, config)
+        result = nccl.ncclCommSplit(o.comm, args.color, args.key, &args.cell, config)
     elif o.kind == SHRINK and nccl.ncclCommShrink != NULL:
-        result = nccl.ncclCommShrink(o.comm, b.exclude, b.nexclude, &b.cell, config, b.flags)
+        result = nccl.ncclCommShrink(o.comm, args.exclude, args.nexclude, &args.cell, config, args.flags)
     elif o.kind == GROW and nccl.ncclCommGrow != NULL:
-        result = nccl.ncclCommGrow(o.comm, b.nranks, &b.id if b.has_id else NULL, b.rank, &b.cell, config)
+        result = nccl.ncclCommGrow(o.comm, args.nranks, &args.id if args.has_id else NULL, args.rank, &args.cell, config)
     driver.cuCtxSetCurrent(saved)
     return result
 

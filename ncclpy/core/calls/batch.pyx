@@ -8,7 +8,9 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.runtime.library cimport host_engine, copy_last_error, nccl
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.handles.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, record_behind_call, run_hook_if_wanted, lock_within
+from ncclpy.core.handles.handle cimport (
+    PAST_DEADLINE, WAS_ABORTED, Handle, lock_within, record_behind_call, run_hook_if_wanted,
+)
 from ncclpy.core.arguments.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.handles.watch cimport poll_once

@@ -66,8 +66,8 @@ cdef int check_together(list handles, set newborn) except -1
 cdef int check_memory(Group group) except -1
 
 
-# The seconds that a wait may take: the group's (`group_limit`) or else the wait's own (`limit`); GROUP_PATIENCE if that is
-# FOREVER and another member has failed.
+# The seconds that a wait may take: the group's (`group_limit`) or else the wait's own (`limit`); GROUP_PATIENCE if that
+# is FOREVER and another member has failed.
 cdef double patience(double group_limit, double limit, list errors) noexcept
 
 # `adopt` takes over what NCCL has made, is making, or failed to make; `await_member` waits for a communicator.

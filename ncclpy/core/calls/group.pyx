@@ -18,7 +18,9 @@ from libc.string cimport memcpy
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, is_stray, abort_and_report, tied
+from ncclpy.core.handles.abort cimport (
+    ABORT_DEADLINE, abort_and_report, abort_handles, abort_late, end_call, is_stray, tied,
+)
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
 from ncclpy.core.handles.handle cimport CallTracer, suppress_reports, count_waits, resume_reports, in_lock_order, tell_trouble
@@ -315,7 +317,8 @@ cdef int _compare_memory(Group group) except -1:
             extents.add_operation(&held.step.operation, (<Handle>held.step.handle).nranks, i)
     if extents.clash():
         raise shared_memory_error(
-            &extents.first, &extents.second, _operation_name(group, extents.second.place), _operation_name(group, extents.first.place)
+            &extents.first, &extents.second, _operation_name(group, extents.second.place),
+            _operation_name(group, extents.first.place),
         )
     return 0
 
@@ -588,7 +591,8 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
             for child in children:  # adopt all before any is waited for: NCCL may write into the cell of any
                 adopt(errors, child, group.calls.result)
             end_orphans(children, errors)
-            poll_inits([each for each in children if (<Handle>each).returns_when_made or (<Handle>each).nranks == 0], group.limit, errors)
+            polled = [each for each in children if (<Handle>each).returns_when_made or (<Handle>each).nranks == 0]
+            poll_inits(polled, group.limit, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # else the child is polled
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # FINALIZED: a close waits for this group

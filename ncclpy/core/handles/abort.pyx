@@ -799,8 +799,8 @@ cdef double LATE_PATIENCE = 1.0
 
 cdef list tied(Handle handle):
     """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
-    may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None and handle.raw == NULL
-    if may_have_cell and abort_preempts:
+    may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
+    if may_have_cell and handle.raw == NULL and abort_preempts:
         handle.take_cell()  # the host engine may have written it, in a call of another thread
         if handle.init_state.init_args.cell != NULL:
             handle.init_state.stage = INIT_POLLED

@@ -38,9 +38,9 @@ cdef class PeerStatusHook:
     # Add to an operation's error what the ranks do; called in the thread that raises it, which holds no lock. It takes
     # some seconds at most, and raises nothing but what a signal handler raises.
     cpdef int explain(self, object error) except -1
-    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that from now
-    # on this rank takes no end of an operation for a success; `wait_until_heard` until all ranks that can confirm the
-    # same have done so. Then the thread aborts the communicator, unless `wait_until_heard` has returned False: the
+    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that from
+    # now on this rank takes no end of an operation for a success; `wait_until_heard` until all ranks that can confirm
+    # the same have done so. Then the thread aborts the communicator, unless `wait_until_heard` has returned False: the
     # process ends, and nothing must be aborted.
     cpdef int tell(self, str text, str kind) except -1
     cpdef int confirm(self) except -1
@@ -216,8 +216,8 @@ cdef class Handle:
     # `thread` waits for the calling thread; if it is 0, the calling thread waits for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
-    # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there; it needs
-    # the GIL and not the lock, under which another thread may be stuck.
+    # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there; it
+    # needs the GIL and not the lock, under which another thread may be stuck.
     cdef void note(self, const Operation* operation) noexcept nogil
     cdef int note_arrival(self, const Operation* operation) except -1
 

@@ -149,7 +149,7 @@ cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
     """Run the hook in the context of the communicator's device, in a mode that disturbs no capture."""
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if precall_hook.lacks_event:  # NCCL may work on the communicator in the background: the hook runs before a later call
+    if precall_hook.lacks_event:  # NCCL may still work in the background: the hook runs before a later call
         return
     driver.cuCtxGetCurrent(&saved)
     driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)

@@ -29,7 +29,7 @@ from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, abort_and_report, run_handlers, tied
-from ncclpy.core.runtime.library cimport check_driver, look_up_overrides, nccl, nccl_error, raise_nccl, require_driver
+from ncclpy.core.runtime.library cimport check_driver, warn_of_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
     PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, CallTracer, note_failure, on_main_thread, tell_ready, tell_trouble,
@@ -132,7 +132,7 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
         child.parent.making.append(child)
         child.parent.children.add(child)
     if child.init_state.guarded:
-        look_up_overrides()  # again: NCCL has read its configuration file
+        warn_of_overrides()  # again: NCCL has read its configuration file
     if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.init_state.guarded):
         # A blocking communicator is made by now; a nonblocking one may still be in progress.
         if child.nranks != 0:

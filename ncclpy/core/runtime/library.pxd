@@ -5,7 +5,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSucce
 cdef str missing_ranks(ncclComm_t comm)
 
 # Warn of NCCL variables in the process's environment that override the configuration which a guard needs.
-cdef int look_up_overrides() except -1
+cdef int warn_of_overrides() except -1
 
 # Warn of NCCL_COMM_BLOCKING=0: a call that should have blocked has returned ncclInProgress.
 cdef int guarded_was_in_progress() except -1

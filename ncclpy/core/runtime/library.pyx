@@ -45,7 +45,7 @@ cdef str missing_ranks(ncclComm_t comm):
 cdef str _BLOCKING = "NCCL_COMM_BLOCKING"
 cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 
-cdef dict _LOST = {
+cdef dict _EFFECTS = {
     (_BLOCKING, 1): (
         "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where it cannot "
         "be ended: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
@@ -60,15 +60,15 @@ cdef dict _LOST = {
     ),
 }
 
-cdef set _told = set()  # names of which this process was warned
+cdef set _warned = set()  # names of which this process was warned
 
 
-cdef int _tell(str name, int value, str how) except -1:
-    if name in _told:
+cdef int _warn_once(str name, int value, str how) except -1:
+    if name in _warned:
         return 0
-    _told.add(name)
+    _warned.add(name)
     warnings.warn(
-        f"{name}={value} {how} and overrides what a deadline needs (timeout=, abortable=True): {_LOST[name, value]}. "
+        f"{name}={value} {how} and overrides what a deadline needs (timeout=, abortable=True): {_EFFECTS[name, value]}. "
         "Take it out of the environment and of NCCL's configuration file (NCCL_CONF_FILE, ~/.nccl.conf, "
         "/etc/nccl.conf)",
         RuntimeWarning,
@@ -77,7 +77,7 @@ cdef int _tell(str name, int value, str how) except -1:
     return 0
 
 
-cdef int look_up_overrides() except -1:
+cdef int warn_of_overrides() except -1:
     cdef const char* text
     for name in (_BLOCKING, _SHARE):
         key = name.encode()
@@ -85,13 +85,13 @@ cdef int look_up_overrides() except -1:
         if text == NULL or text[0] == 0:
             continue
         value = strtoll(text, NULL, 0)  # as NCCL reads it: a word is 0
-        if (name, value) in _LOST:
-            _tell(name, value, "is set")
+        if (name, value) in _EFFECTS:
+            _warn_once(name, value, "is set")
     return 0
 
 
 cdef int guarded_was_in_progress() except -1:
-    return _tell(_BLOCKING, 0, "is in force, as a call shows that was to block and was in progress instead,")
+    return _warn_once(_BLOCKING, 0, "is in force (a call that should block has returned ncclInProgress)")
 
 
 _log = logging.getLogger("ncclpy.core")
@@ -336,10 +336,10 @@ def _ensure_loaded():
                 _library = _load()
                 made = True
         if made:  # outside the lock: a log handler may be user code
-            _tell_of_faults()
+            _warn_of_faults()
 
 
-def _tell_of_faults():
+def _warn_of_faults():
     """Warn, once per process, of faults that the environment sets: left set by mistake, they give wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
@@ -397,8 +397,8 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
             handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
             error = dlerror()
-            said = error.decode(errors="replace").removeprefix(f"{path}: ") if error != NULL else "not opened"
-            searched.append(f"  {path} ({why}): {said}")
+            reason = error.decode(errors="replace").removeprefix(f"{path}: ") if error != NULL else "not opened"
+            searched.append(f"  {path} ({why}): {reason}")
             continue
         get_version = <int (*)(int*) noexcept nogil>dlsym(handle, b"ncclGetVersion")
         if get_version == NULL or get_version(&code) != 0:

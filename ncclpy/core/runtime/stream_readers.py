@@ -43,20 +43,20 @@ def raise_at_end() -> Iterator[None]:
         yield
         return
     errors = _collected[ident] = []
-    raises = True
+    must_raise = True
     try:
         yield
     except BaseException as error:
-        raises = isinstance(error, Exception)
+        must_raise = isinstance(error, Exception)
         raise
     finally:
         with _lock:
             del _collected[ident]
-        if errors and raises:
+        if errors and must_raise:
             raise _together(errors)
 
 
-def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, told: set[int]) -> None:
+def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, informed: set[int]) -> None:
     """Have an error raised in threads, given by their idents.
 
     Python has not started some threads, such as torch's threads for backward passes: in their place the error is
@@ -65,40 +65,41 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, t
 
     Parameters
     ----------
-    told
-        The threads that have been told of this failure: it is not raised in them, and those in which it is are added.
+    informed
+        The threads that have been told of this failure: it is not raised in them. The threads in which it is raised
+        are added.
     """
     # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
     known = {each.ident: each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
     main = threading.main_thread().ident
-    stand_in = maker if maker in known else main
-    for ident in {reader if reader in known else stand_in for reader in readers if reader not in told}:
+    substitute = maker if maker in known else main
+    for ident in {reader if reader in known else substitute for reader in readers if reader not in informed}:
         if ident is None:
             continue
         with _lock:
-            if ident in told:
+            if ident in informed:
                 continue
-            told.add(ident)
+            informed.add(ident)
             if ident in _collected:
                 _collected[ident].append(error)
             else:
                 earlier = [each for each in _pending.get(ident, ()) if each[0] is known[ident]]
-                _set(ident, [*earlier, (known[ident], told, error)])
+                _set(ident, [*earlier, (known[ident], informed, error)])
 
 
-def note_delivery(told: set[int]) -> None:
-    """Note that a call raises an error in the calling thread, which is told no second time of the same failure.
+def note_delivery(informed: set[int]) -> None:
+    """Note that a call raises an error in the calling thread, which is not told of the same failure again.
 
     Parameters
     ----------
-    told
+    informed
         The threads that have been told of the failure, as for `raise_in_readers`.
     """
     ident = threading.get_ident()
     with _lock:
-        told.add(ident)
+        informed.add(ident)
         pending = _pending.get(ident, [])
-        left = [each for each in pending if each[1] is not told]
+        left = [each for each in pending if each[1] is not informed]
         if len(left) < len(pending):
             _set(ident, left)
 

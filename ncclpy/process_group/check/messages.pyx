@@ -24,7 +24,7 @@ import threading
 from libc.string cimport strncpy
 
 from ncclpy.abi.nccl cimport ncclInvalidUsage, ncclSystemError
-from ncclpy.core.arguments.datatypes cimport NAME
+from ncclpy.core.arguments.datatypes cimport MAX_NAME
 from ncclpy.core.arguments.operation cimport SEND
 from ncclpy.core.runtime.wait cimport deadline_after, now
 from ncclpy.engine.callbacks cimport Awaited, add_sentence, user_executor
@@ -73,8 +73,8 @@ cdef class PeerChannel:
         note.channel, note.place = key
         _, note.kind, _, note.count, note.tag = message
         name = (<str>message[2]).encode()
-        strncpy(note.type, name, NAME)
-        note.type[NAME] = 0
+        strncpy(note.type, name, MAX_NAME)
+        note.type[MAX_NAME] = 0
         return self.post.put(&note)
 
     cdef tuple look(self, tuple key):

@@ -1,7 +1,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 
-from ncclpy.core.arguments.datatypes cimport NAME
+from ncclpy.core.arguments.datatypes cimport MAX_NAME
 
 
 cdef extern from * nogil:
@@ -51,7 +51,7 @@ cdef struct Note:
     int channel
     int kind
     int tag
-    char type[NAME + 1]  # the name of the data type
+    char type[MAX_NAME + 1]  # the name of the data type
 
 # The futex word that a rank sleeps on, with its counters.
 cdef struct WakeupWord:

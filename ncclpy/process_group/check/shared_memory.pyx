@@ -267,7 +267,7 @@ cdef class RingWriter:
         if load_shared(&slot.number) != self.read + 1:
             return False
         note[0] = slot[0]
-        note.type[NAME] = 0
+        note.type[MAX_NAME] = 0
         self.read += 1
         store_shared(&ring.taken, self.read)
         if word_of(&ring.writer_waits) and swap(&ring.writer_waits, 0):

@@ -56,7 +56,7 @@ struct CommSegments : ncclpy_precall_hook {
     long long range;
   };
 
-  Segments* home;
+  Segments* registry;
   void* ranges;  // the `Ranges` that its communicator has registered
   int device;
   uint64_t captured_to = 0;                // graphs may use segments with numbers up to this one
@@ -70,8 +70,8 @@ struct CommSegments : ncclpy_precall_hook {
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_weak_handle* weak = nullptr;
   void* comm = nullptr;                        // used after the communicator was dropped, which voids `weak`
-  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // taken instead of its lock then
-  std::atomic<int> kept{1};
+  std::atomic_flag dropped_lock = ATOMIC_FLAG_INIT;  // replaces the lock of a communicator that was dropped
+  std::atomic<int> references{1};
   std::atomic<int> ending{not_ended};
   std::atomic<uintptr_t> ended_for{0};
 };

@@ -9,11 +9,11 @@ cdef Segments* segments
 
 # A communicator's part in the registry. The communicator keeps it.
 cdef class HookKeeper:
-    cdef CommSegments* resident
-    cdef void* ranges  # `Registrations` of its handle, kept as long as `resident`
+    cdef CommSegments* member
+    cdef void* ranges  # `Registrations` of its handle, kept as long as `member`
     cdef object ref  # weak reference to the communicator
-    cdef bint left
-    cdef tuple place  # sort key; the same order on all ranks, as far as their communicators have names
+    cdef bint has_left
+    cdef tuple sort_key  # gives the same order on all ranks, as far as their communicators have names
 
     cdef int visit(self, Handle handle, double until) except -1
     cdef void _leave(self) noexcept nogil
@@ -22,20 +22,21 @@ cdef class HookKeeper:
 # Have communicators take part, present and future.
 cdef int open_registry() except -1
 # Add memory that others allocate, for its communicators to register. check_added() raises if it was not added.
-cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1
+cdef int add_foreign(uintptr_t base, size_t nbytes, int device) except -1
 cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1
 # Take memory of ncclpy's own away: it is freed once nothing can use it any more. With or without the GIL, in any
 # thread, without waiting.
-cdef void dismiss(uintptr_t base) noexcept nogil
-# Take a segment that others own away, and call `then` when nothing can use it any more; with the GIL, without waiting.
-cdef int part(uintptr_t base, object then) except -1
+cdef void remove_owned(uintptr_t base) noexcept nogil
+# Take a segment that others own away, and call `callback` when nothing can use it any more; with the GIL, without
+# waiting.
+cdef int remove_foreign(uintptr_t base, object callback) except -1
 # Free segments without holders.
 cdef void free_some() noexcept nogil
 
 # Deregister at each communicator, in their order, what can leave it, and free segments without holders.
 cdef int visit_all(double patience) except -1
 cdef void wake_reaper() noexcept nogil
-# A thread without the GIL has aborted communicators, or is about to: the reaper tells them.
-cdef void has_been_ended() noexcept nogil
+# Called by a thread without the GIL that is about to abort communicators, or has: the reaper marks them as aborted.
+cdef void report_endings() noexcept nogil
 # The communicators that take part; with `held_up` only those that a segment still has to leave.
 cdef list taking_part(bint held_up)

@@ -1,4 +1,4 @@
-"""The communicators' part in the registry of segments: how they join and leave, and how segments leave them.
+"""The communicators' part in the registry of segments: how they join and leave it, and how segments leave them.
 
 `segments.hpp` has the lists, and takes no GIL. Here communicators join (`HookOwner`) and leave, and segments that were
 taken away are deregistered: by a thread that waits for that, or by the reaper, a thread that is idle most of the time.
@@ -37,8 +37,8 @@ from ncclpy.memory.segments cimport (
     UNKNOWN,
     Calls,
     Segment,
-    free_resident,
-    new_resident,
+    free_member,
+    new_member,
 )
 
 from ncclpy.errors import NcclTimeout
@@ -69,7 +69,7 @@ cdef double _WAITING_PAUSE = 0.5
 segments = NULL  # made at the first use; never freed
 cdef bint _is_open = False
 cdef object _opening = threading.RLock()  # reentrant: a finaliser may run while it is held
-cdef sem_t _bell  # posted when something is to leave
+cdef sem_t _reaper_wakeups  # posted when something is to leave
 cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted without the GIL
 
 
@@ -89,7 +89,7 @@ cdef void _drop(void* ranges, void* comm, long long range) noexcept nogil:
         (<Registrations>ranges).release(<ncclComm_t>comm, range, &gone)
 
 
-cdef bool_t _over(void* event) noexcept nogil:
+cdef bool_t _is_passed(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
 
 
@@ -103,9 +103,9 @@ cdef class HookKeeper:
 
     def __dealloc__(self):
         # The device may use a communicator that was never closed, and so its segments, without end: they are leaked.
-        if self.left and self.resident != NULL:
+        if self.has_left and self.member != NULL:
             Py_DECREF(<object>self.ranges)
-            free_resident(self.resident)
+            free_member(self.member)
 
     cdef int visit(self, Handle handle, double until) except -1:
         """Deregister what can leave, unless a thread holds the communicator until a moment; note if it has ended."""
@@ -115,23 +115,23 @@ cdef class HookKeeper:
                 ended = handle.raw == NULL
                 if not ended and handle.state != ABORTED:
                     lent = lend_device(handle.device)
-                    segments.let_out(self.resident[0], <void*>handle.raw)
+                    segments.deregister_leaving(self.member[0], <void*>handle.raw)
                     if lent:
                         take_device_back()
                 handle.unlock()
         # An abort without the GIL detaches the handle first, and ends the operations after that.
-        if self.resident.ending.load() == IS_ENDING:
+        if self.member.ending.load() == IS_ENDING:
             ended = False
         if ended and (handle.state != ABORTED or all(thread.done for thread in handle.abort_state.threads or ())):
             self._leave()
-        if self.left and self in _keepers:
+        if self.has_left and self in _keepers:
             _keepers.remove(self)
         return 0
 
     cdef void _leave(self) noexcept nogil:
-        if not self.left:
-            self.left = True
-            segments.leave(self.resident)
+        if not self.has_left:
+            self.has_left = True
+            segments.leave(self.member)
 
     # The communicator passes itself: `ref` is void already if a finaliser closes it.
     def wait(self, Handle handle, double until):
@@ -142,7 +142,7 @@ cdef class HookKeeper:
         cdef CUevent event
         cdef ncclResult_t result = ncclSuccess
         for index in range(2):
-            event = <CUevent>(<PreCallHook*>self.resident).events[index]
+            event = <CUevent>(<PreCallHook*>self.member).events[index]
             while wait_for_event(event, min(now() + SLICE, until)) == CUDA_ERROR_NOT_READY:
                 PyErr_CheckSignals()
                 with nogil:
@@ -155,24 +155,24 @@ cdef class HookKeeper:
         cdef bint over, lent
         with nogil:
             if lock_within(&handle.mutex, now()):  # a thread inside may wait for other ranks
-                over = _over((<PreCallHook*>self.resident).events[0]) and _over((<PreCallHook*>self.resident).events[1])
-                if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.resident).lacks_event:
+                over = _is_passed((<PreCallHook*>self.member).events[0]) and _is_passed((<PreCallHook*>self.member).events[1])
+                if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.member).lacks_event:
                     lent = lend_device(handle.device)
-                    segments.deregister_all(self.resident[0], <void*>handle.raw)
+                    segments.deregister_all(self.member[0], <void*>handle.raw)
                     if lent:
                         take_device_back()
                     self._leave()
                 handle.unlock()
-        if self.left and self in _keepers:
+        if self.has_left and self in _keepers:
             _keepers.remove(self)
-        if not self.left:
+        if not self.has_left:
             self.let_go(handle)  # left to the communicator's own end, which follows
 
     def let_go(self, Handle handle):
         """Release the segments when the communicator has ended; it is kept until then, even if unreferenced."""
-        if not self.left and handle not in _ending:
+        if not self.has_left and handle not in _ending:
             _ending.append(handle)
-            sem_post(&_bell)
+            sem_post(&_reaper_wakeups)
 
 
 cdef list _keepers = []  # of communicators that have not ended
@@ -189,37 +189,37 @@ cdef class _Registrar(HookOwner):
         if not handle.owned or handle.precall_hook != NULL or nccl.ncclCommRegister == NULL:
             return 0
         hook_keeper = HookKeeper()
-        hook_keeper.left = True  # until it has joined
+        hook_keeper.has_left = True  # until it has joined
         hook_keeper.ranges = <void*>handle.registrations
-        hook_keeper.resident = new_resident(segments, hook_keeper.ranges, handle.device)
-        if hook_keeper.resident == NULL:
+        hook_keeper.member = new_member(segments, hook_keeper.ranges, handle.device)
+        if hook_keeper.member == NULL:
             raise MemoryError
         Py_INCREF(handle.registrations)  # for threads without the GIL: the garbage collector may clear the handle earlier
         saved = <uintptr_t>enter_device(handle.device)
         try:
-            have_events = make_events(<PreCallHook*>hook_keeper.resident, context_of(handle.device))
+            have_events = make_events(<PreCallHook*>hook_keeper.member, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
         if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook meanwhile
             return 0
         if not have_events:
             raise MemoryError
-        hook_keeper.resident.comm = <void*>handle.raw
-        hook_keeper.resident.weak = new_weak_handle(<void*>handle)
-        if hook_keeper.resident.weak == NULL:
+        hook_keeper.member.comm = <void*>handle.raw
+        hook_keeper.member.weak = new_weak_handle(<void*>handle)
+        if hook_keeper.member.weak == NULL:
             raise MemoryError
-        if not segments.join(hook_keeper.resident):
-            free_weak_handle(hook_keeper.resident.weak)  # releases the handle's share of it
+        if not segments.join(hook_keeper.member):
+            free_weak_handle(hook_keeper.member.weak)  # releases the handle's share of it
             raise MemoryError
-        handle.weak = hook_keeper.resident.weak
+        handle.weak = hook_keeper.member.weak
         handle.freed_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
-        hook_keeper.left = False
+        hook_keeper.has_left = False
         hook_keeper.ref = weakref.ref(handle)
-        hook_keeper.place = (handle.group_name or "", handle.rank, next(_joined))
+        hook_keeper.sort_key = (handle.group_name or "", handle.rank, next(_joined))
         handle.hook_keeper = hook_keeper
         _keepers.append(hook_keeper)
-        _keepers.sort(key=_place)
-        handle.precall_hook = <PreCallHook*>hook_keeper.resident  # from here on its calls run the hook
+        _keepers.sort(key=_sort_key)
+        handle.precall_hook = <PreCallHook*>hook_keeper.member  # from here on its calls run the hook
         return 0
 
     cdef int note_aborted(self, object comm) except -1:
@@ -227,8 +227,8 @@ cdef class _Registrar(HookOwner):
         return _note_ending(handle.hook_keeper, handle)
 
 
-def _place(HookKeeper hook_keeper):
-    return hook_keeper.place
+def _sort_key(HookKeeper hook_keeper):
+    return hook_keeper.sort_key
 
 
 cdef int open_registry() except -1:
@@ -243,11 +243,11 @@ cdef int open_registry() except -1:
 cdef int _open_once() except -1:
     global segments, _is_open
     cdef HookOwner registrar
-    sem_init(&_bell, 0, 0)
+    sem_init(&_reaper_wakeups, 0, 0)
     begin_thread(_reap)  # first: if it fails, the next call tries again
     atexit.register(_end)
     os.register_at_fork(after_in_child=_forked)
-    segments = _none_yet()
+    segments = _new_segments()
     registrar = _Registrar()
     set_hook_owner(registrar)  # before listing present communicators: one may become ready meanwhile
     for comm in ready_handles():
@@ -257,23 +257,23 @@ cdef int _open_once() except -1:
     return 0
 
 
-cdef Segments* _none_yet() except NULL:
+cdef Segments* _new_segments() except NULL:
     cdef Calls calls
-    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _over, _forget
+    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _is_passed, _forget
     return new Segments(calls)
 
 
 def _forked():
     """Start afresh in a forked child: another thread may have held the mutex, and no communicator works there."""
     global segments, _endings_noted
-    segments = _none_yet()
+    segments = _new_segments()
     _endings_noted = _endings  # aborts in the parent, which reports them itself
     _keepers.clear()
     _ending.clear()  # threads that do not exist here may hold their locks: their end would not be seen
-    _parting.clear()
+    _foreign_leaving.clear()
 
 
-cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1:
+cdef int add_foreign(uintptr_t base, size_t nbytes, int device) except -1:
     cdef uintptr_t other = 0
     cdef size_t other_bytes = 0
     cdef int added
@@ -295,13 +295,13 @@ cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, 
     return 0
 
 
-cdef void dismiss(uintptr_t base) noexcept nogil:
+cdef void remove_owned(uintptr_t base) noexcept nogil:
     if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
         return
     segments.remove(base, True)
     free_some()
     if segments.has_leaving():
-        sem_post(&_bell)
+        sem_post(&_reaper_wakeups)
 
 
 cdef void free_some() noexcept nogil:
@@ -310,7 +310,7 @@ cdef void free_some() noexcept nogil:
     cdef int device = 0
     cdef bint lent
     cdef CUstreamCaptureMode mode = relax()
-    segments.ask_awaited()
+    segments.query_awaited()
     while segments.next_to_free(&base, &device):
         lent = lend_device(device)
         segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # on failure it stays allocated, with no owner
@@ -319,10 +319,10 @@ cdef void free_some() noexcept nogil:
     restore(mode)
 
 
-cdef void has_been_ended() noexcept nogil:
+cdef void report_endings() noexcept nogil:
     global _endings
     __atomic_fetch_add(&_endings, 1, __ATOMIC_SEQ_CST)
-    sem_post(&_bell)
+    sem_post(&_reaper_wakeups)
 
 
 cdef int _note_endings() except -1:
@@ -339,18 +339,18 @@ cdef int _note_endings() except -1:
 
 
 cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
-    if hook_keeper.resident.ending.load() == NOT_ENDED:
+    if hook_keeper.member.ending.load() == NOT_ENDED:
         return 0
-    if not is_hook_aborting(<PreCallHook*>hook_keeper.resident):  # no thread for the abort could be started
+    if not is_hook_aborting(<PreCallHook*>hook_keeper.member):  # no thread for the abort could be started
         return 0
     if not handle.become(ABORTED):
         return 0
     mark_local_peer_aborted(handle)
-    handle.abort_state.reason = f"its allocator freed the memory at {hook_keeper.resident.ended_for.load():#x}, which it still used"
+    handle.abort_state.reason = f"its allocator freed the memory at {hook_keeper.member.ended_for.load():#x}, which it still used"
     handle.abort_state.error = NcclTimeout(f"{handle.abort_state.reason}, and waited for it as long as it may")
     log.error("%r was aborted: %s", handle, handle.abort_state.error)
     destroy_graphs(handle)
-    if hook_keeper.resident.ending.load() == LEFT_BEHIND:
+    if hook_keeper.member.ending.load() == LEFT_BEHIND:
         log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
     return 0
 
@@ -367,48 +367,48 @@ cdef int visit_all(double patience) except -1:
             if hook_keeper in _keepers:  # dropped without close: its segments stay
                 _keepers.remove(hook_keeper)
             continue
-        if handle.raw == NULL or segments.can_leave(hook_keeper.resident):
+        if handle.raw == NULL or segments.can_leave(hook_keeper.member):
             hook_keeper.visit(handle, now() + patience)
         handle = None
     for handle in list(_ending):
         if handle.raw == NULL:
             (<HookKeeper>handle.hook_keeper).visit(handle, now() + patience)
-        if (<HookKeeper>handle.hook_keeper).left and handle in _ending:
+        if (<HookKeeper>handle.hook_keeper).has_left and handle in _ending:
             _ending.remove(handle)
     handle = None
     with nogil:
         free_some()
-    return _see_off()
+    return _report_gone()
 
 
-cdef list _parting = []  # (base, number, called when the segment is gone) of segments that others own
+cdef list _foreign_leaving = []  # (base, number, called when the segment is gone) of segments that others own
 
 
-cdef int part(uintptr_t base, object then) except -1:
-    """Take away a segment that others own; the thread that finds it out of use calls `then`."""
+cdef int remove_foreign(uintptr_t base, object callback) except -1:
+    """Take away a segment that others own; the thread that finds it out of use calls `callback`."""
     cdef uint64_t number = 0
     cdef int state
     with nogil:
         state = segments.remove(base, False, &number)
     if state == UNKNOWN:
         raise LookupError(f"no segment that was added begins at {base:#x}")
-    _parting.append((base, number, then))
-    _see_off()
-    if _parting:
-        sem_post(&_bell)
+    _foreign_leaving.append((base, number, callback))
+    _report_gone()
+    if _foreign_leaving:
+        sem_post(&_reaper_wakeups)
     return 0
 
 
-cdef int _see_off() except -1:
-    for one in list(_parting):
-        base, number, then = one
+cdef int _report_gone() except -1:
+    for one in list(_foreign_leaving):
+        base, number, callback = one
         if segments.state(base, number) == GONE:
             try:
-                _parting.remove(one)
+                _foreign_leaving.remove(one)
             except ValueError:  # another thread has removed it
                 continue
             try:
-                then()
+                callback()
             except Exception:
                 log.exception("memory that was taken out of the registry could not be given back")
     return 0
@@ -420,7 +420,7 @@ _stopped = False
 def _end():
     global _stopped
     _stopped = True
-    sem_post(&_bell)
+    sem_post(&_reaper_wakeups)
 
 
 def _reap():
@@ -430,12 +430,12 @@ def _reap():
     relax()
     while not _stopped:
         with nogil:
-            sem_wait(&_bell)
-            while sem_trywait(&_bell) == 0:
+            sem_wait(&_reaper_wakeups)
+            while sem_trywait(&_reaper_wakeups) == 0:
                 pass
         rest = _SHORTEST_PAUSE
         while not _stopped and nccl.ncclMemFree != NULL and (
-            segments.has_leaving() or _ending or _parting or _endings_noted != _endings
+            segments.has_leaving() or _ending or _foreign_leaving or _endings_noted != _endings
         ):
             try:
                 visit_all(0.0)
@@ -444,14 +444,14 @@ def _reap():
                 rest = _WAITING_PAUSE
             with nogil:
                 usleep(<unsigned int>(1e6 * rest))
-                if sem_trywait(&_bell) == 0:
+                if sem_trywait(&_reaper_wakeups) == 0:
                     rest = _SHORTEST_PAUSE
                 else:
                     rest = min(2 * rest, _LEAVING_PAUSE if rest < _LEAVING_PAUSE else _WAITING_PAUSE)
 
 
 cdef void wake_reaper() noexcept nogil:
-    sem_post(&_bell)
+    sem_post(&_reaper_wakeups)
 
 
 cdef list taking_part(bint held_up):
@@ -459,6 +459,6 @@ cdef list taking_part(bint held_up):
     found = []
     for hook_keeper in list(_keepers):
         comm = hook_keeper.ref()
-        if comm is not None and not hook_keeper.left and (not held_up or segments.can_leave(hook_keeper.resident)):
+        if comm is not None and not hook_keeper.has_left and (not held_up or segments.can_leave(hook_keeper.member)):
             found.append(comm)
     return found

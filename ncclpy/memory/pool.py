@@ -377,9 +377,9 @@ def difference(ranks: list[tuple[int, list[int]]]) -> str:
             continue
         pairs = enumerate(zip(sizes, other_sizes, strict=False))
         place = next((i for i, (a, b) in pairs if a != b), min(len(sizes), len(other_sizes)))
-        here, there = (f"{each[place]} bytes" if place < len(each) else "none" for each in (sizes, other_sizes))
+        own, other = (f"{each[place]} bytes" if place < len(each) else "none" for each in (sizes, other_sizes))
         return (
-            f"the ranks have allocated different segments: number {place} has {here} on rank 0 and {there} on rank "
+            f"the ranks have allocated different segments: number {place} has {own} on rank 0 and {other} on rank "
             f"{rank} (of {len(sizes)} and {len(other_sizes)} that have no window)"
         )
     return "the ranks' messages contradict each other"

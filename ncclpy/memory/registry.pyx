@@ -37,12 +37,12 @@ from ncclpy.core.runtime.device cimport (
 from ncclpy.core.runtime.library cimport abort_preempts, check, driver, host_engine, nccl, require, version_code
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, name_this_thread, now, pause
 from ncclpy.memory.comm_segments cimport (
-    HookKeeper, check_added, dismiss, enlist, free_some, has_been_ended, open_registry, part, segments, taking_part,
-    visit_all, wake_reaper,
+    HookKeeper, add_foreign, check_added, free_some, open_registry, remove_foreign, remove_owned, report_endings, segments,
+    taking_part, visit_all, wake_reaper,
 )
 from ncclpy.memory.segments cimport (
     ADDED, GONE, HAS_ENDED, IS_ENDING, LEFT_BEHIND, NOT_ENDED, OVERLAPS, REFUSALS, UNKNOWN, Counters, CommSegments,
-    Segment, free_resident,
+    Segment, free_member,
 )
 
 from ncclpy.errors import NcclTimeout, not_copied
@@ -50,7 +50,7 @@ from ncclpy.types import Result, as_integer
 
 
 # The highest address, and the largest size.
-cdef object _MOST = 2**64 - 1
+cdef object _MAX_ADDRESS = 2**64 - 1
 
 
 class SegmentRegistry:
@@ -92,10 +92,10 @@ class SegmentRegistry:
             If it overlaps a segment that is in the registry.
         """
         cdef uintptr_t base = _address(pointer)
-        cdef size_t size = as_integer(nbytes, "nbytes", 1, _MOST)
+        cdef size_t size = as_integer(nbytes, "nbytes", 1, _MAX_ADDRESS)
         if base + size < base:
             raise ValueError(f"nbytes: {size} bytes at {base:#x} reach beyond the end of memory")
-        enlist(base, size, as_device(device))
+        add_foreign(base, size, as_device(device))
 
     def remove(self, pointer, *, timeout=10.0):
         """Take a segment away. When this returns no communicator has it registered, and none of them uses it.
@@ -164,7 +164,7 @@ class SegmentRegistry:
 
     def segments(self, device=None):
         """Return (pointer, nbytes, device) of all segments, sorted by address; of one device if it is given."""
-        return _seen(NULL, None if device is None else as_device(device))
+        return _described(NULL, None if device is None else as_device(device))
 
     def communicators(self, device=None):
         """Return the communicators that take part, of one device if it is given, in an order that ranks share."""
@@ -175,7 +175,7 @@ class SegmentRegistry:
         """Return (pointer, nbytes, device) of the segments that a communicator has registered at present."""
         cdef Handle handle = comm
         cdef HookKeeper hook_keeper = handle.hook_keeper
-        return [] if hook_keeper is None or hook_keeper.left else _seen(hook_keeper.resident, None)
+        return [] if hook_keeper is None or hook_keeper.has_left else _described(hook_keeper.member, None)
 
     def counters(self):
         """Return numbers of the present state and of the whole past.
@@ -215,8 +215,8 @@ cdef object _result(int number):
         return str(number)
 
 
-cdef list _seen(const CommSegments* resident, object device):
-    cdef vector[Segment] seen = segments.live(resident)
+cdef list _described(const CommSegments* member, object device):
+    cdef vector[Segment] seen = segments.live(member)
     cdef size_t i
     return [
         (seen[i].base, seen[i].bytes, seen[i].device)
@@ -226,7 +226,7 @@ cdef list _seen(const CommSegments* resident, object device):
 
 
 cdef uintptr_t _address(object pointer) except? 0:
-    cdef uintptr_t base = as_integer(pointer, "pointer", 0, _MOST)
+    cdef uintptr_t base = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
     if base == 0:
         raise ValueError("pointer: NULL is no memory")
     return base
@@ -248,15 +248,15 @@ cdef extern from *:
 
     /* Communicators that one thread aborts together, because of one segment. */
     struct ncclpy_endings {
-      std::vector<ncclpy::CommSegments*> residents;
+      std::vector<ncclpy::CommSegments*> members;
       std::vector<ncclComm_t> raws;  // for each its guard at first, then its handle
       bool grouped;
       std::vector<ncclpy_taken> taken;  // for each what it has registered
     };
 
-    static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::CommSegments** residents, size_t count, bool grouped) {
+    static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::CommSegments** members, size_t count, bool grouped) {
       try {
-        auto* endings = new ncclpy_endings{{residents, residents + count}, std::vector<ncclComm_t>(count), grouped,
+        auto* endings = new ncclpy_endings{{members, members + count}, std::vector<ncclComm_t>(count), grouped,
                                            std::vector<ncclpy_taken>(count)};
         try {
           std::thread(function, endings).detach();
@@ -268,9 +268,9 @@ cdef extern from *:
       }
       return false;
     }
-    static bool ncclpy_claims(ncclpy::CommSegments* resident) {
+    static bool ncclpy_claims(ncclpy::CommSegments* member) {
       int before = ncclpy::CommSegments::not_ended;
-      return resident->ending.compare_exchange_strong(before, ncclpy::CommSegments::is_ending);
+      return member->ending.compare_exchange_strong(before, ncclpy::CommSegments::is_ending);
     }
     static void ncclpy_forget(ncclpy_endings* endings) { delete endings; }
     """
@@ -279,13 +279,13 @@ cdef extern from *:
         size_t count
         bint guard_aborted
     cdef cppclass Endings "ncclpy_endings":
-        vector[CommSegments*] residents
+        vector[CommSegments*] members
         vector[ncclComm_t] raws
         bint grouped
         vector[Taken] taken
-    bint begin "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, CommSegments** some, size_t count, bint grouped) nogil
-    bint claims "ncclpy_claims"(CommSegments* resident) nogil
-    void forget "ncclpy_forget"(Endings* endings) nogil
+    bint start_abort "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, CommSegments** members, size_t count, bint grouped) nogil
+    bint claim "ncclpy_claims"(CommSegments* member) nogil
+    void free_endings "ncclpy_forget"(Endings* endings) nogil
 
 # How long an abort begun here may take, and within that how long it waits for a call that holds a communicator's lock:
 # a call that may be stuck, and a call that the guard's abort, or NCCL itself, makes return.
@@ -327,7 +327,7 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
         return OUT_OF_USE
     mode = relax()
     while True:
-        _visit(number)
+        _deregister_at_holders(number)
         if segments.state(base, number) == GONE:
             break
         if now() >= deadline:
@@ -337,123 +337,124 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
             result = ENDED
             deadline = now() + _ABORT_LIMIT
         if result == ENDED and not begun:
-            begun = _end(number, base)  # retried if threads could not be started
+            begun = _begin_aborts(number, base)  # retried if threads could not be started
         pause(now() - started)
     restore(mode)
     return result
 
 
-cdef void _visit(uint64_t number) noexcept nogil:
+cdef void _deregister_at_holders(uint64_t number) noexcept nogil:
     """Deregister a segment at the communicators that hold it, except where a thread is inside the communicator."""
     cdef vector[CommSegments*] holders
-    cdef CommSegments* resident
+    cdef CommSegments* member
     cdef size_t i
     cdef bint lent
     if not segments.holders(number, &holders):
         return
     for i in range(holders.size()):
-        resident = holders[i]
-        if pin_handle(resident.weak):
-            _let_out(resident)
-            unpin_handle(resident.weak)
-        elif resident.ending.load() == NOT_ENDED:
-            lent = lend_device(resident.device)
-            segments.let_out_dropped(resident[0], number)
+        member = holders[i]
+        if pin_handle(member.weak):
+            _deregister_at(member)
+            unpin_handle(member.weak)
+        elif member.ending.load() == NOT_ENDED:
+            lent = lend_device(member.device)
+            segments.deregister_dropped(member[0], number)
             if lent:
                 take_device_back()
-        free_resident(resident)
+        free_member(member)
 
 
-cdef void _let_out(CommSegments* resident) noexcept nogil:
-    cdef void* handle = resident.weak.target
+cdef void _deregister_at(CommSegments* member) noexcept nogil:
+    cdef void* handle = member.weak.target
     cdef bint lent
     if not lock_within(&(<Handle>handle).mutex, 0):
         return
-    if (<Handle>handle).raw != NULL and (<Handle>handle).state != ABORTED and resident.ending.load() == NOT_ENDED:
-        lent = lend_device(resident.device)
-        segments.let_out(resident[0], <void*>(<Handle>handle).raw)
+    if (<Handle>handle).raw != NULL and (<Handle>handle).state != ABORTED and member.ending.load() == NOT_ENDED:
+        lent = lend_device(member.device)
+        segments.deregister_leaving(member[0], <void*>(<Handle>handle).raw)
         if lent:
             take_device_back()
     mutex_unlock(&(<Handle>handle).mutex)
 
 
-cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
+cdef bint _begin_aborts(uint64_t number, uintptr_t base) noexcept nogil:
     """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind.
 
     False if that could not be begun for all of them; the others stay unclaimed, for another try.
     """
     cdef vector[CommSegments*] holders
-    cdef size_t i, each, ours = 0, given_up = 0
+    cdef size_t i, each, nclaimed = 0, given_up = 0
     if not segments.holders(number, &holders):
         return False
     for i in range(holders.size()):
-        if claims(holders[i]):
+        if claim(holders[i]):
             holders[i].ended_for.store(base)
-            holders[ours] = holders[i]  # in place: memory for another list may be out; `kept` stays counted
-            ours += 1
+            holders[nclaimed] = holders[i]  # in place, as memory may be out; the reference is kept
+            nclaimed += 1
         else:
-            free_resident(holders[i])
-    each = ours if _in_groups else 1
+            free_member(holders[i])
+    each = nclaimed if _in_groups else 1
     i = 0
-    while i < ours:
-        if not begin(_abort, &holders[i], each, each > 1):
-            _give_up(&holders[i], each)
+    while i < nclaimed:
+        if not start_abort(_abort, &holders[i], each, each > 1):
+            _unclaim(&holders[i], each)
             given_up += each
         i += each
     return given_up == 0
 
 
-cdef void _give_up(CommSegments** some, size_t count) noexcept nogil:
+cdef void _unclaim(CommSegments** members, size_t count) noexcept nogil:
     cdef size_t i
     for i in range(count):
-        some[i].ending.store(NOT_ENDED)
-        free_resident(some[i])
+        members[i].ending.store(NOT_ENDED)
+        free_member(members[i])
 
 
 cdef void _abort(Endings* endings) noexcept nogil:
     """Abort communicators as `core/handles/abort` does: first the guards, to free stuck threads, then the handles."""
     cdef vector[ncclComm_t]* raws = &endings.raws
-    cdef CommSegments* resident
+    cdef CommSegments* member
     cdef size_t i
     cdef double until = now() + (_PREEMPT_PATIENCE if abort_preempts else _PATIENCE)
     cdef bint lent
     name_this_thread(b"ncclpy-abort")
     relax()
-    for i in range(endings.residents.size()):
-        set_hook_aborting(<PreCallHook*>endings.residents[i])  # from here on they count as aborting: no other thread aborts them
-    has_been_ended()
-    lent = lend_device(endings.residents[0].device)
-    for i in range(endings.residents.size()):
-        raws[0][i] = _guard_of(endings.residents[i])
+    for i in range(endings.members.size()):
+        # From here on they count as aborting: no other thread aborts them.
+        set_hook_aborting(<PreCallHook*>endings.members[i])
+    report_endings()
+    lent = lend_device(endings.members[0].device)
+    for i in range(endings.members.size()):
+        raws[0][i] = _take_guard(endings.members[i])
     _abort_raws(raws[0], endings.grouped)
-    for i in range(endings.residents.size()):
-        raws[0][i] = _raw_of(endings.residents[i], until, &endings.taken[i])
-    for i in range(endings.residents.size()):  # before the group begins, as in `core/handles/abort`
+    for i in range(endings.members.size()):
+        raws[0][i] = _detach(endings.members[i], until, &endings.taken[i])
+    for i in range(endings.members.size()):  # before the group begins, as in `core/handles/abort`
         deregister_all(raws[0][i], <Range*>endings.taken[i].ranges, endings.taken[i].count, endings.taken[i].guard_aborted)
     _abort_raws(raws[0], endings.grouped)
-    for i in range(endings.residents.size()):
-        resident = endings.residents[i]
+    for i in range(endings.members.size()):
+        member = endings.members[i]
         if raws[0][i] != NULL:
-            segments.leave(resident)
-            resident.ending.store(HAS_ENDED)
-        free_resident(resident)
+            segments.leave(member)
+            member.ending.store(HAS_ENDED)
+        free_member(member)
     if lent:
         take_device_back()
-    forget(endings)
-    has_been_ended()
+    free_endings(endings)
+    report_endings()
 
 
-cdef ncclComm_t _guard_of(CommSegments* resident) noexcept nogil:
+cdef ncclComm_t _take_guard(CommSegments* member) noexcept nogil:
     cdef ncclComm_t guard = NULL
-    if pin_handle(resident.weak):
-        guard = (<Handle>resident.weak.target).guard_handle(True)
+    if pin_handle(member.weak):
+        guard = (<Handle>member.weak.target).guard_handle(True)
         if guard != NULL:
-            (<Handle>resident.weak.target).guard_aborted = True
-        unpin_handle(resident.weak)
+            (<Handle>member.weak.target).guard_aborted = True
+        unpin_handle(member.weak)
     return guard
 
 
-cdef ncclComm_t _raw_of(CommSegments* resident, double until, Taken* taken) noexcept nogil:
+cdef ncclComm_t _detach(CommSegments* member, double until, Taken* taken) noexcept nogil:
     """Take the handle away; NULL if another thread has, which aborts it then, or if a stuck thread cannot be freed.
 
     What NCCL must deregister before the abort goes to `taken`; nothing if the abort does not free the communicator, or
@@ -463,25 +464,25 @@ cdef ncclComm_t _raw_of(CommSegments* resident, double until, Taken* taken) noex
     cdef double started = now()
     cdef bint locked = False
     cdef void* handle
-    while pin_handle(resident.weak):  # pinned anew each time: the thread that frees the handle waits for the pins
-        handle = resident.weak.target
+    while pin_handle(member.weak):  # pinned anew each time: the thread that frees the handle waits for the pins
+        handle = member.weak.target
         locked = lock_within(&(<Handle>handle).mutex, 0)
         if locked or now() >= until:
             if locked or abort_preempts or (<Handle>handle).nonblocking:
                 raw = (<Handle>handle).detach_handle()
-                resident.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
+                member.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
                 if raw != NULL and locked and not abort_preempts and (<Handle>handle).freed_alone:
                     taken.ranges = (<Handle>handle).registrations.take_all(&taken.count)
                     taken.guard_aborted = (<Handle>handle).guard_aborted
             else:
-                resident.ending.store(LEFT_BEHIND)
+                member.ending.store(LEFT_BEHIND)
             if locked:
                 mutex_unlock(&(<Handle>handle).mutex)
-            unpin_handle(resident.weak)
+            unpin_handle(member.weak)
             return raw
-        unpin_handle(resident.weak)
+        unpin_handle(member.weak)
         pause(now() - started)
-    resident.ending.store(NOT_ENDED)
+    member.ending.store(NOT_ENDED)
     return NULL
 
 
@@ -531,7 +532,7 @@ cdef class _Block:
     def __dealloc__(self):
         if self.pointer != 0:
             with nogil:
-                dismiss(self.pointer)
+                remove_owned(self.pointer)
 
 
 cdef class Allocation(Buffer):
@@ -549,7 +550,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     gives it another data type.
     """
 
-    cdef bint lent  # a reader of its address keeps this object
+    cdef bint address_read  # a reader of its address keeps this object
     cdef bint closing  # closed, or to be closed once such a reader has dropped it
     cdef object __weakref__
 
@@ -559,7 +560,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     @property
     def pointer(self):
         """The address of the first byte."""
-        return self._share().pointer
+        return self._open_block().pointer
 
     @property
     def closed(self):
@@ -578,7 +579,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         offset : int
             Where it begins, in bytes.
         """
-        cdef _Block block = self._share()
+        cdef _Block block = self._open_block()
         itemsize = Buffer(block.pointer, 1, dtype).nbytes
         offset = operator.index(offset)
         if not 0 <= offset <= self.nbytes:
@@ -591,11 +592,11 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
             )
         return Buffer(block.pointer + offset, count, dtype, device=self.device, owner=block)
 
-    cdef int hold(self, _Block block, size_t nbytes, int device) except -1:
+    cdef int fill(self, _Block block, size_t nbytes, int device) except -1:
         Buffer.__init__(self, block.pointer, nbytes, "uint8", device=device, owner=block)
         return 0
 
-    cdef _Block _share(self):
+    cdef _Block _open_block(self):
         if self.closing:
             raise ValueError("this allocation is closed; arrays made from it before stay valid")
         return <_Block>self.owner
@@ -607,7 +608,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
         """
         self.closing = True
         self.view.pointer = NULL
-        if not self.lent:
+        if not self.address_read:
             self.owner = None
 
     def __array__(self, dtype=None, copy=None):
@@ -617,7 +618,7 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     def __cuda_array_interface__(self):
         """What CuPy, numba and others read for GPU memory; CPU memory has none."""
         described = self.buffer().__cuda_array_interface__
-        self.lent = True  # the reader keeps the object that it has read
+        self.address_read = True  # the reader keeps the object that it has read
         return described
 
     def __dlpack__(self, **options):
@@ -668,7 +669,7 @@ def alloc(nbytes, device=None):
     number = as_integer(nbytes, "nbytes", 1, (1 << 62) - 1)
     ordinal = as_device(device)
     block.pointer = new_segment(number, ordinal)
-    made.hold(block, number, ordinal)
+    made.fill(block, number, ordinal)
     return made
 
 
@@ -732,7 +733,7 @@ ALLOC, FREE = "ncclpy_segment_alloc", "ncclpy_segment_free"
 _numbers = itertools.count(1)
 
 
-cdef int _bring(
+cdef int _allocate(
     size_t nbytes, int device, uintptr_t* pointer, int* added, uintptr_t* other, size_t* other_bytes
 ) noexcept nogil:
     """Allocate memory and add it to the registry. Return NCCL's result, and in `added` whether it was added."""
@@ -766,7 +767,7 @@ cdef uintptr_t new_segment(size_t nbytes, int device) except 0:
     open_registry()
     context_of(device)
     with nogil:
-        check(<ncclResult_t>_bring(nbytes, device, &pointer, &added, &other, &other_bytes), b"ncclMemAlloc", NULL)
+        check(<ncclResult_t>_allocate(nbytes, device, &pointer, &added, &other, &other_bytes), b"ncclMemAlloc", NULL)
     check_added(added, pointer, nbytes, other, other_bytes)
     return pointer
 
@@ -775,7 +776,7 @@ cdef void* _take(size_t nbytes, int device) noexcept nogil:
     cdef uintptr_t pointer = 0, other = 0
     cdef size_t other_bytes = 0
     cdef int added = ADDED
-    if _bring(nbytes if nbytes else 1, device, &pointer, &added, &other, &other_bytes) != ncclSuccess or added != ADDED:
+    if _allocate(nbytes if nbytes else 1, device, &pointer, &added, &other, &other_bytes) != ncclSuccess or added != ADDED:
         return NULL
     return <void*>pointer
 
@@ -835,12 +836,12 @@ def give(uintptr_t pointer, int device, uintptr_t stream=0):
 
 def adopt(uintptr_t pointer, size_t nbytes, device):
     """Add memory that others allocate to the registry."""
-    enlist(pointer, nbytes, as_device(device))
+    add_foreign(pointer, nbytes, as_device(device))
 
 
-def disown(uintptr_t pointer, then):
-    """Take adopted memory away; `then` is called when no communicator uses it any more, perhaps in another thread."""
-    part(pointer, then)
+def disown(uintptr_t pointer, callback):
+    """Take adopted memory away; call `callback`, perhaps in another thread, when no communicator uses it any more."""
+    remove_foreign(pointer, callback)
 
 
 def new_pool():

@@ -46,11 +46,11 @@ class Segments {
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
       try {
-        for (CommSegments* resident : residents_) {
-          if (resident->device == device) expect(*resident, segment);
+        for (CommSegments* member : members_) {
+          if (member->device == device) add_pending(*member, segment);
         }
       } catch (...) {
-        for (CommSegments* resident : residents_) forget(*resident, segment->number);
+        for (CommSegments* member : members_) remove_pending(*member, segment->number);
         by_base_.erase(base);
         throw;
       }
@@ -94,37 +94,37 @@ class Segments {
     return one.owned ? base - one.base + bytes <= one.bytes : one.base == base && one.bytes == bytes;
   }
 
-  // The communicators that may use a segment; each is kept until free_resident() is called for it once more.
+  // The communicators that may use a segment; each is kept until free_member() is called for it once more.
   bool holders(uint64_t number, std::vector<CommSegments*>* found) noexcept {
     const Hold hold(mutex_);
     found->clear();
     try {
-      found->reserve(residents_.size());
+      found->reserve(members_.size());
     } catch (...) {
       return false;
     }
-    for (CommSegments* resident : residents_) {
-      const auto entry = resident->entries.find(number);
-      if (entry == resident->entries.end() || entry->second.state == CommSegments::pending) continue;
-      ++resident->kept;
-      found->push_back(resident);
+    for (CommSegments* member : members_) {
+      const auto entry = member->entries.find(number);
+      if (entry == member->entries.end() || entry->second.state == CommSegments::pending) continue;
+      ++member->references;
+      found->push_back(member);
     }
     return true;
   }
 
   // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
   // more, but it is not destroyed. Once its operations are done it uses nothing.
-  void let_out_dropped(CommSegments& resident, uint64_t number) noexcept {
-    if (resident.lacks_event || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
-    if (resident.visited.test_and_set()) return;
+  void deregister_dropped(CommSegments& member, uint64_t number) noexcept {
+    if (member.lacks_event || !calls_.over(member.events[0]) || !calls_.over(member.events[1])) return;
+    if (member.dropped_lock.test_and_set()) return;
     {
       const Hold hold(mutex_);
-      for (auto* list : {&resident.to_leave, &resident.fenced}) {
+      for (auto* list : {&member.to_leave, &member.fenced}) {
         list->erase(std::remove(list->begin(), list->end(), number), list->end());
       }
     }
-    deregister(resident, resident.comm, number);
-    resident.visited.clear();
+    deregister(member, member.comm, number);
+    member.dropped_lock.clear();
   }
 
   // Keeps an owned segment until `let_go`, for a window, which is no communicator; false if it is leaving.
@@ -138,7 +138,7 @@ class Segments {
   void let_go(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
-    if (found != by_base_.end() && found->second->number == number) let_holder_go(*found->second);
+    if (found != by_base_.end() && found->second->number == number) drop_holder(*found->second);
   }
 
   // Keeps an owned segment, which is to be taken away next, until the device has passed an event, and then forgets
@@ -157,7 +157,7 @@ class Segments {
   }
 
   // Checks those events; without the mutex, since a call of the driver may block.
-  void ask_awaited() noexcept {
+  void query_awaited() noexcept {
     std::list<Awaited> asked, over;
     {
       const Hold hold(mutex_);
@@ -171,14 +171,14 @@ class Segments {
     {
       const Hold hold(mutex_);
       awaited_.splice(awaited_.end(), asked);
-      for (const Awaited& one : over) let_holder_go(*one.segment);
+      for (const Awaited& one : over) drop_holder(*one.segment);
     }
     for (const Awaited& one : over) calls_.forget(one.event);
   }
 
-  // Only when `kept` is 0: until then a thread without the GIL may query them.
-  void forget_events(CommSegments& resident) noexcept {
-    for (void*& event : resident.events) {
+  // Only when `references` is 0: until then a thread without the GIL may query them.
+  void forget_events(CommSegments& member) noexcept {
+    for (void*& event : member.events) {
       if (event != nullptr) calls_.forget(event);
       event = nullptr;
     }
@@ -192,77 +192,77 @@ class Segments {
   }
 
   // A communicator joins: present segments are put into its list, later ones will be.
-  bool join(CommSegments* resident) noexcept {
+  bool join(CommSegments* member) noexcept {
     const Hold hold(mutex_);
     try {
-      residents_.push_back(resident);
+      members_.push_back(member);
       for (const auto& [base, segment] : by_base_) {
-        if (segment->device == resident->device && !segment->leaving) expect(*resident, segment);
+        if (segment->device == member->device && !segment->leaving) add_pending(*member, segment);
       }
       return true;
     } catch (...) {
-      if (!residents_.empty() && residents_.back() == resident) residents_.pop_back();
-      resident->entries.clear();
-      resident->to_register.clear();
+      if (!members_.empty() && members_.back() == member) members_.pop_back();
+      member->entries.clear();
+      member->to_register.clear();
       return false;
     }
   }
 
   // A communicator has ended, by a close or an abort, and with it all its operations and registrations.
-  void leave(CommSegments* resident) noexcept {
+  void leave(CommSegments* member) noexcept {
     const Hold hold(mutex_);
-    const auto found = std::find(residents_.begin(), residents_.end(), resident);
-    if (found == residents_.end()) return;
-    residents_.erase(found);
-    for (auto& [number, entry] : resident->entries) {
+    const auto found = std::find(members_.begin(), members_.end(), member);
+    if (found == members_.end()) return;
+    members_.erase(found);
+    for (auto& [number, entry] : member->entries) {
       if (entry.state == CommSegments::held) --registrations_;
-      if (entry.state != CommSegments::pending) let_holder_go(*entry.segment);
+      if (entry.state != CommSegments::pending) drop_holder(*entry.segment);
     }
     // A thread may still be inside, which the abort has not made return yet: it finds nothing more to do.
-    resident->entries.clear();
-    resident->to_register.clear();
-    resident->to_leave.clear();
-    resident->fenced.clear();
-    ncclpy_hook_set_wanted(resident, 0);
+    member->entries.clear();
+    member->to_register.clear();
+    member->to_leave.clear();
+    member->fenced.clear();
+    ncclpy_hook_set_wanted(member, 0);
   }
 
   // Registers new segments before the communicator's next call. This function and the next three: under its lock.
-  void let_in(CommSegments& resident, void* comm) noexcept {
-    ncclpy_hook_set_wanted(&resident, 0);
-    while (register_one(resident, comm)) {
+  void register_new(CommSegments& member, void* comm) noexcept {
+    ncclpy_hook_set_wanted(&member, 0);
+    while (register_one(member, comm)) {
     }
   }
 
   // Notes that a call was captured; its graph may use all present segments.
-  void catch_all(CommSegments& resident) noexcept {
+  void note_capture_of_all(CommSegments& member) noexcept {
     const Hold hold(mutex_);
-    resident.captured_to = numbers_;
+    member.captured_to = numbers_;
   }
 
   // Deregisters segments that are to leave and are not used any more.
-  void let_out(CommSegments& resident, void* comm) noexcept {
+  void deregister_leaving(CommSegments& member, void* comm) noexcept {
     // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
-    while (!resident.lacks_event && begin_fence(resident)) {
-      if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
-      resident.fence = -1;
+    while (!member.lacks_event && begin_fence(member)) {
+      if (member.fence >= 0 && !calls_.over(member.events[member.fence])) return;
+      member.fence = -1;
       uint64_t number;
-      while (take_fenced(resident, &number)) deregister(resident, comm, number);
+      while (take_fenced(member, &number)) deregister(member, comm, number);
     }
   }
 
   // Deregisters everything: the communicator is about to be destroyed, and none of its operations is running.
-  void deregister_all(CommSegments& resident, void* comm) noexcept {
+  void deregister_all(CommSegments& member, void* comm) noexcept {
     while (true) {
       uint64_t number;
       {
         const Hold hold(mutex_);
-        while (!resident.entries.empty() && resident.entries.begin()->second.state == CommSegments::pending) {
-          forget(resident, resident.entries.begin()->first);
+        while (!member.entries.empty() && member.entries.begin()->second.state == CommSegments::pending) {
+          remove_pending(member, member.entries.begin()->first);
         }
-        if (resident.entries.empty()) return;
-        number = resident.entries.begin()->first;
+        if (member.entries.empty()) return;
+        number = member.entries.begin()->first;
       }
-      deregister(resident, comm, number);
+      deregister(member, comm, number);
     }
   }
 
@@ -279,10 +279,10 @@ class Segments {
   }
 
   // Whether a segment could leave this communicator if its issued operations are done.
-  bool can_leave(const CommSegments* resident) noexcept {
+  bool can_leave(const CommSegments* member) noexcept {
     const Hold hold(mutex_);
-    return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
-                                                    [=](uint64_t number) { return !is_kept(*resident, number); });
+    return !member->fenced.empty() || std::any_of(member->to_leave.begin(), member->to_leave.end(),
+                                                    [=](uint64_t number) { return !is_kept(*member, number); });
   }
   // Whether any segment is leaving.
   bool has_leaving() noexcept {
@@ -290,11 +290,11 @@ class Segments {
     return leaving_ != 0;
   }
 
-  // Ends the leaving of a segment from next_to_free(); `well` says whether it was freed.
-  void freed(bool well) noexcept {
+  // Ends the leaving of a segment from next_to_free(); `succeeded` says whether it was freed.
+  void freed(bool succeeded) noexcept {
     const Hold hold(mutex_);
     --leaving_;
-    if (!well) ++lost_;
+    if (!succeeded) ++lost_;
   }
 
   SegmentCounters counters() noexcept {
@@ -319,15 +319,15 @@ class Segments {
     return found;
   }
 
-  // Live segments; with `resident`, those that its communicator has registered.
-  std::vector<Segment> live(const CommSegments* resident) {
+  // Live segments; with `member`, those that its communicator has registered.
+  std::vector<Segment> live(const CommSegments* member) {
     const Hold hold(mutex_);
     std::vector<Segment> found;
     for (const auto& [base, segment] : by_base_) {
       if (segment->leaving) continue;
-      if (resident != nullptr) {
-        const auto entry = resident->entries.find(segment->number);
-        if (entry == resident->entries.end() || entry->second.state != CommSegments::held) continue;
+      if (member != nullptr) {
+        const auto entry = member->entries.find(segment->number);
+        if (entry == member->entries.end() || entry->second.state != CommSegments::held) continue;
       }
       found.push_back(*segment);
     }
@@ -351,14 +351,14 @@ class Segments {
     ncclpy_mutex& mutex_;
   };
 
-  void expect(CommSegments& resident, const std::shared_ptr<Segment>& segment) {
+  void add_pending(CommSegments& member, const std::shared_ptr<Segment>& segment) {
     // Reserves space for all segments that may ever be put there, so that leaving needs no memory.
-    const size_t space = resident.entries.size() + 1;
-    resident.to_leave.reserve(grown(resident.to_leave, space));
-    resident.fenced.reserve(grown(resident.fenced, space));
-    resident.entries.emplace(segment->number, CommSegments::Entry{segment, CommSegments::pending, 0});
-    resident.to_register.insert(segment->number);
-    ncclpy_hook_set_wanted(&resident, 1);
+    const size_t space = member.entries.size() + 1;
+    member.to_leave.reserve(grown(member.to_leave, space));
+    member.fenced.reserve(grown(member.fenced, space));
+    member.entries.emplace(segment->number, CommSegments::Entry{segment, CommSegments::pending, 0});
+    member.to_register.insert(segment->number);
+    ncclpy_hook_set_wanted(&member, 1);
   }
 
   template <class Item>
@@ -367,39 +367,39 @@ class Segments {
   }
 
   // Removes a pending entry.
-  void forget(CommSegments& resident, uint64_t number) noexcept {
-    resident.to_register.erase(number);
-    resident.entries.erase(number);
+  void remove_pending(CommSegments& member, uint64_t number) noexcept {
+    member.to_register.erase(number);
+    member.entries.erase(number);
   }
 
   // Whether a graph that may be launched again may use it.
-  static bool is_kept(const CommSegments& resident, uint64_t number) noexcept {
-    if (number > resident.captured_to) return false;
-    const auto found = resident.entries.find(number);
-    return found != resident.entries.end() && !found->second.segment->given_back;
+  static bool is_kept(const CommSegments& member, uint64_t number) noexcept {
+    if (number > member.captured_to) return false;
+    const auto found = member.entries.find(number);
+    return found != member.entries.end() && !found->second.segment->given_back;
   }
 
   SegmentState begin_leaving(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
     const std::shared_ptr<Segment> segment = found->second;
     segment->leaving = true;
     ++leaving_;
-    for (CommSegments* resident : residents_) {
-      const auto entry = resident->entries.find(segment->number);
-      if (entry == resident->entries.end()) continue;
+    for (CommSegments* member : members_) {
+      const auto entry = member->entries.find(segment->number);
+      if (entry == member->entries.end()) continue;
       if (entry->second.state == CommSegments::pending) {
-        forget(*resident, segment->number);
+        remove_pending(*member, segment->number);
       } else if (entry->second.state != CommSegments::registering) {  // else register_one() adds it
-        resident->to_leave.push_back(segment->number);  // there is space: see expect()
+        member->to_leave.push_back(segment->number);  // there is space: see add_pending()
       }
     }
-    return segment->holders == 0 ? let_go(found) : segment_leaving;
+    return segment->holders == 0 ? finish_leaving(found) : segment_leaving;
   }
 
-  void let_holder_go(Segment& segment) noexcept {
-    if (--segment.holders == 0 && segment.leaving) let_go(by_base_.find(segment.base));
+  void drop_holder(Segment& segment) noexcept {
+    if (--segment.holders == 0 && segment.leaving) finish_leaving(by_base_.find(segment.base));
   }
 
-  SegmentState let_go(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
+  SegmentState finish_leaving(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
     if (!found->second->owned) {
       by_base_.erase(found);
       --leaving_;
@@ -410,24 +410,24 @@ class Segments {
   }
 
   // Registers one segment. False if there was nothing to register.
-  bool register_one(CommSegments& resident, void* comm) noexcept {
+  bool register_one(CommSegments& member, void* comm) noexcept {
     std::shared_ptr<Segment> segment;
     uint64_t number;
     {
       const Hold hold(mutex_);
-      if (resident.to_register.empty()) return false;
-      number = *resident.to_register.begin();
-      resident.to_register.erase(resident.to_register.begin());
-      CommSegments::Entry& entry = resident.entries.find(number)->second;
+      if (member.to_register.empty()) return false;
+      number = *member.to_register.begin();
+      member.to_register.erase(member.to_register.begin());
+      CommSegments::Entry& entry = member.entries.find(number)->second;
       entry.state = CommSegments::registering;
       segment = entry.segment;
       ++segment->holders;
     }
     long long range = 0;
-    const int result = calls_.add(resident.ranges, comm, *segment, &range);
+    const int result = calls_.add(member.ranges, comm, *segment, &range);
     const Hold hold(mutex_);
-    const auto found = resident.entries.find(number);
-    if (found == resident.entries.end()) return false;  // aborted meanwhile
+    const auto found = member.entries.find(number);
+    if (found == member.entries.end()) return false;  // aborted meanwhile
     CommSegments::Entry& entry = found->second;
     entry.range = range;
     // A call uses a segment that NCCL has refused all the same, so the communicator is a holder of it.
@@ -439,61 +439,61 @@ class Segments {
     } else {
       ++refused_[0];
     }
-    if (segment->leaving) resident.to_leave.push_back(number);
+    if (segment->leaving) member.to_leave.push_back(number);
     return true;
   }
 
   // Puts segments that can leave behind a fence; false if there are none.
-  bool begin_fence(CommSegments& resident) noexcept {
+  bool begin_fence(CommSegments& member) noexcept {
     const Hold hold(mutex_);
-    if (!resident.fenced.empty()) return true;
+    if (!member.fenced.empty()) return true;
     // Segments that graphs may use stay as long as the communicator.
-    auto& list = resident.to_leave;
+    auto& list = member.to_leave;
     const auto first =
-        std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(resident, number); });
-    resident.fenced.insert(resident.fenced.end(), first, list.end());
+        std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(member, number); });
+    member.fenced.insert(member.fenced.end(), first, list.end());
     list.erase(first, list.end());
-    if (!resident.fenced.empty() && resident.has_event) {  // else nothing was issued since the last fence was passed
-      resident.fence = resident.current;
-      resident.current ^= 1;
-      resident.has_event = 0;
+    if (!member.fenced.empty() && member.has_event) {  // else nothing was issued since the last fence was passed
+      member.fence = member.current;
+      member.current ^= 1;
+      member.has_event = 0;
     }
-    return !resident.fenced.empty();
+    return !member.fenced.empty();
   }
 
   // Takes one at a time: the list may be reallocated meanwhile, when a new segment makes space in it.
-  bool take_fenced(CommSegments& resident, uint64_t* number) noexcept {
+  bool take_fenced(CommSegments& member, uint64_t* number) noexcept {
     const Hold hold(mutex_);
-    if (resident.fenced.empty()) return false;
-    *number = resident.fenced.back();
-    resident.fenced.pop_back();
+    if (member.fenced.empty()) return false;
+    *number = member.fenced.back();
+    member.fenced.pop_back();
     return true;
   }
 
-  void deregister(CommSegments& resident, void* comm, uint64_t number) noexcept {
+  void deregister(CommSegments& member, void* comm, uint64_t number) noexcept {
     long long range;
     bool held;
     {
       const Hold hold(mutex_);
-      const auto found = resident.entries.find(number);
-      if (found == resident.entries.end()) return;
+      const auto found = member.entries.find(number);
+      if (found == member.entries.end()) return;
       range = found->second.range;
       held = found->second.state == CommSegments::held;
     }
-    if (held) calls_.drop(resident.ranges, comm, range);
+    if (held) calls_.drop(member.ranges, comm, range);
     const Hold hold(mutex_);
-    const auto found = resident.entries.find(number);
-    if (found == resident.entries.end()) return;  // aborted meanwhile
+    const auto found = member.entries.find(number);
+    if (found == member.entries.end()) return;  // aborted meanwhile
     const std::shared_ptr<Segment> segment = found->second.segment;
     if (held) --registrations_, ++dropped_;
-    resident.entries.erase(found);
-    let_holder_go(*segment);
+    member.entries.erase(found);
+    drop_holder(*segment);
   }
 
   const SegmentCalls calls_;
   ncclpy_mutex mutex_;
   std::map<uintptr_t, std::shared_ptr<Segment>> by_base_;
-  std::vector<CommSegments*> residents_;
+  std::vector<CommSegments*> members_;
   std::vector<std::shared_ptr<Segment>> to_free_;
   std::list<Awaited> awaited_;
   uint64_t numbers_ = 0;
@@ -504,33 +504,33 @@ class Segments {
 };
 
 // Makes a communicator's part, which has yet to join; NULL if memory is out.
-inline CommSegments* new_resident(Segments* home, void* ranges, int device) {
-  auto* resident = new (std::nothrow) CommSegments{};
-  if (resident == nullptr) return nullptr;
-  resident->home = home;
-  resident->ranges = ranges;
-  resident->device = device;
-  resident->run = [](ncclpy_precall_hook* precall_hook, void* comm) {
+inline CommSegments* new_member(Segments* registry, void* ranges, int device) {
+  auto* member = new (std::nothrow) CommSegments{};
+  if (member == nullptr) return nullptr;
+  member->registry = registry;
+  member->ranges = ranges;
+  member->device = device;
+  member->run = [](ncclpy_precall_hook* precall_hook, void* comm) {
     auto* one = static_cast<CommSegments*>(precall_hook);
-    one->home->let_in(*one, comm);
+    one->registry->register_new(*one, comm);
   };
-  resident->note_capture = [](ncclpy_precall_hook* precall_hook) {
+  member->note_capture = [](ncclpy_precall_hook* precall_hook) {
     auto* one = static_cast<CommSegments*>(precall_hook);
-    one->home->catch_all(*one);
+    one->registry->note_capture_of_all(*one);
   };
-  resident->note_ended = [](ncclpy_precall_hook* precall_hook) {
+  member->note_ended = [](ncclpy_precall_hook* precall_hook) {
     auto* one = static_cast<CommSegments*>(precall_hook);
-    one->home->leave(one);
+    one->registry->leave(one);
   };
-  return resident;
+  return member;
 }
 
 // Drops one reference; the last one frees it.
-inline void free_resident(CommSegments* resident) {
-  if (--resident->kept != 0) return;
-  resident->home->forget_events(*resident);
-  ncclpy_weak_handle_free(resident->weak);
-  delete resident;
+inline void free_member(CommSegments* member) {
+  if (--member->references != 0) return;
+  member->registry->forget_events(*member);
+  ncclpy_weak_handle_free(member->weak);
+  delete member;
 }
 
 }  // namespace ncclpy

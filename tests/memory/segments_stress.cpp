@@ -48,7 +48,7 @@ void expect(bool holds, const char* what) {
 
 struct Communicator {
   std::mutex lock;
-  std::unique_ptr<ncclpy::CommSegments> resident;
+  std::unique_ptr<ncclpy::CommSegments> member;
   std::atomic<int> registered[slots] = {};
 };
 Communicator* all;
@@ -75,7 +75,7 @@ bool over(void*) { return !device_is_busy; }
 void forget(void*) { forgotten++; }
 
 void free_some(ncclpy::Segments& segments) {
-  segments.ask_awaited();
+  segments.query_awaited();
   uintptr_t base;
   int device;
   while (segments.next_to_free(&base, &device)) {
@@ -140,16 +140,16 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
   int event;
   while (!enough) {
     std::lock_guard<std::mutex> hold(communicator.lock);
-    ncclpy::CommSegments* resident = communicator.resident.get();
-    if (resident == nullptr) {
+    ncclpy::CommSegments* member = communicator.member.get();
+    if (member == nullptr) {
       auto made = std::make_unique<ncclpy::CommSegments>();
-      made->home = &segments;
+      made->registry = &segments;
       made->device = static_cast<int>(random() % devices);
       made->events[0] = made->events[1] = &event;
       fails_every = random() % 3 ? 0 : 1 + random() % 20;
       const bool joined = segments.join(made.get());
       fails_every = 0;
-      if (joined) communicator.resident = std::move(made);
+      if (joined) communicator.member = std::move(made);
       if (!joined) refused++;
       continue;
     }
@@ -157,22 +157,22 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
     const unsigned move = random() % 40;
     if (move == 0) {  // a close; or an abort, which ends registrations too
       if (random() % 2) {
-        segments.deregister_all(*resident, &communicator);
+        segments.deregister_all(*member, &communicator);
       } else {
         for (auto& each : communicator.registered) each = 0;
       }
-      segments.leave(resident);
-      communicator.resident.reset();
+      segments.leave(member);
+      communicator.member.reset();
     } else if (move < 3) {
-      segments.catch_all(*resident);
+      segments.note_capture_of_all(*member);
     } else if (move < 6) {
-      resident->lacks_event = 1;
+      member->lacks_event = 1;
     } else if (move < 25) {
-      if (ncclpy_hook_is_wanted(resident)) segments.let_in(*resident, &communicator);
-      resident->has_event = 1;
-      resident->lacks_event = 0;
+      if (ncclpy_hook_is_wanted(member)) segments.register_new(*member, &communicator);
+      member->has_event = 1;
+      member->lacks_event = 0;
     } else {
-      if (segments.can_leave(resident)) segments.let_out(*resident, &communicator);
+      if (segments.can_leave(member)) segments.deregister_leaving(*member, &communicator);
     }
     fails_every = 0;
     if (move == 30) device_is_busy = !device_is_busy;
@@ -203,9 +203,9 @@ void round_of(int seed) {
   for (auto& thread : busy) thread.join();
   for (int i = 0; i < communicators; ++i) {
     Communicator& communicator = all[i];
-    if (communicator.resident == nullptr) continue;
-    segments.deregister_all(*communicator.resident, &communicator);
-    segments.leave(communicator.resident.get());
+    if (communicator.member == nullptr) continue;
+    segments.deregister_all(*communicator.member, &communicator);
+    segments.leave(communicator.member.get());
   }
   device_is_busy = false;
   free_some(segments);
@@ -229,14 +229,14 @@ void drop_and_abort(void*, void*, long long) { abort_inside(); }
 void abort_while_inside(int count) {
   ncclpy::Segments segments({add_and_abort, drop_and_abort, over, forget});
   auto made = std::make_unique<ncclpy::CommSegments>();
-  made->home = aborted_in = &segments, aborted = made.get();
+  made->registry = aborted_in = &segments, aborted = made.get();
   uintptr_t other;
   size_t other_bytes;
   for (int i = 0; i < count; ++i) segments.add(base_of(i), bytes, 0, false, &other, &other_bytes);
   expect(segments.join(aborted), "no space");
-  segments.let_in(*aborted, nullptr);
+  segments.register_new(*aborted, nullptr);
   for (int i = 0; i < count; ++i) segments.remove(base_of(i), false);
-  segments.let_out(*aborted, nullptr);
+  segments.deregister_leaving(*aborted, nullptr);
   const auto counters = segments.counters();
   expect(!segments.has_leaving() && counters.registrations == 0, "an aborted communicator has kept something");
 }

@@ -1,8 +1,9 @@
 """Dumps of the flight recorder that a process writes by itself into the folder `NCCLPY_DUMP_DIR`.
 
 One thread writes them: after a failure of an operation or of a process group, and on SIGUSR2. Python runs handlers of
-signals in the main thread, which may be stuck in a call; so the handler (`callbacks.take_signal`) is in C, counts, and
-wakes the writer thread.
+signals in the main thread, which may be stuck in a call; so the handler (`callbacks.take_signal`) is in C: it counts
+the signal and wakes the writer thread.
+
 A dump shows keys by the user's ``__repr__``, and a file system may hang; so no other thread writes, and each wait for
 the writer thread is bounded.
 """
@@ -28,10 +29,10 @@ from ncclpy.ownership import ForeignFile, why_of_another
 
 # How long after a failure its dump is written: other works of the launch or group fail soon after it, and the dump
 # should show them as failed.
-_SETTLE = 0.1
+_SETTLE_TIME = 0.1
 
 # Dumps after failures of operations are at least so many seconds apart.
-_SPACING = 1.0
+_MIN_INTERVAL = 1.0
 
 # How long a failing call, or the end of the process, waits for its dump.
 _PATIENCE = 2.0
@@ -92,7 +93,7 @@ class _Writer(FailureListener):
     def failed(self, error: BaseException, wait: bool, ended: bool = False) -> int:
         """Have a dump written; with `wait`, wait for it."""
         moment = time.monotonic()
-        due = moment if wait else moment + _SETTLE
+        due = moment if wait else moment + _SETTLE_TIME
         self.start()
         if len(self.requests) < _MAX_FAILURES:
             # Not the error itself: its traceback refers to frames, and so to the user's arrays.
@@ -103,7 +104,7 @@ class _Writer(FailureListener):
     def due_of(self, request: tuple[float, bool, str, object]) -> float:
         """Return when to write: after the end of a group at once, as a launcher may kill the process soon."""
         due = request[0]
-        return due if request[1] else max(due, self.written + _SPACING)
+        return due if request[1] else max(due, self.written + _MIN_INTERVAL)
 
     def finish(self) -> int:
         """Wait for the dumps of all failures so far."""
@@ -127,7 +128,7 @@ class _Writer(FailureListener):
             self.thread.join(_PATIENCE)
 
     def run(self) -> None:
-        """Write what is asked for, until the process ends."""
+        """Write the requested dumps, until the process ends."""
         while True:
             seen = callbacks.wakeup_count()
             pause = min([self.due_of(each) for each in list(self.requests)], default=inf) - time.monotonic()
@@ -212,7 +213,7 @@ def begin(folder: str) -> None:
     writer = _Writer(os.path.abspath(folder))
     record_all()
     if not callbacks.take_signal(signal.SIGUSR2):
-        _log.info("SIGUSR2 is handled by the program, and asks for no dump (NCCLPY_DUMP_DIR)")
+        _log.info("SIGUSR2 requests no dump, as the program handles it (NCCLPY_DUMP_DIR)")
     writer.start()
     set_listener(writer)
     atexit.register(writer.end)

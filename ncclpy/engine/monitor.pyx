@@ -37,7 +37,8 @@ from ncclpy.engine.callbacks cimport (
     wake_monitor, wakeups,
 )
 from ncclpy.engine.work cimport (
-    NOT_FAILING, TO_FAIL, Watched, Work, failing_task, follows_a_failure, start_failing, next_tick, note_tick, tell_of_stops,
+    NOT_FAILING, TO_FAIL, Watched, Work, failing_task, follows_a_failure, next_tick, note_tick, start_failing,
+    tell_of_stops,
 )
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
@@ -245,7 +246,8 @@ cdef Inbox _inbox
 mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.reserved = 0
 cdef Watching _watching
-_watching.has_context, _watching.ended_at, _watching.seen_wakeups, _watching.emptied_at, _watching.sleep_word = False, 0, -1, 0, 0
+_watching.has_context, _watching.sleep_word = False, 0
+_watching.ended_at, _watching.seen_wakeups, _watching.emptied_at = 0, -1, 0
 cdef Shared _shared
 _shared.context = NULL
 _shared.next_round, _shared.next_timer, _shared.stop = 0, FOREVER, False

@@ -61,7 +61,7 @@ cdef class Work:
     cdef bint timed
     cdef bint was_launched  # before it was settled
     cdef readonly int device
-    cdef double limit  # the moment by which it must be done; with `relative_limit`, the moment by which it must be launched
+    cdef double limit  # the moment by which it must be done, or with `relative_limit` launched
     cdef double shown_timeout  # seconds of its timeout, for its error; 0 if only a moment is known
     cdef double relative_limit  # seconds from when the device can begin it; 0 once `limit` is the deadline
     cdef double seconds  # duration on the device; negative if not known

@@ -507,7 +507,10 @@ What an asynchronous operation returns.
         if (
             self.released_early or not self.has_producer or _canonical(stream) != _canonical(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another stream in each thread
-            or not (self.reused_in_order or (_are_reused_in_order(self.output, None) and _are_reused_in_order(self.held, self.output)))
+            or not (
+                self.reused_in_order
+                or (_are_reused_in_order(self.output, None) and _are_reused_in_order(self.held, self.output))
+            )
             or self.released_early or self.over or load(&self.phase) != LAUNCHED  # another thread has changed it
         ):
             return 0
@@ -539,13 +542,17 @@ What an asynchronous operation returns.
     cdef bint can_be_dropped_quietly(self) noexcept:
         """Return whether `let_go` and dropping the caller's reference after it can run no code of users."""
         cdef PyObject* held = <PyObject*>self.held
-        if _is_last_reference(held) or _is_last_reference(<PyObject*>self.handle) or _is_last_reference(<PyObject*>self.awaits):
+        if (
+            _is_last_reference(held) or _is_last_reference(<PyObject*>self.handle)
+            or _is_last_reference(<PyObject*>self.awaits)
+        ):
             return False
         if Py_REFCNT(<PyObject*>self) > 1:
             return True
         return not (
             self.callbacks is not None or self.error is not None or _getweakrefcount(self)
-            or _is_last_reference(<PyObject*>self.maker) or _is_last_reference(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
+            or _is_last_reference(<PyObject*>self.maker) or _is_last_reference(<PyObject*>self.output)
+            or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
             or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )
 

@@ -29,7 +29,8 @@ __all__ = ["run_ranks"]
 _CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
 #: Seconds for the other ranks to end once one has failed.
 _GRACE = 5.0
-#: The part of the deadline that a rank's communicator has for one wait, so that its error comes first and names ranks.
+#: The share of the deadline that one wait of a rank's communicator may take: its error, which names ranks, is raised
+#: before the deadline passes.
 _SHARE = 0.75
 #: Seconds of one wait for a rank's report, after which Python handles signals.
 _SLICE = 0.5
@@ -172,20 +173,20 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
         return [reports[rank].value for rank in range(nranks)]
     # In order of arrival, but errors that follow from others last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    # After the others were stopped, that may have caused any error of NCCL: a rank may have been too late to join.
-    follows = {
+    # The errors of NCCL that arrive after the other ranks were stopped may result from that: a rank joined too late.
+    consequent = {
         rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
     }
-    told = [(f"rank {rank}", error) for rank, error in errors if rank not in follows]
+    ordered = [(f"rank {rank}", error) for rank, error in errors if rank not in consequent]
     if stuck:
-        who = f"rank{'s' if len(stuck) > 1 else ''} {', '.join(map(str, stuck))}"
+        names = f"rank{'s' if len(stuck) > 1 else ''} {', '.join(map(str, stuck))}"
         places = "".join(f"\nrank {rank} is at:\n{ranks.where(rank)}" for rank in stuck)
-        told.append(("besides", TimeoutError(f"{who} not done {when}{places}")))
-    follow = [(f"rank {rank}", error) for rank, error in errors if rank in follows]
-    told += sorted(follow, key=lambda one: isinstance(one[1], ncclpy.NcclAborted))
-    (who, first), others = told[0], told[1:]
-    if who != "besides":
-        note(first, f"raised by {who}")
+        ordered.append(("besides", TimeoutError(f"{names} not done {when}{places}")))
+    consequences = [(f"rank {rank}", error) for rank, error in errors if rank in consequent]
+    ordered += sorted(consequences, key=lambda one: isinstance(one[1], ncclpy.NcclAborted))
+    (source, first), others = ordered[0], ordered[1:]
+    if source != "besides":
+        note(first, f"raised by {source}")
     for other, error in others:
         note(first, f"{other}: {type(error).__name__}: {error}")
     raise first
@@ -195,8 +196,8 @@ def _place(thread: int | None) -> str:
     """Return the stack of a thread, without the frames of this module."""
     frame = sys._current_frames().get(thread or 0)
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
-    ours = [number for number, entry in enumerate(stack) if entry.filename == __file__]
-    below = stack[ours[-1] + 1 :] if ours else []
+    own_frames = [number for number, entry in enumerate(stack) if entry.filename == __file__]
+    below = stack[own_frames[-1] + 1 :] if own_frames else []
     return "".join(traceback.format_list(below or stack))
 
 
@@ -277,13 +278,13 @@ class _Processes:
         """Start the processes."""
         context = multiprocessing.get_context("spawn")
         for rank in range(self._nranks):
-            ours, theirs = context.Pipe()
-            arguments = (rank, theirs, self._env, self._payload)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, child_end, self._env, self._payload)
             process = context.Process(target=_process, args=arguments, name=f"rank {rank}")
-            self._pipes[ours] = rank
+            self._pipes[parent_end] = rank
             self._processes.append(process)
             process.start()
-            theirs.close()
+            child_end.close()
 
     def next(self, timeout: float) -> _Report | None:
         """Return the next report; None if none arrives in time."""

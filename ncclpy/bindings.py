@@ -1,10 +1,10 @@
 """One Python function for each host function of ``nccl.h``: the C names in snake case, without the prefix.
 
-Arguments stand in C's order without the out-parameters, which are return values. Pointers, communicators, windows and
-streams are ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a function that the loaded NCCL
+Arguments are in C's order; out-parameters are returned instead. Pointers, communicators, windows and streams are
+ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a function that the loaded NCCL
 lacks raises `ncclpy.NcclUnsupported`, which names the release that has it. A call without out-parameters returns
-``Result.SUCCESS`` or, when a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then
-`comm_get_async_error` is polled until it says otherwise.
+``Result.SUCCESS`` or, when a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then poll
+`comm_get_async_error` until it returns another result.
 
 Many functions share these arguments:
 

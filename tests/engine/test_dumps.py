@@ -604,7 +604,7 @@ def test_many_late_works_of_a_manager_are_dumped_together(tmp_path):
 def test_exit_writes_the_dump_that_is_still_queued(tmp_path):
     run(
         """
-        ncclpy.engine.dumps._SPACING = 1000.0
+        ncclpy.engine.dumps._MIN_INTERVAL = 1000.0
         comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         with ncclpy.group():
             a, b = (comm.split(comm.rank) for comm in comms)
@@ -650,7 +650,7 @@ def test_file_is_written_once_per_second_and_never_half(tmp_path):
             rounds(10)
             seconds = time.monotonic() - begun
             several = len(times)
-            ncclpy.engine.dumps._SPACING = 0.0
+            ncclpy.engine.dumps._MIN_INTERVAL = 0.0
             rounds(10)
         finally:
             done = True
@@ -681,7 +681,7 @@ def test_forked_child_writes_its_own_file(tmp_path):
 def test_forked_child_leaves_the_parents_dump_to_the_parent(tmp_path):
     run(
         """
-        ncclpy.engine.dumps._SPACING, ncclpy.engine.dumps._PATIENCE = 1000.0, 30.0
+        ncclpy.engine.dumps._MIN_INTERVAL, ncclpy.engine.dumps._PATIENCE = 1000.0, 30.0
         comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         with ncclpy.group():
             children = [comm.split(comm.rank) for comm in comms]

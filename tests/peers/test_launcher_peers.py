@@ -343,7 +343,7 @@ def test_rank_that_is_blocked_elsewhere_is_not_called_idle(host_engine, tmp_path
     import threading
     from ncclpy.engine import group_registry
     def tell():
-        testing.wait_for(lambda: any(each.look().get('current') for each in group_registry._there_now()))
+        testing.wait_for(lambda: any(each.look().get('current') for each in group_registry._live_entries()))
         begins()
     threading.Thread(target=tell, daemon=True).start()
     {call}

@@ -105,7 +105,7 @@ class Config(_Checked):
     blocking : bool, optional
         ``False`` makes calls that would wait return at once; the communicator is then polled. Default ``True``.
     cga_cluster_size : int, optional
-        Thread blocks a cluster, 0 to 8 (GPUs since Hopper). NCCL 2.17.
+        Thread blocks per cluster, 0 to 8 (GPUs since Hopper). NCCL 2.17.
     min_ctas, max_ctas : int, optional
         Least and most thread blocks (channels) a kernel may use, at least 1. NCCL 2.17; NCCL up to 2.30 refuses
         `min_ctas` without `max_ctas`.
@@ -134,7 +134,7 @@ class Config(_Checked):
     num_rma_ctx : int, optional
         Contexts for one-sided calls. NCCL 2.29.
     max_p2p_peers : int, optional
-        Most peers in concurrent send and receive. NCCL 2.30.3.
+        Maximum number of peers in concurrent sends and receives. NCCL 2.30.3.
     graph_stream_ordering : bool, optional
         Order captured graphs with plain launches. NCCL 2.30.7.
     launch_order_implicit : int, optional
@@ -197,7 +197,7 @@ class CollConfig(_Checked):
     nvls_ctas : int, optional
         Most thread blocks that NVLink SHARP uses.
     cga_cluster_size : int, optional
-        Thread blocks a cluster; the same for every collective of a group.
+        Thread blocks per cluster; the same for every collective of a group.
     alg_selection : str, optional
         The algorithms that this call may use; empty for NCCL's choice.
     force_alg_selection : bool, optional

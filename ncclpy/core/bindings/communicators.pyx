@@ -158,15 +158,15 @@ def comm_init_rank(int nranks, unique_id, int rank):
     int
         The communicator. C: ``ncclCommInitRank``.
     """
-    cdef ncclUniqueId where
+    cdef ncclUniqueId raw_id
     cdef ncclComm_t* cell
     cdef uintptr_t comm
     require(<void*>nccl.ncclCommInitRank, b"ncclCommInitRank")
-    read_unique_id(unique_id, &where)
+    read_unique_id(unique_id, &raw_id)
     cell = _new_cells(1)
     try:
         with nogil:
-            check(nccl.ncclCommInitRank(cell, nranks, where, rank), b"ncclCommInitRank", NULL)
+            check(nccl.ncclCommInitRank(cell, nranks, raw_id, rank), b"ncclCommInitRank", NULL)
         comm = <uintptr_t>cell[0]
     finally:
         _release(cell)
@@ -184,25 +184,25 @@ def comm_init_rank_config(int nranks, unique_id, int rank, config=None):
     nranks, unique_id, rank
         As for `comm_init_rank`.
     config : Config, optional
-        NCCL's defaults without it.
+        By default NCCL's defaults.
 
     Returns
     -------
     int
         The communicator, valid at once. C: ``ncclCommInitRankConfig``.
     """
-    cdef ncclUniqueId where
+    cdef ncclUniqueId raw_id
     cdef ncclConfig_t filled
     cdef ncclComm_t* cell
     cdef uintptr_t comm
     require(<void*>nccl.ncclCommInitRankConfig, b"ncclCommInitRankConfig")
-    read_unique_id(unique_id, &where)
-    alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    read_unique_id(unique_id, &raw_id)
+    strings = fill_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     cell = _new_cells(1)
     try:
         with nogil:
             check(
-                nccl.ncclCommInitRankConfig(cell, nranks, where, rank, &filled), b"ncclCommInitRankConfig", NULL
+                nccl.ncclCommInitRankConfig(cell, nranks, raw_id, rank, &filled), b"ncclCommInitRankConfig", NULL
             )
         comm = <uintptr_t>cell[0]
     finally:
@@ -220,7 +220,7 @@ def comm_init_rank_scalable(int nranks, int rank, unique_ids, config=None):
     unique_ids : sequence of UniqueId or bytes
         The same ids in the same order on every rank.
     config : Config, optional
-        NCCL's defaults without it.
+        By default NCCL's defaults.
 
     Returns
     -------
@@ -229,28 +229,28 @@ def comm_init_rank_scalable(int nranks, int rank, unique_ids, config=None):
     """
     cdef ncclConfig_t filled
     cdef ncclComm_t* cell = NULL
-    cdef ncclUniqueId* places = NULL
+    cdef ncclUniqueId* raw_ids = NULL
     cdef uintptr_t comm
     cdef int count, i
     require(<void*>nccl.ncclCommInitRankScalable, b"ncclCommInitRankScalable")
     ids = list(unique_ids)
     count = len(ids)
-    alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
-    places = <ncclUniqueId*>calloc(max(count, 1), sizeof(ncclUniqueId))
-    if places == NULL:
+    strings = fill_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
+    raw_ids = <ncclUniqueId*>calloc(max(count, 1), sizeof(ncclUniqueId))
+    if raw_ids == NULL:
         raise MemoryError
     try:
         for i in range(count):
-            read_unique_id(ids[i], &places[i])
+            read_unique_id(ids[i], &raw_ids[i])
         cell = _new_cells(1)
         with nogil:
             check(
-                nccl.ncclCommInitRankScalable(cell, nranks, rank, count, places, &filled),
+                nccl.ncclCommInitRankScalable(cell, nranks, rank, count, raw_ids, &filled),
                 b"ncclCommInitRankScalable", NULL,
             )
         comm = <uintptr_t>cell[0]
     finally:
-        free(places)
+        free(raw_ids)
         if cell != NULL:
             _release(cell)
     return comm
@@ -446,7 +446,7 @@ def comm_split(uintptr_t comm, int color, int key, config=None):
     key : int
         Orders the ranks of the child.
     config : Config, optional
-        The parent's without it.
+        By default the parent's.
 
     Returns
     -------
@@ -458,7 +458,7 @@ def comm_split(uintptr_t comm, int color, int key, config=None):
     cdef int result
     require(<void*>nccl.ncclCommSplit, b"ncclCommSplit")
     if config is not None:
-        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        strings = fill_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
         chosen = &filled
     cdef PendingHandle child = new_pending(written_once=True)
     cdef ncclComm_t* cell = <ncclComm_t*>child.cell
@@ -480,7 +480,7 @@ def comm_shrink(uintptr_t comm, exclude, config=None, int flags=0):
     exclude : sequence of int
         Ranks to leave out, the same list on every caller.
     config : Config, optional
-        The parent's without it.
+        By default the parent's.
     flags : int
         0, or 1 (``NCCL_SHRINK_ABORT``) to end the parent's pending work first.
 
@@ -495,7 +495,7 @@ def comm_shrink(uintptr_t comm, exclude, config=None, int flags=0):
     cdef int* ranks
     require(<void*>nccl.ncclCommShrink, b"ncclCommShrink")
     if config is not None:
-        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        strings = fill_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
         chosen = &filled
     listed = list(exclude)
     count = len(listed)
@@ -548,7 +548,7 @@ def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
     rank : int
         The rank of a new rank; -1 on a rank of `comm`, which keeps its own.
     config : Config, optional
-        The communicator's without it; NCCL's defaults on a new rank.
+        By default the communicator's, and on a new rank NCCL's defaults.
 
     Returns
     -------
@@ -557,23 +557,24 @@ def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
     """
     cdef ncclConfig_t filled
     cdef ncclConfig_t* chosen = NULL
-    cdef ncclUniqueId where
-    cdef ncclUniqueId* place = NULL
+    cdef ncclUniqueId raw_id
+    cdef ncclUniqueId* id_or_null = NULL
     cdef int result
     require(<void*>nccl.ncclCommGrow, b"ncclCommGrow")
     if config is not None or comm == 0:
-        alive = fill_config(&filled, config)  # noqa: F841 - the strings of `filled`
+        strings = fill_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
         chosen = &filled
     if unique_id is not None:
-        read_unique_id(unique_id, &where)
-        place = &where
+        read_unique_id(unique_id, &raw_id)
+        id_or_null = &raw_id
     # NCCL writes the handle at once and again when the communicator is ready: a value does not mean that the cell is
     # free.
     cdef PendingHandle child = new_pending(written_once=False)
     cdef ncclComm_t* cell = <ncclComm_t*>child.cell
     with nogil:
         result = check(
-            nccl.ncclCommGrow(<ncclComm_t>comm, nranks, place, rank, cell, chosen), b"ncclCommGrow", <ncclComm_t>comm
+            nccl.ncclCommGrow(<ncclComm_t>comm, nranks, id_or_null, rank, cell, chosen),
+            b"ncclCommGrow", <ncclComm_t>comm,
         )
     child.result = state(result)
     return child
@@ -587,7 +588,7 @@ def all_reduce_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclAllReduceConfig, b"ncclAllReduceConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclAllReduceConfig(
@@ -607,7 +608,7 @@ def broadcast_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclBroadcastConfig, b"ncclBroadcastConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclBroadcastConfig(
@@ -627,7 +628,7 @@ def reduce_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclReduceConfig, b"ncclReduceConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclReduceConfig(
@@ -646,7 +647,7 @@ def all_gather_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclAllGatherConfig, b"ncclAllGatherConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclAllGatherConfig(
@@ -666,7 +667,7 @@ def reduce_scatter_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclReduceScatterConfig, b"ncclReduceScatterConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclReduceScatterConfig(
@@ -685,7 +686,7 @@ def all_to_all_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclAlltoAllConfig, b"ncclAlltoAllConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclAlltoAllConfig(
@@ -705,7 +706,7 @@ def gather_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclGatherConfig, b"ncclGatherConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclGatherConfig(
@@ -725,7 +726,7 @@ def scatter_config(
     cdef ncclCollConfig_t filled
     cdef int result
     require(<void*>nccl.ncclScatterConfig, b"ncclScatterConfig")
-    alive = fill_coll_config(&filled, config)  # noqa: F841 - the strings of `filled`
+    strings = fill_coll_config(&filled, config)  # noqa: F841 - keeps the strings of `filled`
     with nogil:
         result = check(
             nccl.ncclScatterConfig(

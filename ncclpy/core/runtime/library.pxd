@@ -78,7 +78,7 @@ cdef int raise_driver(CUresult result, const char* function) except -1 with gil
 
 
 cdef inline int check(ncclResult_t result, const char* function, ncclComm_t comm) except -1 nogil:
-    """Raise if `result` is an error; ncclInProgress is none, it is a state that the caller polls. Returns `result`."""
+    """Raise if `result` is an error; return it otherwise. ncclInProgress is a state that the caller polls."""
     if result == ncclSuccess or result == ncclInProgress:
         return <int>result
     return raise_nccl(result, function, comm)

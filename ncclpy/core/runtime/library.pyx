@@ -466,9 +466,9 @@ cdef int _fill_driver(void* handle) except -1:
     if result != 0:
         describe = <int (*)(int, const char**) noexcept nogil>dlsym(handle, b"cuGetErrorString")
         describe(result, &words)
-        who = "the host engine" if host_engine else "the CUDA driver"
+        driver_name = "the host engine" if host_engine else "the CUDA driver"
         raise LibraryNotFound(
-            f"{who} refuses to start: cuInit returned {result}"
+            f"{driver_name} refuses to start: cuInit returned {result}"
             + (f", {words.decode(errors='replace')}" if words != NULL else "")
         )
     _fill(handle, ncclpy_driver_symbols, <char*>&driver)
@@ -544,7 +544,7 @@ def _rows():
 
 
 def abi_version():
-    """Return the NCCL release for the ABI of which ncclpy was written, ``(2, 32, 3)``."""
+    """Return the NCCL release whose ABI ncclpy implements, ``(2, 32, 3)``."""
     return decode_version(NCCLPY_ABI_VERSION)
 
 

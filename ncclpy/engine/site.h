@@ -1,5 +1,5 @@
-/* The source line of a call: the code object and the instruction of a frame. Neither keeps a frame, and with it the
- * user's arrays, alive; the line number is computed when it is read. All functions need the GIL. */
+/* The source line of a call, kept as the code object and the instruction of a frame: neither keeps the frame, and the
+ * user's arrays in it, alive. The line number is computed when it is read. All functions need the GIL. */
 #ifndef NCCLPY_SITE_H
 #define NCCLPY_SITE_H
 

@@ -348,19 +348,19 @@ cdef int yield_to_others() except -1:
     return 0
 
 
-cdef bint _is_last_reference(PyObject* value) noexcept:
+cdef bint _is_last(PyObject* value) noexcept:
     """Return whether only one reference to an object is left; dropping it may run a finaliser."""
     return value != <PyObject*>None and Py_REFCNT(value) == 1
 
 
-cdef bint _are_reused_in_order(object arrays, object skipped) except -1:
+cdef bint _all_reused(object arrays, object skipped) except -1:
     """Return whether all of these arrays are reused in stream order: arrays, None, or lists. `skipped` is left out."""
     cdef View view
     if arrays is None or arrays is skipped:
         return True
     if isinstance(arrays, (list, tuple)):
         for each in arrays:
-            if not _are_reused_in_order(each, skipped):
+            if not _all_reused(each, skipped):
                 return False
         return True
     try:
@@ -507,10 +507,7 @@ What an asynchronous operation returns.
         if (
             self.released_early or not self.has_producer or _canonical(stream) != _canonical(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another stream in each thread
-            or not (
-                self.reused_in_order
-                or (_are_reused_in_order(self.output, None) and _are_reused_in_order(self.held, self.output))
-            )
+            or not (self.reused_in_order or (_all_reused(self.output, None) and _all_reused(self.held, self.output)))
             or self.released_early or self.over or load(&self.phase) != LAUNCHED  # another thread has changed it
         ):
             return 0
@@ -542,16 +539,13 @@ What an asynchronous operation returns.
     cdef bint can_be_dropped_quietly(self) noexcept:
         """Return whether `let_go` and dropping the caller's reference after it can run no code of users."""
         cdef PyObject* held = <PyObject*>self.held
-        if (
-            _is_last_reference(held) or _is_last_reference(<PyObject*>self.handle)
-            or _is_last_reference(<PyObject*>self.awaits)
-        ):
+        if _is_last(held) or _is_last(<PyObject*>self.handle) or _is_last(<PyObject*>self.awaits):
             return False
         if Py_REFCNT(<PyObject*>self) > 1:
             return True
         return not (
             self.callbacks is not None or self.error is not None or _getweakrefcount(self)
-            or _is_last_reference(<PyObject*>self.maker) or _is_last_reference(<PyObject*>self.output)
+            or _is_last(<PyObject*>self.maker) or _is_last(<PyObject*>self.output)
             or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
             or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )

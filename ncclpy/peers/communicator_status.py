@@ -19,7 +19,7 @@ from ncclpy.engine.group_registry import note_communicator
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import OpLog
 from ncclpy.errors import NcclError, NcclRemoteError, NcclTimeout
-from ncclpy.peers.inquiry import Inquiries, Said
+from ncclpy.peers.inquiry import Answer, Inquiries
 from ncclpy.peers.status import End, StatusService, tell_end
 
 __all__ = ["CommunicatorStatus"]
@@ -53,7 +53,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         a call keeps the GIL.
     rendezvous
         The rendezvous of the ranks.
-    ended
+    end_owner
         Called with the owner, the reason and the name of the exception's class once another process has ended the
         communicator, or has itself ended while an operation waits. It runs in a thread that must not be held up.
     forget
@@ -70,26 +70,26 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         look: Callable[[_T, int], dict[str, Any]],
         oplogs: Mapping[int, OpLog],
         rendezvous: RankRendezvous,
-        ended: Callable[[_T, str, str], object],
+        end_owner: Callable[[_T, str, str], object],
         forget: Callable[[], object] = lambda: None,
     ) -> None:
-        self._owner, self._look_at, self._ends, self._forgets = owner, look, ended, forget
+        self._owner, self._status_of_owner, self._end_owner, self._on_forget = owner, look, end_owner, forget
         self._known = [
             note_communicator(name, rank, device, functools.partial(self._look, rank)) for rank, device in own.items()
         ]
         super().__init__(store, self._known, size, rendezvous)
         self._oplogs = oplogs
-        self._inquiries = Inquiries(self.inquire, False, self.who, self.stopped_here)
+        self._inquiries = Inquiries(self.inquire, False, self.own_title, self.stopped_here)
         self._leaving: threading.Thread | None = None
 
     def _look(self, rank: int) -> dict[str, Any]:
         owner = self._owner()
         if owner is None:  # a destructor could not have told that
             return {"current": None, "finished": None, "since": None, "closed": True}
-        return self._look_at(owner, rank)
+        return self._status_of_owner(owner, rank)
 
     def listen(self) -> None:
-        """Publish what these ranks do from now on, now and then and whenever a rank asks."""
+        """Publish from now on what these ranks do: at intervals, and whenever a rank asks."""
         self.start(self._oplogs, self._take, self._lose, self._end_without, self._is_kept)
 
     def _is_kept(self) -> bool:
@@ -98,8 +98,8 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             self.leave()
         return not self.is_over
 
-    def ask(self) -> Said:
-        """Return what all ranks do, in a sentence and as data, or None for either; within some seconds in any case."""
+    def ask(self) -> Answer:
+        """Return what all ranks do, in a sentence and as data, or None for either; it takes a few seconds at most."""
         return self._inquiries.ask(functools.partial(self._look, self.rank))
 
     def end(self, text: str, kind: str) -> None:
@@ -110,8 +110,8 @@ class CommunicatorStatus(StatusService, Generic[_T]):
     def look_for_end(self) -> bool:
         """Look whether another process has ended the communicator; if so, end it here and return True."""
         try:
-            end = self.told()
-        except LeaseEnded as error:  # this process was stopped, and the others go on without it
+            end = self.announced_end()
+        except LeaseEnded as error:  # this process was stopped, and the others have continued without it
             if self.is_over:
                 return False
             self._end_here(f": the other ranks take this process for lost: {error}", NcclRemoteError.__name__)
@@ -128,14 +128,14 @@ class CommunicatorStatus(StatusService, Generic[_T]):
     def _end_here(self, text: str, kind: str) -> None:
         owner = self._owner()
         if owner is not None:
-            self._ends(owner, text, kind)
+            self._end_owner(owner, text, kind)
 
     def _lose(self, rank: int, why: str, waiting: object = None) -> None:
         """Take the news that the process of a rank has ended, see `_look_again`."""
         call_at(time.monotonic() + _GRACE, functools.partial(self._look_again, rank, why, waiting))
 
     def _look_again(self, rank: int, why: str, waiting: object) -> None:
-        """End the communicator as a rank is gone, once an operation waits that has waited at the last look, too."""
+        """End the communicator, as a rank is gone, if an operation waits that waited at the last look too."""
         if self.is_over or self._owner() is None:
             return
         waits = self.waits_for()
@@ -148,7 +148,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             self._lose(rank, why, waits)
 
     def _end_without(self, rank: int, why: str) -> None:
-        with contextlib.suppress(NcclError, ValueError):  # likewise
+        with contextlib.suppress(NcclError, ValueError):  # the store may be gone with that process
             if self.look_for_end():
                 return
         self._end_here(f": rank {rank} of {self.size} is gone: {why}", NcclRemoteError.__name__)
@@ -178,5 +178,5 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told
             self.say_closed()
             if all(self.reports.is_lost(rank) for rank in range(self.size) if rank not in self.own):
-                self._forgets()
+                self._on_forget()
                 self.forget()

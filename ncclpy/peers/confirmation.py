@@ -22,14 +22,14 @@ __all__ = ["EXIT_PATIENCE", "TELL_TIMEOUT", "Confirmation", "Patience", "wait_fo
 
 _log = logging.getLogger("ncclpy.peers")
 
-_HEARD = "heard/"
-#: Seconds between two checks of the ranks that have not confirmed; and for how many a stopped rank, and a live one, is
-#: waited for.
+_CONFIRMED_PREFIX = "heard/"
+#: Seconds between two checks of the ranks that have not confirmed; and seconds that a rank waits for a stopped rank
+#: and for a live one.
 _POLL_INTERVAL = 0.1
 _STOPPED_PATIENCE, _LIVE_PATIENCE = 1.0, 5.0
 #: Set when Python ends, which closes its stores: an abort from then on could not be told, and its kernels end anyway.
-_exits = threading.Event()
-atexit.register(_exits.set)
+_python_ends = threading.Event()
+atexit.register(_python_ends.set)
 #: Seconds to wait for the write of the end to the store, before the wait for confirmations begins.
 TELL_TIMEOUT = _LIVE_PATIENCE
 #: Seconds for which a process that is about to end waits until the others know of the end that it tells.
@@ -51,10 +51,10 @@ def wait_for_ends() -> None:
 class Patience:
     """How long ranks that have not confirmed are waited for.
 
-    A rank whose process has ended is not. A rank that is stopped is waited for until one stop, without a break, has
-    lasted a second: when the rank continues it asks before it believes an end (`engine.work`). After shorter stops it
-    does not ask, so a series of them does not count as one. Other ranks are waited for until they have run for five
-    seconds.
+    There is no wait for a rank whose process has ended. The wait for a stopped rank ends when one stop, without a
+    break, has lasted a second: a rank that continues after it asks before it believes an end (`engine.work`). After
+    shorter stops a rank does not ask, so a series of them does not count as one. The wait for another rank ends when
+    that rank has run for five seconds.
 
     Parameters
     ----------
@@ -68,10 +68,10 @@ class Patience:
         self._seen: dict[int, float | None] = {}  # when each was seen last; None if it was stopped then
         self._ran: dict[int, float] = {}  # sum of the intervals between two checks that both saw a rank run
 
-    def has_for(self, rank: int, condition: str, moment: float, stop: int = 0) -> bool:
+    def is_waited_for(self, rank: int, condition: str, moment: float, stop: int = 0) -> bool:
         """Return whether a rank is still waited for, by the state of its process now (`RankState.state`).
 
-        `stop` is another number for each stop of the process.
+        `stop` is a number that differs for each stop of the process.
         """
         if condition in ("ended", "lost", "closed", "not_joined"):
             return False
@@ -103,7 +103,7 @@ class Confirmation:
     condition_of
         Called with a rank that has not confirmed; returns what is known of its process, as in `RankState.state`.
     stop_of
-        Called with a rank whose process is stopped; returns another number for each stop.
+        Called with a rank whose process is stopped; returns a number that differs for each stop.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class Confirmation:
         begun = self._begun or time.monotonic()
         if self.wait_shortly(math.inf):
             return True
-        if not _exits.is_set():  # time for the others to find out by themselves
+        if not _python_ends.is_set():  # the others get time to find out by themselves
             _log.warning(
-                "rank %d aborts a communicator and cannot tell the others, as it reaches the store no more: their "
-                "operations that end from now on may have wrong data",
+                "rank %d aborts a communicator and cannot tell the others, as it cannot reach the store any more: "
+                "their operations that end from now on may have wrong data",
                 self._own[0],
             )
-            _exits.wait(max(0.0, _STOPPED_PATIENCE - (time.monotonic() - begun)))
-        return not _exits.is_set()
+            _python_ends.wait(max(0.0, _STOPPED_PATIENCE - (time.monotonic() - begun)))
+        return not _python_ends.is_set()
 
     def wait_shortly(self, limit: float) -> bool:
         """Wait as `wait` does for so many seconds at most; return False if the store is gone.
@@ -166,9 +166,9 @@ class Confirmation:
 
     def _is_waited_for(self, patience: Patience, rank: int, moment: float) -> bool:
         condition = self._condition_of(rank)
-        return patience.has_for(rank, condition, moment, self._stop_of(rank) if condition == "stopped" else 0)
+        return patience.is_waited_for(rank, condition, moment, self._stop_of(rank) if condition == "stopped" else 0)
 
     @staticmethod
     def key(rank: int) -> str:
         """Return the key under which a rank confirms."""
-        return f"{_HEARD}{rank}"
+        return f"{_CONFIRMED_PREFIX}{rank}"

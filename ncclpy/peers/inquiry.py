@@ -20,9 +20,9 @@ _log = logging.getLogger("ncclpy.peers")
 #: Seconds that a rank in trouble waits for the answer, whatever happens to the store.
 _ANSWER_TIMEOUT = 3.0
 
-Said = tuple[str | None, tuple[RankState, ...] | None]
+Answer = tuple[str | None, tuple[RankState, ...] | None]
 #: Finds out what all ranks do; called with the operation that this rank is in, and whether each failure is its own.
-Inquire = Callable[[OperationInfo | None, bool], Said]
+Inquire = Callable[[OperationInfo | None, bool], Answer]
 
 
 class _Inquiry:
@@ -30,11 +30,11 @@ class _Inquiry:
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.said: Said = None, None
+        self.answer: Answer = None, None
 
     def ask(self, inquire: Inquire, subject: OperationInfo | None, alone: bool, asker: str) -> None:
         try:
-            self.said = inquire(subject, alone)
+            self.answer = inquire(subject, alone)
         except Exception:  # the failure must be raised all the same
             _log.warning("%s could not ask what the others do", asker, exc_info=True)
         finally:
@@ -42,7 +42,7 @@ class _Inquiry:
 
 
 class Inquiries:
-    """The questions of one rank; a question during another one gets the answer of that one.
+    """The questions of one rank; a question that begins during another one shares its answer.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class Inquiries:
 
     def __init__(self, inquire: Inquire, alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
         self._inquire, self._alone, self._asker, self._stopped_here = inquire, alone, asker, stopped_here
-        self._now: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
+        self._current: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
 
-    def ask(self, look: Callable[[], dict[str, Any]]) -> Said:
+    def ask(self, look: Callable[[], dict[str, Any]]) -> Answer:
         """Return what all ranks do, in a sentence and as data, or None for either.
 
         Parameters
@@ -68,25 +68,25 @@ class Inquiries:
         look
             Returns this rank's status.
         """
-        mine = _Inquiry()
-        asked = self._now.setdefault("inquiry", mine)
-        if asked is mine:
+        new = _Inquiry()
+        inquiry = self._current.setdefault("inquiry", new)
+        if inquiry is new:
             try:
                 current = look()["current"]
                 subject = None if current is None else OperationInfo(**current)
                 question = self._inquire, subject, self._alone, self._asker
-                threading.Thread(target=mine.ask, args=question, name="ncclpy-ask", daemon=True).start()
+                threading.Thread(target=new.ask, args=question, name="ncclpy-ask", daemon=True).start()
             except Exception:  # no thread can be started, say
                 _log.warning("%s could not ask what the others do", self._asker, exc_info=True)
-                mine.done.set()
+                new.done.set()
             except BaseException:  # of a signal handler
-                mine.done.set()
+                new.done.set()
                 raise
-        told = asked.done.wait(_ANSWER_TIMEOUT)
-        if self._alone and self._now.get("inquiry") is asked:  # the next question is a new one
-            self._now.pop("inquiry", None)
-        if told:
-            return asked.said
+        answered = inquiry.done.wait(_ANSWER_TIMEOUT)
+        if self._alone and self._current.get("inquiry") is inquiry:  # the next question is a new one
+            self._current.pop("inquiry", None)
+        if answered:
+            return inquiry.answer
         stopped = self._stopped_here()
         return (
             "What the other ranks do is not known: the store has not answered within "

@@ -34,9 +34,9 @@ _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _SILENT_STORE_PAUSE = 10.0
-#: Seconds without an answer of the store after which a rank, which may have been stopped, asks it whether the
-#: communicator has ended meanwhile; it believes in no completed operation until it knows. The others wait a second for
-#: a stopped rank.
+#: Seconds since its last question after which a rank, which may have been stopped, asks the store whether the
+#: communicator has ended meanwhile; until it knows it believes no completed operation. The others wait a second for a
+#: stopped rank.
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
@@ -46,8 +46,8 @@ _STATE_TEXTS = {
     "unknown": "come to the launcher's store, and what became of that process is not known",
 }
 
-#: When the launcher's store failed to answer last, and what was said then.
-_silent: tuple[float, str] | None = None
+#: When the launcher's store failed to answer last, and the sentence about it.
+_last_silence: tuple[float, str] | None = None
 
 
 class LauncherPeers(PeerStatusHook):
@@ -80,34 +80,34 @@ class LauncherPeers(PeerStatusHook):
         if rendezvous is None:
             rendezvous = RankRendezvous(store, f"communicator {self._name!r}", rank, size)
         self._leaving: threading.Thread | None = None
-        self._asked, self._heard = time.monotonic(), False
+        self._last_asked, self._ended_elsewhere = time.monotonic(), False
         self._peer_status = CommunicatorStatus(
             store, self._name, {rank: comm.device}, size, weakref.ref(comm), _look, {}, rendezvous, self._ended
         )
         self._peer_status.listen()
 
     def _ended(self, comm: Communicator, text: str, kind: str) -> None:
-        self._heard = True
+        self._ended_elsewhere = True
         abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
 
     def of_part(self, comm: Any) -> LauncherPeers | None:
-        """Return the ranks of a communicator that was made of some of these."""
+        """Return the `LauncherPeers` of a communicator that was made of some of these ranks."""
         store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
         return launcher_peers_of(comm, store, comm.rank, comm.nranks)
 
     def explain(self, error: BaseException) -> int:
         """Add to an error what all ranks do, unless it says so."""
-        global _silent
+        global _last_silence
         try:
-            said, states = None, None
-            if _silent is not None and time.monotonic() - _silent[0] < _SILENT_STORE_PAUSE:
-                said = _silent[1]
+            summary, states = None, None
+            if _last_silence is not None and time.monotonic() - _last_silence[0] < _SILENT_STORE_PAUSE:
+                summary = _last_silence[1]
             else:
-                said, states = self._peer_status.ask()
-                _silent = None if states is not None or said is None else (time.monotonic(), said)
+                summary, states = self._peer_status.ask()
+                _last_silence = None if states is not None or summary is None else (time.monotonic(), summary)
             text = str(error)
-            if said is not None and said not in text:
-                error.args = (f"{text.removesuffix(ADVICE).rstrip('. ')}. {said}",)
+            if summary is not None and summary not in text:
+                error.args = (f"{text.removesuffix(ADVICE).rstrip('. ')}. {summary}",)
                 error.ranks = states  # type: ignore[attr-defined]
         except Exception:  # the error must be raised all the same
             _log.warning("communicator %s could not ask what its ranks do", self._name, exc_info=True)
@@ -136,14 +136,14 @@ class LauncherPeers(PeerStatusHook):
 
         The store is asked if this process may have been stopped since the last answer: it was told nothing then.
         """
-        if self._heard:
+        if self._ended_elsewhere:
             return True
         moment = time.monotonic()
-        if moment - self._asked < _STOPPED_AFTER:
+        if moment - self._last_asked < _STOPPED_AFTER:
             return False
         try:
             ended = self._peer_status.look_for_end()
-        except (NcclError, ValueError):  # the program goes on
+        except (NcclError, ValueError):  # the program continues
             _log.warning(
                 "a rank of communicator %s cannot ask whether it was aborted meanwhile: it takes the end of an "
                 "operation for a success",
@@ -151,20 +151,20 @@ class LauncherPeers(PeerStatusHook):
                 exc_info=True,
             )
             ended = False
-        self._asked = moment  # not the time of the answer: the process may have been stopped since
+        self._last_asked = moment  # not the time of the answer: the process may have been stopped since
         return ended
 
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
         try:
             self._leaving = self._peer_status.leave()
-        except Exception:  # what the caller does must go on in any case
+        except Exception:  # the caller must continue in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
 
     def wait_until_left(self, seconds: float) -> int:
         """Wait until the others have been told."""
-        if self._leaving is not None and _silent is None:
+        if self._leaving is not None and _last_silence is None:
             self._leaving.join(seconds)
         return 0
 
@@ -174,14 +174,14 @@ def _look(comm: Communicator, rank: int) -> dict[str, Any]:
     return status_of(rank_status_of(comm))
 
 
-def status_of(account: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the status of a rank for `Reports`, from the account that its communicator gives."""
-    told: dict[str, Any] = {"current": None, "finished": None, "since": None}
-    if account[0] == ABANDONED[0]:
-        told["closed"] = True
-    if account[1] is None:
-        return told
-    state, (kind, sequence, dtype, count, op, root), seconds = account
+def status_of(rank_status: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the status of a rank for `Reports`, from what `rank_status_of` returns for its communicator."""
+    status: dict[str, Any] = {"current": None, "finished": None, "since": None}
+    if rank_status[0] == ABANDONED[0]:
+        status["closed"] = True
+    if rank_status[1] is None:
+        return status
+    state, (kind, sequence, dtype, count, op, root), seconds = rank_status
     began = {
         "operation": method_name(kind),
         "seq": sequence,
@@ -190,17 +190,17 @@ def status_of(account: tuple[Any, ...]) -> dict[str, Any]:
         "op": None if op < 0 else op_name(op),
         "root": None if root < 0 else root,
     }
-    told["finished" if state in ("done", ABANDONED[0]) else "current"] = began
+    status["finished" if state in ("done", ABANDONED[0]) else "current"] = began
     if state == "launched":
-        told["launched"] = True
-    told["since"] = time.time() - seconds
-    return told
+        status["launched"] = True
+    status["since"] = time.time() - seconds
+    return status
 
 
 def describe_late(late: NcclTimeout) -> None:
     """Add what is known of each rank to the error of a rendezvous of `Communicator.from_env`.
 
-    A missing rank has nothing yet that could be asked: only the launcher's store knows of its process.
+    A missing rank has no status service yet that could answer: only the launcher's store knows of its process.
     """
     try:
         missing = [rank for rank in late.missing or () if isinstance(rank, int)]
@@ -213,9 +213,9 @@ def describe_late(late: NcclTimeout) -> None:
         )
         text = str(late)  # it names the ranks with processes that have ended
         for state, words in _STATE_TEXTS.items():
-            who = [each.rank for each in states if each.state == state]
-            if who:
-                text += f"; {ranks(spans(who))} {'has' if len(who) == 1 else 'have'} {words}"
+            alike = [each.rank for each in states if each.state == state]
+            if alike:
+                text += f"; {ranks(spans(alike))} {'has' if len(alike) == 1 else 'have'} {words}"
         late.args = (text,)
         late.ranks = states
     except (NcclError, ValueError, RuntimeError):  # the store may be gone meanwhile

@@ -1,11 +1,11 @@
-"""The number of a group among the groups of one name, on which its ranks agree, also after failed attempts.
+"""The number of a group among the groups of one name: its ranks agree on the number, also after failed attempts.
 
 The n-th group that a rank makes is the n-th of the other ranks. The store has, for each name, the number up to which
 groups are over (``base``) and, for each rank, the last group that it has made and the process that has made it
-(``by/RANK``). If a process finds another process there, which has ended without closing its group, it raises ``base``
-to the number of that group: all ranks count on from there. It also tells the ranks that are still in that group. It
-does the same if its group was begun by a process that has ended. If the other process lives, two processes have the
-same rank: both are told.
+(``by/RANK``). If a process finds under its rank another process, which has ended without closing its group, it raises
+``base`` to the number of that group: all ranks continue the count from there. It also tells the ranks that are still
+in that group. The same happens if the process that began a group has ended. If the other process lives, two processes
+have the same rank, and both are told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEFT = "left"
 
 
 class GroupStore(PrefixStore):
-    """The part of a store that belongs to one group; names of groups that are made in it are used once."""
+    """The part of a store that belongs to one group; the name of a group that is made over this part is used once."""
 
     one_attempt = True
 
@@ -51,7 +51,7 @@ class _Made:
     rank, size
         The rank, and the number of ranks.
     process
-        Its process, as `process` tells it, and the host's name.
+        Its process: the data that `process` returns, and the host's name.
     """
 
     number: int
@@ -63,16 +63,16 @@ class _Made:
         return json.dumps([self.number, self.rank, self.size, self.process]).encode()
 
     @property
-    def who(self) -> str:
+    def process_text(self) -> str:
         """Its process, for error texts."""
         return f"process {self.process.get('pid')} on {self.process.get('host')}"
 
-    def is_of(self, mine: dict[str, Any]) -> bool:
-        return all(self.process.get(key) == mine[key] for key in ("machine", "pid", "start"))
+    def is_of(self, other: dict[str, Any]) -> bool:
+        return all(self.process.get(key) == other[key] for key in ("machine", "pid", "start"))
 
 
 def _read(packed: bytes | None) -> _Made | None:
-    """Return the group that a value tells of; None if there is none, or another version has written it."""
+    """Return the group that a value describes; None if there is no value, or another version has written it."""
     with contextlib.suppress(ValueError, TypeError):
         number, rank, size, of = json.loads(packed or b"null")
         if isinstance(of, dict):
@@ -96,7 +96,7 @@ class Numbering:
     tell
         Called with a group's number and a text, to tell its ranks that it has ended.
     has_ended
-        Called with a group's number; returns whether its ranks were told so, or need not be told.
+        Called with a group's number; returns whether its ranks were told that it has ended, or need not be told.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class Numbering:
     ) -> None:
         self.store, self._name, self._place, self._rank, self._size = store, name, place, rank, size
         self._tell, self._has_ended = tell, has_ended
-        self._mine = process() | {"host": platform.node()}
+        self._process = process() | {"host": platform.node()}
 
     def enter(self) -> int:
         """Return the number of the group that this rank makes now.
@@ -124,8 +124,8 @@ class Numbering:
         Raises
         ------
         ValueError
-            If another live process makes the same group as the same rank, or a rank has made it with another size. The
-            group's other ranks are told so too, unless all of them have made it already.
+            If another live process makes the group as the same rank, or a rank has made it with another size. The
+            group's other ranks get the same error, unless all of them have made the group already.
         """
         if self._size == 1:  # there is no other rank to agree with
             return self.store.add(f"{self._place}/alone")
@@ -133,13 +133,13 @@ class Numbering:
             base, (packed, last) = self._base(), self._last(self._rank)
             if last is None or last.number <= base:
                 number = base + 1
-            elif last.is_of(self._mine) or self._follows(last):
+            elif last.is_of(self._process) or self._follows(last):
                 number = last.number + 1
             else:
                 continue
-            made = _Made(number, self._rank, self._size, self._mine)
-            # FIRST before this rank's own key: a second process of this rank that finds the key without FIRST takes
-            # the group for over and begins another one, while this rank waits here alone.
+            made = _Made(number, self._rank, self._size, self._process)
+            # FIRST is written before this rank's own key. Otherwise a second process of this rank that finds the key
+            # but not FIRST takes the group for over and begins another one, while this rank waits in this one alone.
             if self._fits(made, last) and self._put(self._rank, packed, made) and self._base() < number:
                 return number
 
@@ -178,7 +178,7 @@ class Numbering:
         return self.store.compare_set(f"{self._place}/by/{rank}", before, after)[0]
 
     def _raise_base(self, number: int) -> None:
-        """Have all ranks count on after a group's number."""
+        """Have all ranks continue the count after a group's number."""
         while (base := self._base()) < number:
             self.store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
 
@@ -203,30 +203,30 @@ class Numbering:
         for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
-                there = ranks_of(part.keys(RankRendezvous.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
-                if all(has_ended(part, rank) for rank in there):  # in stores without leases
+                present = ranks_of(part.keys(RankRendezvous.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
+                if all(has_ended(part, rank) for rank in present):  # in stores without leases their keys stay
                     _clear(part)
 
     # Earlier processes of this rank.
 
     def _follows(self, last: _Made) -> bool:
-        """Return whether this rank makes the group after the one that another process has made as this rank.
+        """Return whether this rank makes the group that follows `last`, which another process of this rank has made.
 
-        If not, the ranks skip the numbers up to that group's.
+        Otherwise the ranks skip the numbers up to that of `last`.
         """
-        if has_closed(self.part(last.number), last.rank):  # the other ranks count it as well
+        if has_closed(self.part(last.number), last.rank):  # the other ranks count that group as well
             return True
         ended, lives = self._has_ended(last.number), self.lives(last)
         if self._base() >= last.number:  # meanwhile
             return False
-        mine = _Made(0, self._rank, self._size, self._mine)
+        own_text = _Made(0, self._rank, self._size, self._process).process_text
         if lives and not ended:
             self._refuse(
                 last.number,
-                f"rank {self._rank} of {self._name} was made twice, by {last.who} and by {mine.who}. Give each "
-                "process a rank of its own, or each group another name",
+                f"rank {self._rank} of {self._name} was made twice, by {last.process_text} and by {own_text}. Give "
+                "each process a rank of its own, or each group another name",
             )
-        self._count_past(last.number, last, f"{mine.who} has come in its place")
+        self._skip(last.number, last, f"{own_text} has come in its place")
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
@@ -235,22 +235,22 @@ class Numbering:
         first = _read(packed) or made
         if first.size != self._size:
             if self._is_over(made.number, first):
-                self._count_past(made.number, first, f"{made.who} begins anew as rank {self._rank} of {self._size}")
+                self._skip(made.number, first, f"{made.process_text} begins anew as rank {self._rank} of {self._size}")
                 return False
             self._refuse(
                 made.number,
                 f"{self._name} is made with different sizes: by rank {first.rank} of {first.size}, "
-                f"{first.who}, and by rank {self._rank} of {self._size}, {made.who}. Give all ranks one size, or each "
-                "group another name",
+                f"{first.process_text}, and by rank {self._rank} of {self._size}, {made.process_text}. Give all ranks "
+                "one size, or each group another name",
                 first.size,
             )
-        if first.is_of(self._mine) or (last is not None and last.is_of(self._mine)):
-            return True  # this process has begun it, or has made the one before
+        if first.is_of(self._process) or (last is not None and last.is_of(self._process)):
+            return True  # this process has begun the group, or has made the one before
         if self.store.one_attempt:
-            return True  # if the group has failed, this rank is told so there
+            return True  # if the group has failed, this rank gets its error there
         if self.lives(first) is not False or has_closed(self.part(made.number), first.rank):
             return True
-        self._count_past(made.number, first, f"{made.who} begins anew as rank {self._rank}")
+        self._skip(made.number, first, f"{made.process_text} begins anew as rank {self._rank}")
         return False
 
     def _is_over(self, number: int, first: _Made) -> bool:
@@ -261,17 +261,18 @@ class Numbering:
         return not has_closed(part, first.rank) and self.lives(first) is False
 
     def _refuse(self, number: int, text: str, size: int | None = None) -> None:
-        """Raise ValueError; the ranks of a group that is not complete are told so too."""
+        """Raise ValueError; if the group is not complete, raise it on its other ranks too."""
         size = self._size if size is None else size
         arrived = [last for rank in range(size) if (last := self._last(rank)[1]) is not None and last.number >= number]
         if len(arrived) < size or any(each.size != size for each in arrived if each.number == number):
             self._tell(number, text)
         raise ValueError(text)
 
-    def _count_past(self, number: int, gone: _Made, why: str) -> None:
-        """Have all ranks count on after a group that a process has left; tell the ranks that are still in it."""
+    def _skip(self, number: int, gone: _Made, why: str) -> None:
+        """Have all ranks skip the numbers up to this one, whose group a process has left; tell ranks still in them."""
         text = (
-            f"rank {self._rank} of {self._size}: rank {gone.rank} is gone: {gone.who} has ended or failed, and {why}"
+            f"rank {self._rank} of {self._size}: rank {gone.rank} is gone: {gone.process_text} has ended or failed, "
+            f"and {why}"
         )
         begin = self._base() + 1
         self._raise_base(number)
@@ -315,8 +316,8 @@ def leave(
 def _is_last(store: Store, rank: int, size: int, is_gone: Callable[[int], bool]) -> bool:
     """Return whether all others have left or are gone.
 
-    Each rank begins with the next one, so that usually one look finds a rank that is still there. If it finds none, it
-    asks for more ranks at a time.
+    Each rank begins with the next higher one, so that usually one check finds a rank that has not left. Each further
+    check is of more ranks at a time.
     """
     others = [(rank + each) % size for each in range(1, size)]
     begin = 0

@@ -1,7 +1,7 @@
-"""The ends of other processes of this machine, told at once by the system: by a descriptor for each process (pidfd).
+"""The ends of other processes of this machine, reported at once by the system through a pidfd for each process.
 
-One thread waits for all of them. If the system has no such descriptors, nothing is told here; leases and looks into
-/proc find out later.
+One thread waits for all pidfds. If the system has none, nothing is reported here; leases and looks into /proc find the
+end of a process later.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["PeerProcesses"]
 
 _log = logging.getLogger("ncclpy")
 
-#: Prefix of a key for each machine: the processes there that have ranks of a group, a line each: rank, pid, start
-#: time.
-_TOLD = "processes/"
-_PROCESSES = f"{_TOLD}{quote(MACHINE, safe='')}"
+#: The prefix of the keys of machines, and the key of this one. Its value has a line for each rank of a group on the
+#: machine: rank, pid and start time of the process.
+_PREFIX = "processes/"
+_PROCESSES = f"{_PREFIX}{quote(MACHINE, safe='')}"
 
 
 class PeerProcesses:
@@ -43,7 +43,7 @@ class PeerProcesses:
     Attributes
     ----------
     here
-        The ranks of this machine that have told their process, as of the last look.
+        The ranks of this machine that have published their process, as of the last look.
     """
 
     def __init__(self, store: Store, own: Sequence[int], gone: Callable[[int, str], object]) -> None:
@@ -54,19 +54,19 @@ class PeerProcesses:
         self._over = False
 
     def tell(self) -> None:
-        """Tell the others which process has this one's ranks."""
-        mine = process()
-        lines = "".join(f"{rank} {mine['pid']} {mine['start']}\n" for rank in self._own)
+        """Publish the pid and the start time of this process for its ranks."""
+        own = process()
+        lines = "".join(f"{rank} {own['pid']} {own['start']}\n" for rank in self._own)
         with contextlib.suppress(StoreError, NcclTimeout):
             self._store.append(_PROCESSES, lines.encode())
 
     def look(self) -> None:
-        """Watch the processes that ranks have told, if they are not watched yet."""
+        """Watch the processes that ranks have published, if they are not watched yet."""
         if self._over:
             return
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
-            told = self._store.compare_set(_PROCESSES, None, None)[1] or b""
-            for line in told.decode().splitlines():
+            published = self._store.compare_set(_PROCESSES, None, None)[1] or b""
+            for line in published.decode().splitlines():
                 rank, pid, start = line.split()
                 self.here.add(int(rank))
                 if int(pid) != os.getpid() and int(rank) not in self._watched:
@@ -78,8 +78,8 @@ class PeerProcesses:
         return {rank: pid for rank, (pid, start) in known if process_state(pid, start) == "stopped"}
 
     def forget(self) -> None:
-        """Clear away what the processes of all machines have told: no rank reads it any more."""
-        for key in self._store.keys(_TOLD):
+        """Delete what the processes of all machines have published: no rank reads it any more."""
+        for key in self._store.keys(_PREFIX):
             self._store.delete(key)
 
     def close(self) -> None:
@@ -106,21 +106,21 @@ class _Watcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._poll = select.epoll()
-        self._told: dict[int, Callable[[], object]] = {}
+        self._callbacks: dict[int, Callable[[], object]] = {}
         self._thread = threading.Thread(target=self._run, name="ncclpy-processes", daemon=True)
         self._thread.start()
 
-    def add(self, descriptor: int, tell: Callable[[], object]) -> Callable[[], object]:
+    def add(self, descriptor: int, on_end: Callable[[], object]) -> Callable[[], object]:
         with self._lock:
-            self._told[descriptor] = tell
+            self._callbacks[descriptor] = on_end
             self._poll.register(descriptor, select.EPOLLIN)
-        return lambda: self._drop(descriptor, tell)
+        return lambda: self._drop(descriptor, on_end)
 
-    def _drop(self, descriptor: int, tell: Callable[[], object]) -> bool:
+    def _drop(self, descriptor: int, on_end: Callable[[], object]) -> bool:
         with self._lock:
-            if self._told.get(descriptor) is not tell:
+            if self._callbacks.get(descriptor) is not on_end:
                 return False
-            del self._told[descriptor]
+            del self._callbacks[descriptor]
             self._poll.unregister(descriptor)
             os.close(descriptor)
             return True
@@ -129,11 +129,11 @@ class _Watcher:
         while True:
             for descriptor, _ in self._poll.poll():
                 with self._lock:
-                    tell = self._told.get(descriptor)
-                if tell is not None and self._drop(descriptor, tell):
+                    on_end = self._callbacks.get(descriptor)
+                if on_end is not None and self._drop(descriptor, on_end):
                     try:
-                        tell()
-                    except Exception:  # other ends have to be told all the same
+                        on_end()
+                    except Exception:  # the ends of other processes must still be reported
                         _log.exception("telling of the end of a process failed")
 
 
@@ -141,15 +141,15 @@ _lock = threading.Lock()
 _watcher: _Watcher | None = None
 
 
-def tell_of_end(pid: int, is_it: Callable[[], bool], tell: Callable[[], object]) -> Callable[[], object]:
-    """Call `tell` once a process has ended, in a thread that must not be held up; at once if it has.
+def tell_of_end(pid: int, is_same_process: Callable[[], bool], on_end: Callable[[], object]) -> Callable[[], object]:
+    """Have `on_end` called when a process has ended, in a thread that must not be held up; call it now if it has.
 
     Parameters
     ----------
     pid
         The process, of this machine and its namespace.
     is_it
-        Called to ask whether the pid still is of that process; another process may have it by now.
+        Called once the pidfd is open; returns whether the pid is still that process's: it may have been reused.
     tell
         Called once.
 
@@ -162,18 +162,18 @@ def tell_of_end(pid: int, is_it: Callable[[], bool], tell: Callable[[], object])
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
-        tell()
+        on_end()
         return _nothing
     except (OSError, AttributeError):  # an old kernel, or a sandbox that forbids it
         return _nothing
-    if not is_it():
+    if not is_same_process():
         os.close(descriptor)
-        tell()
+        on_end()
         return _nothing
     with _lock:
         if _watcher is None:
             _watcher = _Watcher()
-        return _watcher.add(descriptor, tell)
+        return _watcher.add(descriptor, on_end)
 
 
 def _nothing() -> None:
@@ -181,7 +181,7 @@ def _nothing() -> None:
 
 
 def _forked() -> None:
-    """Start without a watching thread in a forked child: it is the parent's."""
+    """Start without a thread in a forked child: the thread of the parent does not run there."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 

@@ -125,21 +125,23 @@ def pack(status: dict[str, Any]) -> bytes:
 def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
     """Return the state of a rank from its packed status; `state` replaces the one that it told, unless it is ""."""
     try:
-        told = json.loads(packed or b"{}")
+        fields = json.loads(packed or b"{}")
         moment = time.time()
-        closed = told.get("closed")
-        where = None if state or closed else told.get("in_other_group", told.get("in_rendezvous"))
+        closed = fields.get("closed")
+        where = None if state or closed else fields.get("in_other_group", fields.get("in_rendezvous"))
         current, finished = (
-            None if told.get(key) is None else OperationInfo(**told[key]) for key in ("current", "finished")
+            None if fields.get(key) is None else OperationInfo(**fields[key]) for key in ("current", "finished")
         )
-        within = next((each for each in ("in_other_group", "launched", "blocked_on_input") if each in told), "running")
-        found = "closed" if closed else within if current else "in_rendezvous" if "in_rendezvous" in told else "idle"
-        since, at = told.get("since"), told.get("at")
+        within = next(
+            (each for each in ("in_other_group", "launched", "blocked_on_input") if each in fields), "running"
+        )
+        found = "closed" if closed else within if current else "in_rendezvous" if "in_rendezvous" in fields else "idle"
+        since, at = fields.get("since"), fields.get("at")
         return RankState(
             rank, state or (found if packed else "unknown"), current, finished,
             None if since is None else max(0.0, moment - since), None if at is None else max(0.0, moment - at),
-            where, told.get("kind", "process group") if where and "in_other_group" in told else None,
-            () if state else as_stack(told.get("stack")),
+            where, fields.get("kind", "process group") if where and "in_other_group" in fields else None,
+            () if state else as_stack(fields.get("stack")),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version, or damaged
         return RankState(rank, state or "unknown")
@@ -161,11 +163,13 @@ def from_data(data: Any) -> tuple[RankState, ...] | None:
         return None
 
 
-def _state_of(told: dict[str, Any]) -> RankState:
-    current, finished = (None if told[key] is None else OperationInfo(**told[key]) for key in ("current", "finished"))
+def _state_of(fields: dict[str, Any]) -> RankState:
+    current, finished = (
+        None if fields[key] is None else OperationInfo(**fields[key]) for key in ("current", "finished")
+    )
     return RankState(
-        told["rank"], told["state"], current, finished, told["since"], told["heard"], told.get("where"),
-        told.get("kind"), as_stack(told.get("stack")),
+        fields["rank"], fields["state"], current, finished, fields["since"], fields["heard"], fields.get("where"),
+        fields.get("kind"), as_stack(fields.get("stack")),
     )  # fmt: skip
 
 

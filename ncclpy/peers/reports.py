@@ -1,10 +1,10 @@
-"""The status of the ranks of a group: each puts it into the store, and tells it at once when a rank in trouble asks.
+"""The status of the ranks of a group: each puts it into the store, and sends it at once when a rank in trouble asks.
 
-Once a second at most, and only if it has changed, a rank puts its status under a key of its own: the other ranks read
-it there if the rank cannot answer any more. A store that can do so itself publishes it from a thread that needs no
-GIL, and also answers questions at once while a call keeps the GIL. A rank in trouble asks by counting up a number that
-all ranks watch; each answers under a key of that number. If a rank does not answer at once, the asking rank looks
-whether its process is there, by its lease and, on the same machine, by the system.
+At most once a second, and only if its status has changed, a rank writes the status under a key of its own. The other
+ranks read it there if the rank cannot answer any more. A store with native publications writes the status from a
+thread that needs no GIL, and answers questions at once while a call keeps the GIL. A rank in trouble asks by
+incrementing a number that all ranks watch; each answers under a key of that number. If a rank does not answer at once,
+the asking rank checks whether its process lives, by its lease and, on the same machine, in /proc.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ __all__ = [
 _T = TypeVar("_T")
 _log = logging.getLogger("ncclpy.peers")
 
-#: The key that a rank counts up to ask.
+#: The key of the number that a rank increments to ask.
 ASKED = "told/asked"
 #: The prefix of the keys of answers.
 ANSWERS = "answer/"
 #: Seconds for the others to answer; more in a store without watches, where they poll for questions.
 PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
-#: Seconds of a slice of the wait for answers; between slices the asking rank looks for ranks that cannot answer.
+#: Seconds of a slice of the wait for answers; between slices the asking rank checks which ranks cannot answer.
 _SLICE = 0.05
-#: Seconds of one operation from which a store counts as slow; by how many operations the time to answer is longer.
+#: A store counts as slow if one operation takes this many seconds. The time to answer is longer by the second number
+#: of operations.
 _SLOW_OPERATION, _SLOW_FACTOR = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
 _MAX_QUESTIONS = 64
@@ -96,23 +97,23 @@ class Reports:
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._look_for_answer = look if answer is None else answer
         self._thread = thread
-        self._told: dict[str, Any] | None = None
+        self._published: dict[str, Any] | None = None
         self._closed = False
-        self._setting = threading.RLock()  # the status that says "closed" is the last one; no answer follows it
+        self._write_lock = threading.RLock()  # after the status "closed" this rank writes no status and no answer
         self._answered = 0
-        self._telling: StatusPublication | None = None
+        self._publication: StatusPublication | None = None
 
     def begin(self, source: Any) -> None:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
         rest = b"," + pack({"process": process()})[1:]  # its last fields, and the closing brace
         with contextlib.suppress(StoreError):  # the next write from Python shows it
-            self._telling = self.store._tell(self.key(self.rank), rest, ASKED, source)
+            self._publication = self.store._tell(self.key(self.rank), rest, ASKED, source)
 
     def end(self) -> None:
         """Have the store publish nothing by itself any more."""
-        telling, self._telling = self._telling, None
-        if telling is not None:
-            telling.close()
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.close()
 
     def publish(self, *, closed: bool = False, begun: Mapping[str, int] | None = None) -> None:
         """Put this rank's status into the store, if it has changed and the store does not publish it.
@@ -121,26 +122,26 @@ class Reports:
         """
         if closed:
             self.end()
-        elif self._telling is not None:
+        elif self._publication is not None:
             return
         status = self._look()
-        with self._setting:
+        with self._write_lock:
             if closed:
                 self._closed = status["closed"] = True
                 status["begun"] = dict(begun or {})
             elif self._closed:  # meanwhile: other ranks may have cleared this rank's keys away
                 return
             since = status.pop("since", None)  # not compared: the clock's resolution shows in it
-            if status != self._told:
+            if status != self._published:
                 self.store.set(self.key(self.rank), self._packed({**status, "since": since}))
-                self._told = status
+                self._published = status
 
     def while_open(self, call: Callable[[], _T]) -> _T:
         """Return what a call that writes into the store returns; `StoreError` once this rank has closed.
 
         The last rank that closes clears the store: nothing may be written after that.
         """
-        with self._setting:
+        with self._write_lock:
             if self._closed:
                 raise StoreError(f"rank {self.rank} has closed")
             return call()
@@ -148,8 +149,8 @@ class Reports:
     def answer_all(self, number: int) -> None:
         """Answer all questions up to this number that were not answered.
 
-        A number below the one before is answered alone: something else than a rank has written one of them, and ranks
-        that ask next count on from there.
+        If the number is below the one before, only this one is answered: something other than a rank has written one
+        of the two, and ranks that ask next increment this one.
         """
         first = max(self._answered + 1, number - _MAX_QUESTIONS + 1) if number > self._answered else number
         for each in range(first, number + 1 if number != self._answered else number):
@@ -157,10 +158,10 @@ class Reports:
         self._answered = number
 
     def _answer_one(self, number: int) -> None:
-        told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
-        with self._setting:
+        status = {**self._look_for_answer(), "stack": python_stack(self._thread)}
+        with self._write_lock:
             if not self._closed:
-                self.store.set(self._answer(number, self.rank), self._packed(told))
+                self.store.set(self._answer_key(number, self.rank), self._packed(status))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
         """Ask all ranks; return what each does, by rank.
@@ -186,8 +187,8 @@ class Reports:
         missing = list(range(self.size))
         while missing:
             left = deadline - time.monotonic()
-            there = self._wait([self._answer(number, rank) for rank in missing], max(0.0, min(_SLICE, left)))
-            for key, packed in there.items():
+            arrived = self._wait([self._answer_key(number, rank) for rank in missing], max(0.0, min(_SLICE, left)))
+            for key, packed in arrived.items():
                 rank = int(key.rpartition("/")[2])
                 states[rank] = unpack(rank, packed, "")
                 if rank == self.rank:  # this rank's error has a traceback
@@ -206,14 +207,14 @@ class Reports:
         return [states[rank] for rank in sorted(states)]
 
     def _clear(self, number: int, aside: bool) -> None:
-        """Clear the answers to a question away; in a thread if that takes long, as the caller waits to return them."""
+        """Delete the answers to a question; `aside`, in a thread, if the store is slow: the caller waits for them."""
         if aside:
             with contextlib.suppress(RuntimeError):  # no thread can be started
                 threading.Thread(target=self._clear, args=(number, False), name="ncclpy-clear", daemon=True).start()
                 return
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in range(self.size):
-                self.store.delete(self._answer(number, rank))
+                self.store.delete(self._answer_key(number, rank))
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""
@@ -235,35 +236,35 @@ class Reports:
         return self._describe(rank, last=True).state
 
     def stop_of(self, rank: int) -> int:
-        """Return a number that is another one for each stop of a rank's process, which is one of this machine."""
-        here = _told(self.store.compare_set(self.key(rank), None, None)[1]).get("process")
-        return 0 if here is None else switches(here["pid"])
+        """Return a number that differs for each stop of a rank's process; the process is on this machine."""
+        peer_process = _status_in(self.store.compare_set(self.key(rank), None, None)[1]).get("process")
+        return 0 if peer_process is None else voluntary_switches(peer_process["pid"])
 
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""
         with contextlib.suppress(NcclTimeout):
             self.store.wait(keys, seconds)
         present = set(self.store.keys(keys[0].rpartition("/")[0] + "/"))
-        there = [key for key in keys if key in present]
-        return dict(zip(there, self.store.multi_get(there, 1.0), strict=True)) if there else {}
+        arrived = [key for key in keys if key in present]
+        return dict(zip(arrived, self.store.multi_get(arrived, 1.0), strict=True)) if arrived else {}
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
         """Return why a rank does not answer, with ``""`` as the state if it may still answer."""
         packed = self.store.compare_set(self.key(rank), None, None)[1]
-        told = _told(packed)
-        if told.get("closed"):
+        status = _status_in(packed)
+        if status.get("closed"):
             return unpack(rank, packed, "closed")
         if not self._has_made(rank):
             return RankState(rank, "not_joined" if last else "")
-        here = told.get("process")
-        state = _state_here(here)
+        peer_process = status.get("process")
+        state = _state_here(peer_process)
         if state == "lives":
             return unpack(rank, packed, "unresponsive") if last else RankState(rank, "")
         if state is not None:
             return unpack(rank, packed, state)
         if self._is_gone(rank):
             return unpack(rank, packed, "lost")
-        return unpack(rank, packed, "unresponsive" if here else "unknown") if last else RankState(rank, "")
+        return unpack(rank, packed, "unresponsive" if peer_process else "unknown") if last else RankState(rank, "")
 
     @staticmethod
     def _packed(status: dict[str, Any]) -> bytes:
@@ -275,7 +276,7 @@ class Reports:
         return f"status/{rank}"
 
     @staticmethod
-    def _answer(number: int, rank: int) -> str:
+    def _answer_key(number: int, rank: int) -> str:
         return f"{ANSWERS}{number}/{rank}"
 
 
@@ -295,20 +296,20 @@ def log_silence(who: str, error: Exception) -> None:
 
 def has_closed(store: Store, rank: int) -> bool:
     """Return whether a rank has closed the group that a part of a store belongs to."""
-    return bool(_told(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
+    return bool(_status_in(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
 
 
 def has_ended(store: Store, rank: int) -> bool:
     """Return whether a rank's process was on this machine and has ended."""
-    told = _told(store.compare_set(Reports.key(rank), None, None)[1])
-    return _state_here(told.get("process")) == "ended"
+    status = _status_in(store.compare_set(Reports.key(rank), None, None)[1])
+    return _state_here(status.get("process")) == "ended"
 
 
 def operations_before_close(store: Store, rank: int) -> dict[str, int] | None:
-    """Return how many operations a rank that has closed the group has begun, see `publish`; None if it has not."""
-    told = _told(store.compare_set(Reports.key(rank), None, None)[1])
-    begun = told.get("begun")
-    return (begun if isinstance(begun, dict) else {}) if told.get("closed") else None
+    """Return how many operations a rank had begun when it closed the group, see `publish`; None before the close."""
+    status = _status_in(store.compare_set(Reports.key(rank), None, None)[1])
+    begun = status.get("begun")
+    return (begun if isinstance(begun, dict) else {}) if status.get("closed") else None
 
 
 def _state_here(process: dict[str, Any] | None) -> str | None:
@@ -318,18 +319,18 @@ def _state_here(process: dict[str, Any] | None) -> str | None:
     return process_state(process["pid"], process["start"])
 
 
-def _told(packed: bytes | None) -> dict[str, Any]:
+def _status_in(packed: bytes | None) -> dict[str, Any]:
     """Return a rank's status, {} for a value that is no status."""
     try:
-        told = json.loads(packed or b"{}")
-        process = told.get("process")
+        status = json.loads(packed or b"{}")
+        process = status.get("process")
         if process is not None:
-            told["process"] = {
+            status["process"] = {
                 "machine": process["machine"], "pid": int(process["pid"]), "start": str(process["start"]),
             }  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-    return dict(told)
+    return dict(status)
 
 
 def number_of(asked: bytes | None) -> int:
@@ -371,12 +372,12 @@ def process() -> dict[str, Any]:
 
 
 def has_begun_to_end(pid: int, start: str) -> bool:
-    """Return whether a process of this machine ends just now, or has ended."""
+    """Return whether a process of this machine has begun to end, or has ended."""
     _, since, flags = _stat(pid)
     return since != start or bool(flags & _EXITING)
 
 
-def switches(pid: int) -> int:
+def voluntary_switches(pid: int) -> int:
     """Return how often the main thread of a process has left its core by itself, 0 if there is no such process.
 
     A stop adds one. A number that is the same at two moments at which the process is stopped shows that it has not run

@@ -1,8 +1,8 @@
 """How the processes that a launcher has started make a communicator together (`Communicator.from_env`).
 
-Their rendezvous is in the launcher's store and comes before NCCL, which could not say which ranks are missing. A rank
-that fails tells the others: before the end of the rendezvous under its key, and then under the key by which the ranks
-of a communicator tell its end, which the others watch while they are inside NCCL.
+Their rendezvous is in the launcher's store and precedes the call of NCCL, which could not say which ranks are missing.
+A rank that fails tells the others: until the rendezvous is complete under the rendezvous' key, and then under the key
+of the communicator's `End`, which the others watch while they are inside NCCL.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["Start"]
 
 _NAME = "Communicator.from_env"
-#: Seconds of a wait, in a store that cannot be watched, before it looks whether it is still wanted.
+#: Seconds of a read in a store that cannot be watched; after each, the thread checks whether the start is over.
 _SLICE = 0.2
 
 
 class _Communicators(Numbering):
-    """The communicators of a launcher's processes, as one of them counts them."""
+    """The communicators of a launcher's processes, as one process counts them."""
 
     def part(self, number: int) -> PrefixStore:
         return PrefixStore(f"ncclpy/communicator-{number}", self.store)
@@ -59,7 +59,7 @@ class Start:
         The place of this process among those of the launcher.
     store
         The part of the store that belongs to the communicator.
-    rendezvous, where
+    rendezvous, rendezvous_key
         The rendezvous of the processes, and its key.
     """
 
@@ -68,13 +68,13 @@ class Start:
         self.place, store = rendezvous(timeout)
         rank, size = self.place.rank, self.place.size
         self.rendezvous = rendezvous_of_job()
-        counted = _Communicators(store, _NAME, "ncclpy/communicators", rank, size, self._refuse, self._is_over)
-        self._counted = counted
-        number = counted.enter()
-        self.where = _where(number)
-        self.store: Store = counted.part(number)
+        numbering = _Communicators(store, _NAME, "ncclpy/communicators", rank, size, self._refuse, self._is_over)
+        self._numbering = numbering
+        number = numbering.enter()
+        self.rendezvous_key = _rendezvous_key(number)
+        self.store: Store = numbering.part(number)
         self._what = f"to make communicator {number} of {_NAME}"
-        self._heard: NcclError | None = None
+        self._remote_failure: NcclError | None = None
         self._comm: Communicator | None = None
         self._watch: Watch | None = None
         self._over = False
@@ -85,30 +85,32 @@ class Start:
         Raises
         ------
         NcclTimeout
-            If processes are missing after that time, with what is known of each. The first process that gives up tells
-            the others, also those that come later.
+            If processes are missing after the timeout, with what is known of each. The first process that gives up
+            tells the others, also those that arrive later.
         NcclRemoteError
             If one of them has failed.
         """
         everyone = range(self.place.size)
         try:
-            return self.rendezvous.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
+            return self.rendezvous.meet(
+                self.rendezvous_key, everyone, self._what, brought, _first, self._seconds, lambda: True
+            )
         except NcclTimeout as late:
             describe_late(late)
             raise
 
     def listen(self, comm: Communicator) -> None:
-        """Abort a communicator that is about to be made as soon as another rank tells that it has failed.
+        """Watch for another rank's failure while a communicator is made; the failure aborts the communicator.
 
-        Raises what that rank has told if it has done so already.
+        A failure that another rank has told already is raised.
         """
         if self.place.size == 1:
             return
         self._comm = comm
         try:
-            self._watch = self.store.watch(ENDED, self._take)
-        except StoreError:  # it cannot tell of changes
-            threading.Thread(target=self._ask, name="ncclpy-start", daemon=True).start()
+            self._watch = self.store.watch(ENDED, self._take_change)
+        except StoreError:  # the store reports no changes
+            threading.Thread(target=self._poll, name="ncclpy-start", daemon=True).start()
             return
         end = end_of(self.store)  # before the watch began
         failure = None if end is None else self._failure_of(end)
@@ -117,65 +119,68 @@ class Start:
 
     def end_start(self, ready: bool) -> None:
         """Stop listening; clear the rendezvous away if the communicator is `ready`: all ranks have reached NCCL."""
-        self._hear_no_more()
+        self._stop_listening()
         if ready and self.place.rank == 0:
-            self.rendezvous.forget(self.where, range(self.place.size))
+            self.rendezvous.forget(self.rendezvous_key, range(self.place.size))
             with contextlib.suppress(StoreError, NcclTimeout):
                 self.store.delete(FIRST)
 
     def peer_status_of(self, comm: Communicator) -> LauncherPeers | None:
         """Return the ranks of the communicator that was made; None where they cannot be asked."""
-        return launcher_peers_of(comm, self.store, self.place.rank, self.place.size, self.rendezvous, self.where)
+        return launcher_peers_of(
+            comm, self.store, self.place.rank, self.place.size, self.rendezvous, self.rendezvous_key
+        )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed; raise what another rank has told, if that is why."""
-        self._hear_no_more()
-        if self._heard is not None and isinstance(error, NcclError):
-            raise self._heard from error
+        """Tell the others that this rank has failed; if the cause is another rank's failure, raise that instead."""
+        self._stop_listening()
+        if self._remote_failure is not None and isinstance(error, NcclError):
+            raise self._remote_failure from error
         kind = type(error) if isinstance(error, (NcclTimeout, NcclAborted)) else NcclRemoteError
         text = f"it failed {self._what}: {type(error).__name__}: {error}"
-        self._tell(self.where, self.store, text, kind)
+        self._tell(self.rendezvous_key, self.store, text, kind)
 
     def _refuse(self, number: int, text: str) -> None:
-        self._tell(_where(number), self._counted.part(number), text, NcclRemoteError)
+        self._tell(_rendezvous_key(number), self._numbering.part(number), text, NcclRemoteError)
 
-    def _tell(self, where: str, store: Store, text: str, kind: type[NcclError]) -> None:
+    def _tell(self, rendezvous_key: str, store: Store, text: str, kind: type[NcclError]) -> None:
         rank, size = self.place.rank, self.place.size
         with contextlib.suppress(StoreError, NcclTimeout):
-            if self.rendezvous.give_up(where, f"rank {rank} of {size}: {text}", True):  # the rendezvous is complete
+            is_complete = self.rendezvous.give_up(rendezvous_key, f"rank {rank} of {size}: {text}", True)
+            if is_complete:
                 tell_end(store, End(text, rank, kind=kind.__name__))
 
     def _is_over(self, number: int) -> bool:
-        return self.rendezvous.has_failed(_where(number)) or not self._counted.part(number).check([FIRST])
+        return self.rendezvous.has_failed(_rendezvous_key(number)) or not self._numbering.part(number).check([FIRST])
 
-    def _take(self, change: Change) -> None:
+    def _take_change(self, change: Change) -> None:
         if change.value is not None:
-            self._hear(read_end(change.value, self.store))
+            self._take_end(read_end(change.value, self.store))
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         while not self._over:
             with contextlib.suppress(NcclTimeout):
                 try:
-                    self._hear(read_end(self.store.get(ENDED, _SLICE), self.store))
+                    self._take_end(read_end(self.store.get(ENDED, _SLICE), self.store))
                 except StoreError:
                     return
                 return
 
-    def _hear(self, end: End) -> None:
+    def _take_end(self, end: End) -> None:
         comm = self._comm
         failure = self._failure_of(end)
         if comm is not None and failure is not None:
-            self._heard = failure
+            self._remote_failure = failure
             abort_for(comm, failure)
 
     def _failure_of(self, end: End) -> NcclError | None:
-        """Return the error that this rank raises for what another rank has told; None if this rank has told it."""
+        """Return the error that this rank raises for another rank's end; None if the end is this rank's own."""
         if end.rank == self.place.rank:
             return None
         by = "" if end.rank is None else f"rank {end.rank} of {self.place.size}: "
         return same_class_as(end.kind)(f"the communicator was not made: {by}{end.text}")
 
-    def _hear_no_more(self) -> None:
+    def _stop_listening(self) -> None:
         self._over, self._comm = True, None
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -183,7 +188,7 @@ class Start:
                 watch.close()
 
 
-def _where(number: int) -> str:
+def _rendezvous_key(number: int) -> str:
     return f"communicator-{number}"
 
 

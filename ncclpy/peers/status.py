@@ -26,7 +26,7 @@ from ncclpy.engine.monitor import call_at
 from ncclpy.errors import NcclError, NcclTimeout, seconds
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.heartbeats import Heartbeats
-from ncclpy.peers.inquiry import Said
+from ncclpy.peers.inquiry import Answer
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.rank_state import OperationInfo, RankState, as_data, from_data
 from ncclpy.peers.reports import ANSWERS, ASKED, Reports, log_silence, number_of
@@ -37,12 +37,12 @@ __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
 _log = logging.getLogger("ncclpy.peers")
 
 #: The prefix that all ranks watch: of the key of the end, which is written once, and of the key of questions.
-_TOLD = "told/"
+_WATCHED_PREFIX = "told/"
 ENDED = "told/ended"
-#: The place of the question before the end; the key there that the first rank in trouble sets; and the key of the
-#: answer that it gets.
-_END = "end"
-_TROUBLE, _SAID = "trouble", "said"
+#: The place of the question before the end; below it, the key that the first rank in trouble sets, and the key of the
+#: answer that this rank gets.
+_END_PLACE = "end"
+_TROUBLE_KEY, _ANSWER_KEY = "trouble", "said"
 #: Seconds that other ranks wait for that answer.
 _ANSWER_TIMEOUT = 2.5
 #: Seconds after which the answer is said to be old.
@@ -62,51 +62,55 @@ class End:
     ----------
     text
         Why it ends.
+    rank
         The rank that tells it; None if the value in the store is damaged.
-        Which rank tells it; None where the value in the store is damaged.
-    said, states
+    summary, states
         What all ranks did then, in a sentence and as data.
     handles
         The handles of the groups that are reconfigured together, if this is why.
     kind
         The name of the exception's class on the rank that tells it: all ranks raise the same.
-    asked
-        Whether only a rank that asks takes it, after it was stopped; the others learn of the end in another way.
+    only_if_asked
+        Whether a rank takes it only when it asks, as after a stop; the ranks learn of the end in another way.
     """
 
     text: str
     rank: int | None = None
-    said: str | None = None
+    summary: str | None = None
     states: tuple[RankState, ...] | None = None
     handles: Iterable[str] | None = None
     kind: str = ""
-    asked: bool = False
+    only_if_asked: bool = False
 
     def packed(self) -> bytes:
         """Return it as it is sent."""
-        told = {
-            **vars(self),
+        fields = {
+            "text": self.text,
+            "rank": self.rank,
+            "said": self.summary,
             "states": None if self.states is None else as_data(self.states),
             "handles": None if self.handles is None else list(self.handles),
+            "kind": self.kind,
+            "asked": self.only_if_asked,
         }
-        return json.dumps(told).encode(errors="replace")
+        return json.dumps(fields).encode(errors="replace")
 
 
 def tell_end(store: Store, end: End) -> None:
     """Tell the ranks of a part of a store that their group has ended, unless another rank was faster."""
-    first, there = store.compare_set(ENDED, None, end.packed())
-    if not first and there is not None and not end.asked and read_end(there, store).asked:
+    first, present = store.compare_set(ENDED, None, end.packed())
+    if not first and present is not None and not end.only_if_asked and read_end(present, store).only_if_asked:
         store.set(ENDED, end.packed())  # all ranks have to be told this one
 
 
 def end_of(store: Store) -> End | None:
-    """Return what a rank has told of the end, None while there is none."""
-    there = store.compare_set(ENDED, None, None)[1]
-    return None if there is None else read_end(there, store)
+    """Return the end in a part of a store, None while there is none."""
+    present = store.compare_set(ENDED, None, None)[1]
+    return None if present is None else read_end(present, store)
 
 
 def read_end(packed: bytes, store: Store) -> End:
-    """Return the end that a rank has told; a value that cannot be read is an end as well, and says so."""
+    """Return the end that a value describes; a damaged value is an end too, whose text says that it is damaged."""
     try:
         return decode(_unpacked, packed, store, ENDED)
     except StoreDamaged as error:
@@ -114,12 +118,12 @@ def read_end(packed: bytes, store: Store) -> End:
 
 
 def _unpacked(packed: bytes) -> End:
-    told = json.loads(packed)
-    rank, said, states, handles = (told[name] for name in ("rank", "said", "states", "handles"))
+    fields = json.loads(packed)
+    rank, summary, states, handles = (fields[name] for name in ("rank", "said", "states", "handles"))
     return End(
-        str(told["text"]), None if rank is None else int(rank), None if said is None else str(said),
+        str(fields["text"]), None if rank is None else int(rank), None if summary is None else str(summary),
         None if states is None else from_data(states), None if handles is None else list(map(str, handles)),
-        str(told["kind"]), bool(told["asked"]),
+        str(fields["kind"]), bool(fields["asked"]),
     )  # fmt: skip
 
 
@@ -149,8 +153,10 @@ class StatusService:
         Whether the store reports changes; otherwise this reads it a few times a second.
     is_over
         Whether this process has left: it neither listens nor tells.
-    gone
+    on_gone
         Called with a rank when its process has ended, see `start`.
+    own_title
+        The first rank with the name of the group or communicator, for error texts and logs.
     """
 
     def __init__(
@@ -167,37 +173,37 @@ class StatusService:
         self.rank = self.own[0]
         self.is_watched = self.is_over = False
         self._statuses = [each.look for each in known]  # also asked once a group has failed
-        self.who = f"rank {self.rank} of {self._kind} {self.name!r}"
-        self._processes = PeerProcesses(store, self.own, lambda rank, why: self.gone(rank, why))
+        self.own_title = f"rank {self.rank} of {self._kind} {self.name!r}"
+        self._processes = PeerProcesses(store, self.own, lambda rank, why: self.on_gone(rank, why))
         self._heartbeats: Heartbeats | None = None
         if size > len(known) and not rendezvous.has_leases:
             self._heartbeats = Heartbeats(store, self.own, size, self._processes)
-        self._tellers = [
+        self._reports = [
             Reports(
                 store, each.rank, size, each.look, self._is_gone, rendezvous.has_made,
                 functools.partial(_look_around, each, each.look), thread,
             )
             for each in known
         ]  # fmt: skip
-        self.reports = self._tellers[0]
+        self.reports = self._reports[0]
         self._confirmation = Confirmation(store, self.own, size, self.condition_of, self.reports.stop_of)
         self._watches: list[Watch] = []
-        self._has_looked = self._has_ended = False
-        self._looks, self._due = _PROCESS_SEARCHES, 0.0
-        self._ended: Callable[[End], object] = _nothing
-        self.gone: Callable[[int, str], object] = _nothing
-        self._silent: Callable[[int, str], object] = _nothing
-        self._goes_on: Callable[[], object] = _nothing
+        self._has_polled = self._has_ended = False
+        self._searches_left, self._next_publication = _PROCESS_SEARCHES, 0.0
+        self._on_end: Callable[[End], object] = _nothing
+        self.on_gone: Callable[[int, str], object] = _nothing
+        self._on_silent: Callable[[int, str], object] = _nothing
+        self._is_wanted: Callable[[], object] = _nothing
 
     # What these ranks do.
 
     def start(
         self,
         sources: Mapping[int, Any],
-        ended: Callable[[End], object],
-        gone: Callable[[int, str], object],
-        silent: Callable[[int, str], object],
-        goes_on: Callable[[], object],
+        on_end: Callable[[End], object],
+        on_gone: Callable[[int, str], object],
+        on_silent: Callable[[int, str], object],
+        is_wanted: Callable[[], object],
     ) -> None:
         """Publish and answer from now on, and call back with what the other ranks tell.
 
@@ -207,27 +213,27 @@ class StatusService:
         ----------
         sources
             By rank, the operation log by which the store publishes the status without Python, if it can.
-        ended
+        on_end
             Called with the end, once another rank has told it.
-        gone
-            Called with a rank when its process has ended, and with how that is known.
-        silent
+        on_gone
+            Called with a rank when its process has ended, and with a text that says how that is known.
+        on_silent
             Called with a rank of another machine when its heartbeats have stopped while this process waits, and with a
             text that says so.
-        goes_on
+        is_wanted
             Called about once a second; returns whether there is a status to publish.
         """
-        self._ended, self.gone, self._silent, self._goes_on = ended, gone, silent, goes_on
+        self._on_end, self.on_gone, self._on_silent, self._is_wanted = on_end, on_gone, on_silent, is_wanted
         if self.size > len(self.own):
-            for each in self._tellers:
+            for each in self._reports:
                 if each.rank in sources:
                     each.begin(sources[each.rank])
             self._processes.tell()
         try:
-            self.watch(_TOLD, self.hear)
+            self.watch(_WATCHED_PREFIX, self.hear)
             self.is_watched = True
-        except (StoreError, NcclTimeout):  # it cannot tell of changes
-            for each in self._tellers:
+        except (StoreError, NcclTimeout):  # the store reports no changes
+            for each in self._reports:
                 each.watched = False
             if self._heartbeats is not None:
                 self._heartbeats.tell()
@@ -253,41 +259,41 @@ class StatusService:
             self._answer(change.value)
 
     def _beat(self) -> None:
-        """Publish, if that is due; look for questions, the end and heartbeats, if the store does not tell of them."""
+        """Publish, if that is due; read questions, the end and heartbeats, if the store cannot be watched."""
         if self.is_over:
             return
         try:
             moment = time.monotonic()
-            if moment >= self._due and self.size > len(self.own):
-                self._due = moment + _PUBLISH_INTERVAL
-                if self._goes_on():
+            if moment >= self._next_publication and self.size > len(self.own):
+                self._next_publication = moment + _PUBLISH_INTERVAL
+                if self._is_wanted():
                     self.publish()
             if not self.is_watched:
                 self._hear_heartbeats()
-            if not self._has_looked or not self.is_watched:  # also what came before the watch began
+            if not self._has_polled or not self.is_watched:  # once also with a watch: for what was written before it
                 self._answer(self.store.compare_set(ASKED, None, None)[1])
                 self._hear_end(self.store.compare_set(ENDED, None, None)[1])
-                self._has_looked = True
+                self._has_polled = True
         except NcclTimeout:  # the store may be well again
             pass
-        except (NcclError, ValueError) as error:  # it is gone, or closed
-            if not self.is_over and self._goes_on():
-                log_silence(self.who, error)
+        except (NcclError, ValueError) as error:  # the store is gone, or closed
+            if not self.is_over and self._is_wanted():
+                log_silence(self.own_title, error)
             return
         if self.size > len(self.own) or not self.is_watched:
             call_at(time.monotonic() + (_PUBLISH_INTERVAL if self.is_watched else _POLL_INTERVAL), self._beat)
 
     def publish(self) -> None:
         """Put what these ranks do into the store, if that has changed and the store does not do so itself."""
-        for each in self._tellers:
+        for each in self._reports:
             each.publish()
-        if self._looks > 0:
+        if self._searches_left > 0:
             self.look_for_processes()
 
     def look_for_processes(self) -> None:
         """Watch the processes of this machine that other ranks have told."""
         if self.size > len(self.own) and not self.is_over:
-            self._looks -= 1
+            self._searches_left -= 1
             self._processes.look()
 
     def stopped_here(self) -> str:
@@ -297,7 +303,7 @@ class StatusService:
 
     def _answer(self, asked: bytes | None) -> None:
         with contextlib.suppress(StoreError, NcclTimeout):
-            for each in self._tellers:
+            for each in self._reports:
                 each.answer_all(number_of(asked))
 
     def waits_for(self) -> object:
@@ -309,7 +315,7 @@ class StatusService:
         if self._heartbeats is not None:
             for rank, why in self._heartbeats.look(self.waits_for):
                 if not self.is_over:
-                    self._silent(rank, why)
+                    self._on_silent(rank, why)
 
     # What all ranks do.
 
@@ -317,7 +323,7 @@ class StatusService:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
         return tuple(self.reports.collect(patience))
 
-    def inquire(self, subject: OperationInfo | None, alone: bool) -> Said:
+    def inquire(self, subject: OperationInfo | None, alone: bool) -> Answer:
         """Return what all ranks do, in a sentence and as data; what cannot be found out is said, without data.
 
         Parameters
@@ -327,24 +333,27 @@ class StatusService:
         alone
             Whether this rank asks for itself; else the group ends, and one rank asks for all.
         """
-        return self.inquire_at(None if alone else _END, subject, alone)
+        return self.inquire_at(None if alone else _END_PLACE, subject, alone)
 
-    def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Said:
-        """Do the same for a failure at a place, such as a rendezvous that ends no group; one rank asks for all."""
+    def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Answer:
+        """Return the same as `inquire`; one rank asks for all that have failed at a place, such as a rendezvous.
+
+        Without a place this rank asks for itself.
+        """
         try:
-            trouble, key = f"{place}/{_TROUBLE}", f"{place}/{_SAID}"
+            trouble, key = f"{place}/{_TROUBLE_KEY}", f"{place}/{_ANSWER_KEY}"
             claim = functools.partial(self.store.compare_set, trouble, None, b"")
             if place is not None and not self.reports.while_open(claim)[0]:
-                return decode(_heard, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
+                return decode(_unpacked_answer, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
             found = keep_stacks(self.collect(), subject)
-            said = sentence(self.name, found, self.size, subject, self._kind)
+            summary = sentence(self.name, found, self.size, subject, self._kind)
             if place is not None:  # before a program sees an error: its process may end with that
-                told = {"said": said, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
-                packed = json.dumps(told).encode(errors="replace")
+                answer = {"said": summary, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
+                packed = json.dumps(answer).encode(errors="replace")
                 self.reports.while_open(lambda: self.store.set(key, packed))
         except NcclError as error:  # the store is gone, or the rank that asks
             return f"What the other ranks do is not known: {error}", None
-        return said, found
+        return summary, found
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank has made the group, and its lease or its heartbeats have ended."""
@@ -352,17 +361,17 @@ class StatusService:
 
     # The end.
 
-    def told(self) -> End | None:
-        """Return what a rank has told of the end; None while there is none."""
+    def announced_end(self) -> End | None:
+        """Return the end that a rank has written into the store; None while there is none."""
         return end_of(self.store)
 
     def _hear_end(self, packed: bytes | None) -> None:
         if packed is None or self._has_ended or self.is_over:
             return
         end = read_end(packed, self.store)
-        if not end.asked:
+        if not end.only_if_asked:
             self._has_ended = True
-            self._ended(end)
+            self._on_end(end)
 
     def begin_end(self) -> None:
         """Note that the end is about to be told, see `Confirmation.begin`."""
@@ -386,7 +395,7 @@ class StatusService:
         if self.rendezvous.is_gone(rank):
             return "lost"
         state = self.reports.process_of(rank)
-        return "unresponsive" if state == "lost" else state  # by its heartbeats alone: it may live, and is waited for
+        return "unresponsive" if state == "lost" else state  # only its heartbeats have stopped: it may still confirm
 
     # Leaving.
 
@@ -397,7 +406,7 @@ class StatusService:
         if self._heartbeats is not None:
             self._heartbeats.close()
         self._end_watches()
-        for each in self._tellers:
+        for each in self._reports:
             each.end()
 
     def _end_watches(self) -> None:
@@ -408,40 +417,40 @@ class StatusService:
 
     def say_closed(self, begun: Mapping[str, int] | None = None) -> None:
         """Publish that these ranks have left; `begun` is how many operations they have begun, by communicator."""
-        for each in self._tellers:
+        for each in self._reports:
             each.publish(closed=True, begun=begun)
 
     def forget(self) -> None:
         """Clear away all that the ranks have written through this service: all have left."""
         self._processes.forget()
         of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
-        # Answers that a rank has given after the question was cleared away.
+        # Answers that ranks have given after the asking rank had deleted the others.
         late = self.store.keys(ANSWERS) if number_of(self.store.compare_set(ASKED, None, None)[1]) else []
-        for key in (*of_ranks, *late, ASKED, ENDED, f"{_END}/{_TROUBLE}", f"{_END}/{_SAID}"):
+        for key in (*of_ranks, *late, ASKED, ENDED, f"{_END_PLACE}/{_TROUBLE_KEY}", f"{_END_PLACE}/{_ANSWER_KEY}"):
             self.store.delete(key)
 
 
 def _look_around(known: GroupInfo, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the status of a rank for a question: a rank that does nothing here may wait in another group."""
-    told = look()
-    if told.get("current") is None and "in_rendezvous" not in told and not told.get("closed"):
-        told.update(elsewhere(known))
-    return told
+    status = look()
+    if status.get("current") is None and "in_rendezvous" not in status and not status.get("closed"):
+        status.update(elsewhere(known))
+    return status
 
 
-def _awaited(told: dict[str, Any]) -> object:
-    """Return what a rank waits for, by its status; None if for nothing."""
-    if told.get("launched"):  # it may be done
+def _awaited(status: dict[str, Any]) -> object:
+    """Return what a rank waits for, by its status; None if it does not wait."""
+    if status.get("launched"):  # it may be done
         return None
-    return told.get("current") or ((told["in_rendezvous"], told["since"]) if "in_rendezvous" in told else None)
+    return status.get("current") or ((status["in_rendezvous"], status["since"]) if "in_rendezvous" in status else None)
 
 
-def _heard(packed: bytes) -> Said:
+def _unpacked_answer(packed: bytes) -> Answer:
     """Return the answer that another rank got, with its age if it is old."""
-    told = json.loads(packed)
-    age = time.time() - told["at"]
-    before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _OLD_ANSWER else ""
-    return str(told["said"]) + before, from_data(told["ranks"])
+    answer = json.loads(packed)
+    age = time.time() - answer["at"]
+    note = f" (so rank {answer['rank']} heard it {seconds(age)} ago)" if age > _OLD_ANSWER else ""
+    return str(answer["said"]) + note, from_data(answer["ranks"])
 
 
 def _nothing(*_: object) -> None:

@@ -1,7 +1,7 @@
 """What all ranks of a process group, or of a communicator, do: in one sentence, for people.
 
-The ranks that keep others waiting come first, and are never left out. The ranks that wait for them come last, and are
-counted where naming them would make the sentence too long to read.
+The sentence begins with the ranks that keep others waiting, and names all of them. It ends with the ranks that wait,
+and only counts these where their names would make it too long to read.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
-#: The most groups of ranks that are described; of more, those that no others wait for are counted.
+#: The most clauses that describe ranks. Of more, clauses for which no other rank waits become counts, except for
+#: `_MIN_DESCRIBED` of them.
 _MAX_DESCRIBED = 8
-#: So many of the latter are described in any case.
 _MIN_DESCRIBED = 3
 #: The most spans of ranks that are named for ranks in operations.
 _MAX_SPANS = 6
-#: So many clauses that differ only in their peers become one; fewer clauses each name the peer.
+#: Clauses that differ only in their peers become one if there are at least this many; fewer clauses name their peers.
 _MIN_MERGED = 3
 
-#: The most stacks that go with an error, and in its sentence.
-_STACKS, _STACKS_SAID = 8, 2
+#: The most stacks in the data of an error, and in its sentence.
+_MAX_STACKS, _MAX_STACKS_IN_TEXT = 8, 2
 
 #: States that no operation explains: the others wait for such a rank, and it is always named.
-_GUILTY = ("ended", "stopped", "unresponsive", "lost", "not_joined", "closed", "unknown")
+_AWAITED_STATES = ("ended", "stopped", "unresponsive", "lost", "not_joined", "closed", "unknown")
 #: States in which not all ranks are named if there are many; in the others each may be waited for, and all are named.
-_MANY = ("in_other_group", "in_rendezvous", "running", "launched")
+_SHORTENED_STATES = ("in_other_group", "in_rendezvous", "running", "launched")
 #: All states in the order of the sentence; ranks that wait in the operation that is asked about come after them.
-_ORDER = (*_GUILTY, "blocked_on_input", "idle", "in_other_group", "in_rendezvous", "running", "launched")
+_ORDER = (*_AWAITED_STATES, "blocked_on_input", "idle", "in_other_group", "in_rendezvous", "running", "launched")
 #: What is said of ranks that are only counted, for one and for several.
 _COUNTED = {
     "blocked_on_input": ("waits for its stream", "wait for their streams"),
@@ -61,13 +61,15 @@ class _Clause:
         return min(each.rank for each in self.members)
 
     def text(self, thing: str) -> str:
-        who = ranks(spans(each.rank for each in self.members), _MAX_SPANS if self.state in _MANY else None)
+        members = ranks(
+            spans(each.rank for each in self.members), _MAX_SPANS if self.state in _SHORTENED_STATES else None
+        )
         durations = [each.since for each in self.members if each.since is not None]
         several = len(self.members) > 1
         return self.template.format(
-            who=who, s="" if several else "s", have="have" if several else "has", are="are" if several else "is",
+            who=members, s="" if several else "s", have="have" if several else "has", are="are" if several else "is",
             do="do" if several else "does", streams="their streams" if several else "its stream",
-            process=f"the processes of {who}" if several else f"{who}'s process",
+            process=f"the processes of {members}" if several else f"{members}'s process",
             since=f" since {seconds(max(durations))}" if durations else "", thing=thing,
         )  # fmt: skip
 
@@ -92,14 +94,14 @@ def sentence(
         What it is the name of, ``"process group"`` or ``"communicator"``.
     """
     thing = kind.rpartition(" ")[2]
-    guilty = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
-    if len(guilty) > _MAX_DESCRIBED:  # what each did last is in the data
-        guilty = _grouped((each for clause in guilty for each in clause.members), lambda each: _lost(each, ""))
+    awaited = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
+    if len(awaited) > _MAX_DESCRIBED:  # what each did last is in the data
+        awaited = _grouped((each for clause in awaited for each in clause.members), lambda each: _lost(each, ""))
     waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
-    asked = [each for each in waiting if each.order == len(_ORDER)]
+    in_subject = [each for each in waiting if each.order == len(_ORDER)]
     others = _merged([each for each in waiting if each.order < len(_ORDER)])
-    space = max(_MIN_DESCRIBED, _MAX_DESCRIBED - len(guilty) - len(asked))
-    parts = [each.text(thing) for each in (*guilty, *others[:space], *asked)]
+    space = max(_MIN_DESCRIBED, _MAX_DESCRIBED - len(awaited) - len(in_subject))
+    parts = [each.text(thing) for each in (*awaited, *others[:space], *in_subject)]
     parts += _counted(each for clause in others[space:] for each in clause.members)
     unknown = size - len(states)
     if unknown:
@@ -109,16 +111,16 @@ def sentence(
 
 
 def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> tuple[RankState, ...]:
-    """Return the states, with stacks only of ranks that an operation waits for, and of `_STACKS` ranks at most.
+    """Return the states, with stacks only of ranks that an operation waits for, and of `_MAX_STACKS` ranks at most.
 
     Parameters
     ----------
     states
         The states of all ranks.
     subject
-        The operation: a rank that waits in it is not waited for.
+        The operation: no rank waits for a rank that waits in it.
     """
-    found, left = [], _STACKS
+    found, left = [], _MAX_STACKS
     for each in states:
         waits = each.state in ("running", "launched") and each.current == subject
         if each.stack and (waits or left == 0):
@@ -134,16 +136,16 @@ def _stacks(states: Iterable[RankState]) -> str:
     for each in states:
         if each.stack:
             alike.setdefault(in_short(each.stack), []).append(each.rank)
-    first = list(alike.items())[:_STACKS_SAID]
+    first = list(alike.items())[:_MAX_STACKS_IN_TEXT]
     return "".join(f". Python of {ranks(spans(numbers), _MAX_SPANS)}: {where}" for where, numbers in first)
 
 
-def _grouped(states: Iterable[RankState], say: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
+def _grouped(states: Iterable[RankState], clause_of: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
     """Return the clauses of ranks, in the order of the sentence."""
     found: dict[tuple[str, int], _Clause] = {}
     for each in states:
-        said = say(each)
-        found.setdefault(said, _Clause(*said)).members.append(each)
+        clause = clause_of(each)
+        found.setdefault(clause, _Clause(*clause)).members.append(each)
     return _sorted(found.values())
 
 
@@ -173,15 +175,15 @@ def _of_peers(states: list[RankState]) -> str:
     pairs = [(each.rank, each.current) for each in states if each.current is not None]
     what = pairs[0][1]
     peers = {rank: current.root for rank, current in pairs if current.root is not None}
-    way = "to" if what.operation == "send" else "from"
+    direction = "to" if what.operation == "send" else "from"
     steps = {peer - rank for rank, peer in peers.items()}
     if len(peers) < len(pairs):  # some are blocks with several peers
-        whom = ""
+        peers_text = ""
     elif steps <= {-1} or steps <= {1}:
-        whom = f", each {way} the rank {'before' if steps == {-1} else 'after'} it"
+        peers_text = f", each {direction} the rank {'before' if steps == {-1} else 'after'} it"
     else:
-        whom = f" {way} {ranks(spans(peers.values()), _MAX_SPANS)}"
-    return f"{what.operation} #{what.seq}{whom} ({what.dtype} x {what.count:,})"
+        peers_text = f" {direction} {ranks(spans(peers.values()), _MAX_SPANS)}"
+    return f"{what.operation} #{what.seq}{peers_text} ({what.dtype} x {what.count:,})"
 
 
 def _counted(states: Iterable[RankState]) -> list[str]:
@@ -211,18 +213,18 @@ def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
         last = "" if state.finished is None else _braces(f" after {state.finished.name}")
         return _lost(state, last if state.state == "closed" else _heard_last(current, last))
     called = _braces(state.current.name) if state.current is not None and waits else current
-    there = f"{state.kind or 'process group'} {state.where!r}"
-    told = {
+    other_group = f"{state.kind or 'process group'} {state.where!r}"
+    templates = {
         "blocked_on_input": (
             f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it "
             "has not ended)"
         ),
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
-        "in_other_group": f"{past} and {{are}} blocked in {current} of {_braces(there)}{{since}}",
+        "in_other_group": f"{past} and {{are}} blocked in {current} of {_braces(other_group)}{{since}}",
         "in_rendezvous": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
     }
-    return told[state.state], _ORDER.index(state.state)
+    return templates[state.state], _ORDER.index(state.state)
 
 
 def _heard_last(current: str, last: str) -> str:
@@ -230,8 +232,8 @@ def _heard_last(current: str, last: str) -> str:
 
 
 def _lost(state: RankState, last: str) -> tuple[str, int]:
-    """Return the same for a rank that does not answer, with what was last known of it."""
-    told = {
+    """Return the template and the place for a rank that does not answer; `last` is what was last known of it."""
+    templates = {
         "closed": "{who} {have} closed the {thing}",
         "ended": "{process} {have} ended",
         "stopped": "{process} {are} stopped (by SIGSTOP or a debugger)",
@@ -239,9 +241,9 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
         "lost": "{who} cannot be reached: the process has ended, or its machine or network is gone",
         "not_joined": "{who} {have} not made this {thing}",
     }
-    if state.state not in told:  # of another version, perhaps
+    if state.state not in templates:  # of another version, perhaps
         return "what {who} {do} is not known" + last, _ORDER.index("unknown")
-    return told[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
+    return templates[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
 
 
 def _waits(current: OperationInfo | None, subject: OperationInfo | None) -> str:

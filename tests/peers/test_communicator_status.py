@@ -108,7 +108,7 @@ def test_end_that_another_rank_tells_is_taken_once(monkeypatch, watched):
         owner = Owner()
         peer_status = status_of(owner, store)
         peer_status.listen()
-        tell_end(store, End("only for ranks that ask", 1, asked=True))
+        tell_end(store, End("only for ranks that ask", 1, only_if_asked=True))
         tell_end(store, End("enough", 1, kind="NcclTimeout"))
         tell_end(store, End("too late", 1))
         testing.wait_for(lambda: owner.ended, "the end")

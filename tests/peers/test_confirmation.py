@@ -13,13 +13,13 @@ import pytest
 from ncclpy.bootstrap import LocalStore
 from ncclpy.peers import confirmation
 from ncclpy.peers.confirmation import Confirmation, Patience
-from ncclpy.peers.reports import switches
+from ncclpy.peers.reports import voluntary_switches
 
 
 @pytest.fixture
 def exits(monkeypatch):
     made = threading.Event()
-    monkeypatch.setattr(confirmation, "_exits", made)
+    monkeypatch.setattr(confirmation, "_python_ends", made)
     return made
 
 
@@ -48,7 +48,7 @@ def given_up_after(condition_at, stop_at, looks=0.1):
     patience, moment = Patience(0.0), 0.0
     while moment < 120:
         moment += looks
-        if not patience.has_for(1, condition_at(moment), moment, stop_at(moment)):
+        if not patience.is_waited_for(1, condition_at(moment), moment, stop_at(moment)):
             return moment
     return None
 
@@ -79,8 +79,8 @@ def test_each_stop_of_a_process_has_its_own_number():
         for _ in range(20):
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
-            seen += [switches(child.pid), switches(child.pid)]
+            seen += [voluntary_switches(child.pid), voluntary_switches(child.pid)]
             child.send_signal(signal.SIGCONT)
         child.kill()
     assert len(set(seen)) == 20 and seen[::2] == seen[1::2]
-    assert switches(child.pid) == 0
+    assert voluntary_switches(child.pid) == 0

@@ -209,7 +209,7 @@ class Run:
                 each
                 for each in missing - {rank.number}
                 if self.confirmed.get(each, math.inf) > self.now
-                and patience.has_for(
+                and patience.is_waited_for(
                     each, self.ranks[each].condition(self.now), self.now, self.ranks[each].stop(self.now)
                 )
             }

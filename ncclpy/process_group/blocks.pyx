@@ -33,8 +33,8 @@ cdef class _Open(Awaited):
     cdef int may_wait(self) except -1:
         if PyThread_get_thread_ident() == self.ident:
             raise RuntimeError(
-                "this work is launched when its coalescing block ends, and this thread is in that: wait for it behind the "
-                "block"
+                "this work is launched when its coalescing block ends, and this thread is inside the block: wait for it "
+                "after the block"
             )
         return 0
 
@@ -69,7 +69,7 @@ cdef class Block:
             if clash is not None:
                 self.owner.shut_block(self, False)
                 raise clash
-            if not self.held:  # no operation; one with empty parts only takes part as on the others
+            if not self.held:  # no operation; an operation with empty parts is launched, as on the other ranks
                 self.owner.shut_block(self, False)
                 self.work.output = self.outputs
                 self.work.settle(None)

@@ -9,13 +9,13 @@ from ncclpy.engine.work cimport Work
 
 
 cdef enum:
-    BARRIER = -2  # in the place of a tag, which collectives do not have
+    BARRIER = -2  # marks a barrier, as the tag: collectives have no tags
 
 
 # What the ranks compare of one call, or of one block of calls.
 cdef class CallSignature:
-    cdef bytes calls  # the same on all ranks
-    cdef list messages  # (peer, kind, type, count, tag): each matches one of that peer's messages, in order
+    cdef bytes calls  # the collectives, packed; must be the same on all ranks
+    cdef list messages  # (peer, kind, type, count, tag): must match the messages of that peer, in order
 
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
@@ -28,7 +28,7 @@ cdef class CallSignature:
 cdef CallSignature new_call_signature()
 
 
-# What one call of a group asks of its communicator: one operation, or several that are one launch and one work.
+# A call on a communicator of a group: one operation, or several with one launch and one work.
 cdef class Request:
     cdef Work work
     cdef double limit  # seconds from its launch
@@ -39,14 +39,14 @@ cdef class Request:
     cdef size_t capacity
     cdef bint point_to_point  # all of its operations are sends and receives
     cdef Fingerprint call  # the fingerprint of a single call, not of a block
-    cdef CallSignature brought  # what other ranks compare it with; None if nothing is compared
-    cdef list expected  # ((channel, number), peer, message) of each message that it is held back for
-    cdef double since  # from when its limit counts; 0 before
+    cdef CallSignature brought  # compared with the other ranks' signatures; None without `check`
+    cdef list expected  # ((channel, number), peer, message) of each message whose match it waits for
+    cdef double since  # the moment from which its limit counts; 0 before
     cdef Request partner  # the other half, if this is a send of the rank to itself or its receive
 
     cdef int add(self, const Operation* operation) except -1
     cdef int fail(self, object error) except -1
-    cdef bint is_alone_with(self, int rank) noexcept  # one send or receive, with this rank of its communicator
+    cdef bint is_one_message_with(self, int rank) noexcept  # whether it is one send or receive, with this rank
     cdef int add_all(self, Lowered lowered) except -1
     cdef unsigned long long signature(self) noexcept
 
@@ -54,7 +54,7 @@ cdef class Request:
 cdef Request new_request(Work work, double limit)
 
 
-# The owner of connections: told when what was launched on one has failed, in the thread that calls
+# The owner of connections. `connection_failed` is called when a launch on one has failed, in the thread that calls
 # `LaunchOwner.launch_failed`.
 cdef class ConnectionOwner(SetOwner):
     cdef int connection_failed(self, Connection connection, object error) except -1
@@ -73,22 +73,22 @@ cdef class Connection(CommunicatorSet):
     cdef object making  # the communicator until it is taken over
     cdef object memory  # device memory for the first exchange of a pair
     cdef list waiting
-    cdef str unmade  # what the recorder calls it until it is made
-    cdef dict messages  # of blocks of sends and receives: how many there were, by peer
+    cdef str unmade  # its name in the recorder until it is made
+    cdef dict messages  # the number of sends and receives in blocks, by peer
     cdef list held  # requests held back until their messages are compared, and all requests behind them
     cdef Awaited awaited
     cdef readonly object settled  # an event, set once it is made or cannot be made
-    cdef object failure  # the error that it has ended with
+    cdef object failure  # the error with which it has ended
     cdef CUstream stream
-    cdef set overdue  # weak references to failed works that the device may not be done with, of an owner that goes on
+    cdef set overdue  # with on_error="report": weak references to failed works that the device may still run
 
     # The number of `overdue` works that are not over.
     cdef Py_ssize_t late(self) except -1
     # Whether a work on it is not over.
-    cdef bint waits_here(self) except -1
+    cdef bint has_unsettled(self) except -1
     # How many operations wait for it or are under way on it.
     cdef Py_ssize_t pending(self) except -1
-    # Whether it can be closed: no error on it that its peers would have to know of.
+    # Whether it can be closed: it is made, and has no error of which its peers would have to be told.
     cdef bint is_well(self) except -1
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1
@@ -101,10 +101,9 @@ cdef class Connection(CommunicatorSet):
     cdef int _fill(self, Request request, object launch, double moment) except -1
 
 
-# One of these streams, given as numbers, if they are all being captured; NULL if none is. Raises ValueError if only
-# some are.
+# One of these streams, given as numbers, if all are being captured; NULL if none is. Raise ValueError if only some are.
 cdef CUstream captured_of(set streams, int device) except? NULL
 
-# Put a request into the user's graph, on the streams that its steps have. Raises if nothing was called; returns the
-# error of NCCL, or None.
+# Capture a request into the user's graph, on the streams of its steps. Raise if nothing was called; return the error of
+# NCCL, or None.
 cdef object capture(Connection connection, Request request)

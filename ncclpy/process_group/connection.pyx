@@ -1,14 +1,14 @@
 """The communicators of a process group, requests for operations on them, and captures that use them.
 
-The `CallSignature` of a collective has its fingerprint as the user called it, since what it is lowered to differs by rank.
-It includes the sizes of parts that all ranks have to know, as in an all-gather. What one rank sends another is a
-message, which is compared only with the matching message of that peer. Gathers and scatters of uneven parts consist of
-messages, as only the root knows whether its parts have one size. Types are compared by name: their numbers are each
-process's own.
+The `CallSignature` of a collective has the fingerprint of the call that the user made, since the operations that it is
+lowered to differ by rank. It includes the sizes of parts that all ranks have to know, as in an all-gather. What one
+rank sends another is a message, which is compared only with the matching message of that peer. Gathers and scatters of
+uneven parts consist of messages, as only the root knows whether its parts have one size. Types are compared by name:
+each process numbers them differently.
 
-Captured operations are issued on the captured stream itself by the calling thread, so that no other stream and no
-event of this package is in the graph, and the monitor does not watch them. They run when the graph is launched, of
-which this package is not told.
+Captured operations are issued by the calling thread on the captured stream itself, so that the graph has no other
+stream and no event of this package. The monitor does not watch them: they run when the graph is launched, which this
+package does not notice.
 """
 
 import threading
@@ -53,8 +53,7 @@ from ncclpy.process_group.check.mismatch import pack
 from ncclpy.process_group.options import Completion
 
 
-# One call; the name of its type follows, and then its counts of parts, of 8 bytes each. `disagreement.CALL` is its
-# form in Python.
+# One call; the name of its type follows, and then the counts of its parts, of 8 bytes each. `mismatch.CALL` is its form in Python.
 cdef struct _Call:
     int kind
     int op
@@ -165,7 +164,7 @@ cdef class Request:
             self.partner.fail(error)
         return 0
 
-    cdef bint is_alone_with(self, int rank) noexcept:
+    cdef bint is_one_message_with(self, int rank) noexcept:
         """Return whether it is one send or receive, with this rank."""
         return self.point_to_point and self.count == 1 and self.steps[0].root == rank
 
@@ -238,7 +237,7 @@ cdef class Connection(CommunicatorSet):
     label : str
         Its name within the group, the same on all of its ranks.
     title : str
-        The first part of its name in the recorder, before what tells it from others of this title.
+        The first part of its name in the recorder; the rest distinguishes it from others of this title.
     peer : int
         The peer's rank in the group; -1 for the communicator of all ranks. The two ranks of a pair exchange a byte
         first, so that NCCL has connected them: a lane that waits for that would hold up the other pairs of its device.
@@ -249,8 +248,8 @@ cdef class Connection(CommunicatorSet):
     site : str
         Where the group was made, for warnings.
     meet : (callable, callable)
-        The first does the rendezvous of all ranks and returns the unique id; it is called with seconds, and with what
-        says whether the communicator is still wanted. The second is called once the communicator is made.
+        The first runs the rendezvous of all ranks and returns the unique id; its arguments are seconds, and a callable
+        that returns whether the communicator is still wanted. The second is called once the communicator is made.
     limit : float
         Seconds in which the communicator has to be made.
     """
@@ -296,7 +295,7 @@ cdef class Connection(CommunicatorSet):
 
     cdef int call(self, Communicator comm) except -1:
         """Name a communicator that was made for this connection; from here on the monitor watches its deadlines."""
-        comm.site = self.site  # its own is a line of another thread or group
+        comm.site = self.site  # the communicator's own site is a line of another thread or group
         if comm.nranks > 1:
             believe(comm, load(&stops))  # all ranks have met just now
         self.name = f"{self.title} {comm.group_name}"
@@ -327,7 +326,7 @@ cdef class Connection(CommunicatorSet):
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
-        if making is not None and making.state == DEFERRED:  # the call that begins it has yet to return
+        if making is not None and making.state == DEFERRED:  # its init call has yet to return
             threading.Thread(target=_abort_soon, args=(making, text_of(error)), name="ncclpy-abort-aside", daemon=True).start()
             making = None
         return comms if making is None else [*comms, making]
@@ -394,7 +393,7 @@ cdef class Connection(CommunicatorSet):
         """
         cdef Launch launch
         cdef double moment = now()
-        if request.count == 0:  # it has empty parts only
+        if request.count == 0:  # all of its parts are empty
             request.work.settle(None)
             return None
         launch = self.begin()
@@ -417,7 +416,8 @@ cdef class Connection(CommunicatorSet):
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
-        work.relative_limit = work.shown_timeout = request.limit  # earlier operations on the device do not count
+        # The time of earlier operations on the device does not count.
+        work.relative_limit = work.shown_timeout = request.limit
         work.awaits = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank
@@ -445,7 +445,7 @@ cdef class Connection(CommunicatorSet):
                 self.overdue.discard(reference)
         return len(self.overdue)
 
-    cdef bint waits_here(self) except -1:
+    cdef bint has_unsettled(self) except -1:
         return bool(self.waiting or self.held or self.unsettled())
 
     cdef Py_ssize_t pending(self) except -1:
@@ -496,7 +496,7 @@ cdef object capture(Connection connection, Request request):
     cdef size_t i
     cdef double deadline = deadline_after(request.limit)
     _await_launches(connection, deadline)
-    if not connection.comms:  # an abort has removed it
+    if not connection.comms:  # an abort has removed them
         return NcclAborted(work.with_name("was not captured: its communicator was aborted"))
     comm = connection.comms[0]
     if load(&comm.engine_failed):
@@ -540,8 +540,8 @@ cdef int _await_launches(Connection connection, double deadline) except -1:
             work = each
             if not work._wait_for(LAUNCHED, deadline):
                 raise NcclTimeout(work.with_name(
-                    "was begun before this operation, which is to be captured, and is not launched yet; the capture "
-                    "goes on without it"
+                    "was begun before the operation to be captured, and is not launched yet; the capture continues "
+                    "without the latter"
                 ))
     return 0
 

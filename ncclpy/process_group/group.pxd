@@ -35,6 +35,6 @@ cdef class ProcessGroup(Operations):
     # The error that has ended the group, even if only the store has it so far; None if nothing has ended it.
     cdef object known_error(self)
     # End it with an error, whatever `on_error` says, and tell the others a text; with `asked`, only those that ask.
-    cdef int end_with(self, error, str text, bint asked) except -1
+    cdef int end_with(self, error, str text, bint only_if_asked) except -1
     # Wait until the others are told, a second at most.
     cdef int wait_until_told(self) except -1

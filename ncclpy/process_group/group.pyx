@@ -338,7 +338,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             for sent, places in parts:
                 self.all_gather(sent, places)
         work = begun
-        work.maker, work.output = brought, None
+        work.maker_thread, work.output = brought, None
         return work
 
     # Communicators.
@@ -402,7 +402,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
         The hook runs in a thread for callbacks, as the callbacks of works do.
         """
-        self.lifecycle.completions = [*self.lifecycle.completions, CompletionHook(self.lifecycle.rank, self.lifecycle.name, hook)]
+        self.lifecycle.completion_hooks = [*self.lifecycle.completion_hooks, CompletionHook(self.lifecycle.rank, self.lifecycle.name, hook)]
 
     def on_abort(self, hook):
         """Call ``hook(error)`` in a thread for callbacks once the group has failed or was aborted; now, if it has."""
@@ -882,8 +882,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         self.lifecycle.ask_after_stop()
         return self.lifecycle.failure
 
-    cdef int end_with(self, error, str text, bint asked) except -1:
-        self.lifecycle.fail(error, text, None, exits=False, asked=asked)
+    cdef int end_with(self, error, str text, bint only_if_asked) except -1:
+        self.lifecycle.fail(error, text, None, may_exit=False, only_if_asked=only_if_asked)
         return 0
 
     cdef int wait_until_told(self) except -1:

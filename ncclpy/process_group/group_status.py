@@ -1,4 +1,4 @@
-"""The status service of a process group, its rendezvous in the store, and callbacks that do not keep it alive."""
+"""The status service of a process group, and its rendezvous in the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ncclpy.bootstrap.watch import Change
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.engine.group_registry import note_group
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
-from ncclpy.peers.inquiry import Said
+from ncclpy.peers.inquiry import Answer
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.rank_state import OperationInfo, RankState
 from ncclpy.peers.reports import operations_before_close
@@ -37,39 +37,39 @@ __all__ = [
 _log = logging.getLogger("ncclpy.process_group")
 
 #: Prefix of the keys for ranks with an ended lease; all ranks watch it.
-_GONE = "told/gone/"
+_GONE_PREFIX = "told/gone/"
 
 _T = TypeVar("_T")
 
-#: How many ranks have closed the group.
-_CLOSED = "closed"
+#: The key of the number of ranks that have closed the group.
+_CLOSED_COUNT_KEY = "closed"
 
-#: How the first rank that made the group compares collectives.
-_CHECK = "options/check"
+#: The key of the `check` of the first rank that made the group.
+_CHECK_KEY = "options/check"
 
-#: Seconds to wait for a write to the store, which may be stuck; after them the caller goes on without it.
+#: Seconds to wait for a write to the store, which may be stuck; then the caller continues.
 _WRITE_TIMEOUT = 1.0
 
-#: So many ranks, the lowest, watch for ended leases and tell the others: if all did, each would tell each.
+#: How many ranks, the lowest ones, watch for ended leases and tell the others: if all did, each would tell each.
 _WATCHING_RANKS = 2
 
-#: What is said of a rank that can no longer take part, by its state; and how often in a row it has to be found in that
-#: state, a third of a second apart. A rank that is just making its group has no lease for an instant. And all ranks
-#: are told of an ended process by its lease, which ends the group if something waits there: this is for ranks that are
-#: not told, as the ranks that watch the leases have ended.
-_LEFT = {
+#: By the state of a rank that can no longer take part: the words for it, and how many checks in a row, a third of a
+#: second apart, have to find that state. One check is not enough: a rank that is just making its group has no lease
+#: for an instant. The checks are for the case that the ranks that watch the leases have ended too; otherwise the end
+#: of a lease is reported to all ranks and ends the group if something waits there.
+_LOST_STATES = {
     "closed": ("closed the group", 2),
     "ended": ("process ended", 5),
     "lost": ("cannot be reached any more", 5),
 }
 
 
-def _anything(brought: Any) -> object:
+def _unchecked(brought: Any) -> object:
     return brought
 
 
 def _check_of(packed: bytes) -> tuple[str, str]:
-    """Return how a rank compares collectives, and the text in which it says so."""
+    """Return how a rank compares collectives, and the rank's words for that in an error."""
     check, words = json.loads(packed)
     if not isinstance(check, str) or not isinstance(words, str):
         raise TypeError("these are no texts")
@@ -126,12 +126,12 @@ class GroupStatus(StatusService):
             self.number = self._numbering.enter()
             part = self._numbering.part(self.number)
             self.before = self._before
-        self._meetings: list[tuple[str, float]] = []  # those that this rank is at, and since when
-        self._joins: list[str] = []  # the communicators that this rank is at the rendezvous of
-        self._threads: list[int] = []  # that are at one of them
+        self._meetings: list[tuple[str, float]] = []  # rendezvous of all ranks that this rank is at, and since when
+        self._joins: list[str] = []  # communicators whose rendezvous this rank is at
+        self._threads: list[int] = []  # threads that are at a rendezvous
         self._at_no_meeting = threading.Condition()  # guards these lists
         self._leaving = False
-        self._begun = look
+        self._status = look
         self._look_for_closed: Callable[[], object] | None = None
         self.known = note_group(name, self.number, rank, size, device, self._look)
         has_made = None if self._numbering is None else self._has_made
@@ -156,25 +156,24 @@ class GroupStatus(StatusService):
         what = f"to make communicator {label!r} of process group {self.name!r}"
         place = f"communicator/{label}"
 
-        def first(come: list[bytes]) -> bytes:
-            return bytes(decode(UniqueId, come[0], self.store, f"{place}/here/{members[0]}", members[0]))
+        def first(contributions: list[bytes]) -> bytes:
+            return bytes(decode(UniqueId, contributions[0], self.store, f"{place}/here/{members[0]}", members[0]))
 
         with self._at_meeting(self._joins, label):
             try:
-                mine = bytes(get_unique_id()) if self.rank == members[0] else b""
+                brought = bytes(get_unique_id()) if self.rank == members[0] else b""
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
                 self.rendezvous.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
                 raise
-            met = self.rendezvous.meet(place, members, what, mine, first, timeout, wanted)
+            met = self.rendezvous.meet(place, members, what, brought, first, timeout, wanted)
         return bytes(decode(UniqueId, met, self.store, f"{place}/outcome", members[0]))
 
     @contextlib.contextmanager
     def _at_meeting(self, meetings: list[_T], meeting: _T) -> Iterator[None]:
-        """Note that a thread is at a rendezvous; `leave` waits for the thread, which writes keys until it has left
-        that.
+        """Note that this thread is at a rendezvous. `leave` waits for it, since it writes keys until it has left.
 
-        Raises `NcclAborted` once this rank leaves the group: another rank may have cleared its keys away.
+        Raises `NcclAborted` once this rank leaves the group: another rank may have deleted the group's keys.
         """
         thread = threading.get_ident()
         with self._at_no_meeting:
@@ -191,7 +190,7 @@ class GroupStatus(StatusService):
                 self._at_no_meeting.notify_all()
 
     def made(self, label: str, members: list[int]) -> None:
-        """Clear the keys of a communicator's rendezvous away: it is made, so all of its ranks have read them."""
+        """Delete the keys of a communicator's rendezvous: the communicator is made, so all ranks have read them."""
         if self.rank == members[0]:
             self.rendezvous.forget(f"communicator/{label}", members)
         self.look_for_processes()
@@ -199,7 +198,7 @@ class GroupStatus(StatusService):
     def rendezvous_of(
         self, label: str, members: list[int]
     ) -> tuple[Callable[[float, Callable[[], bool]], bytes], Callable[[], None]]:
-        """Return the rendezvous of a communicator's ranks, for its unique id, and a call that clears it away."""
+        """Return the callables that run the rendezvous of a communicator's ranks, and that delete its keys."""
         return functools.partial(self.unique_id, label, members), functools.partial(self.made, label, members)
 
     def gather(
@@ -208,13 +207,13 @@ class GroupStatus(StatusService):
         value: object,
         timeout: float,
         wanted: Callable[[], bool],
-        read: Callable[[Any], object] = _anything,
+        read: Callable[[Any], object] = _unchecked,
     ) -> list[Any]:
-        """Return what all ranks of the group bring to a rendezvous, by rank; it may be anything that JSON knows.
+        """Return what all ranks of the group bring to a rendezvous, by rank; `value`, of JSON's types, is this rank's.
 
-        `read` is called with what a rank has brought; it returns that, and raises if it is malformed.
+        `read` is called with what a rank has brought; it returns the value, and raises if the value is malformed.
         """
-        everyone = list(range(self.size))
+        all_ranks = list(range(self.size))
         what = f"to {name} of process group {self.name!r}"
         brought = json.dumps(value).encode()
 
@@ -224,17 +223,19 @@ class GroupStatus(StatusService):
         meeting = _call_of(name), time.time()
         with self._at_meeting(self._meetings, meeting):
             packed = self.rendezvous.meet(
-                name, everyone, what, brought, self.rendezvous.combined(name, read_one), timeout, wanted
+                name, all_ranks, what, brought, self.rendezvous.combined(name, read_one), timeout, wanted
             )
         return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
         """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
-        mine = f"rank {self.rank} of {self.size} has {check!r}"
-        there = self.store.compare_set(_CHECK, None, json.dumps([check, mine]).encode())[1]
-        theirs, who = decode(_check_of, there or b"[]", self.store, _CHECK)
-        if theirs != check:
-            raise ValueError(f"check: all ranks of process group {self.name!r} give the same; {mine}, {who}")
+        own_words = f"rank {self.rank} of {self.size} has {check!r}"
+        first = self.store.compare_set(_CHECK_KEY, None, json.dumps([check, own_words]).encode())[1]
+        first_check, first_words = decode(_check_of, first or b"[]", self.store, _CHECK_KEY)
+        if first_check != check:
+            raise ValueError(
+                f"check: all ranks of process group {self.name!r} give the same; {own_words}, {first_words}"
+            )
 
     @staticmethod
     def refuse(store: Store, place: str, meeting: str, why: str) -> None:
@@ -244,24 +245,21 @@ class GroupStatus(StatusService):
 
     def _look(self) -> dict[str, Any]:
         """Return this rank's status in the group, with its rendezvous if it is in no operation."""
-        told = self._begun()
-        if told.get("current") is None:
+        status = self._status()
+        if status.get("current") is None:
             for what, since in self._meetings[:1]:
-                told["in_rendezvous"], told["since"] = what, since
-        return told
+                status["in_rendezvous"], status["since"] = what, since
+        return status
 
     def publish(self) -> None:
-        """Publish as every service; also compare the clocks, if due, and look which ranks have closed the group."""
+        """Publish as every service; also compare the clocks, if due, and check which ranks have closed the group."""
         super().publish()
         self.clocks.look()
         if self._look_for_closed is not None:
             self._look_for_closed()
 
     def part_of(self, parent: GroupStatus, members: Sequence[int]) -> None:
-        """Record these ranks as those of a group that this one is part of.
-
-        A rank that has left that group cannot take part here.
-        """
+        """Note that this group consists of `members` of a parent; a rank that has left the parent cannot take part."""
 
         def before(rank: int) -> str:
             return parent.process_of(members[rank])
@@ -269,22 +267,22 @@ class GroupStatus(StatusService):
         self.before, self._parent = before, (parent, members)
 
     def process_of(self, rank: int) -> str:
-        """Return what became of a rank's process, if something did: ended, lost or stopped; else ""."""
+        """Return the state of a rank's process if it is ended, lost or stopped; else ""."""
         if not self.rendezvous.has_made(rank):
             return self.before(rank)
         state = self.reports.process_of(rank)
         return state if state in ("ended", "lost", "stopped") else ""
 
     def _why_lost(self, rank: int) -> tuple[str, int] | None:
-        """Return why a rank will not come to a rendezvous of this group, None if it may; see `RankRendezvous`."""
+        """Return why a rank will not arrive at a rendezvous of this group, None if it may; see `RankRendezvous`."""
         if self.rendezvous.has_made(rank) or self._parent is None:
-            return _LEFT[state] if (state := self.reports.end_of(rank)) else None
+            return _LOST_STATES[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
         left = parent._why_lost(members[rank])
-        return (f"closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
+        return (f"closed process group {parent.name!r}", left[1]) if left == _LOST_STATES["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
-        """Collect as every service; of a rank that has not made this group say what became of it before."""
+        """Collect as every service; the state of a rank that has not made this group is from an earlier group."""
         return tuple(
             replace(each, state=self.before(each.rank) or each.state) if each.state == "not_joined" else each
             for each in super().collect(patience)
@@ -300,63 +298,63 @@ class GroupStatus(StatusService):
 
     def listen(
         self,
-        ended: Callable[[End], object],
-        gone: Callable[[int, str], object],
-        silent: Callable[[int, str], object],
-        goes_on: Callable[[], object],
+        on_end: Callable[[End], object],
+        on_gone: Callable[[int, str], object],
+        on_silent: Callable[[int, str], object],
+        is_wanted: Callable[[], object],
         look_for_closed: Callable[[], object],
         source: Any,
     ) -> None:
         """Publish, answer and call back from now on, see `StatusService.start`.
 
-        `gone` is also called with a rank when its lease has ended. `look_for_closed` is called after each publication,
-        and `source` is this rank's operation log.
+        `on_gone` is also called with a rank when its lease has ended. `look_for_closed` is called after each
+        publication. `source` is this rank's operation log.
         """
         self._look_for_closed = look_for_closed
-        self.start({self.rank: source}, ended, gone, silent, goes_on)
+        self.start({self.rank: source}, on_end, on_gone, on_silent, is_wanted)
         if self.is_watched and self.size > 1:
             for watch in self.clocks.listen():
                 self.keep(watch)
             if self.rank < _WATCHING_RANKS:
-                self.watch(self.rendezvous.alive(""), self._look_out)
+                self.watch(self.rendezvous.alive(""), self._report_ended_lease)
 
     def hear(self, change: Change) -> None:
         """Take a change as every service, and also the end of a lease."""
         super().hear(change)
-        if not self.is_over and change.value is not None and change.key.startswith(_GONE):
+        if not self.is_over and change.value is not None and change.key.startswith(_GONE_PREFIX):
             for rank in ranks_of([change.key]):
-                self.gone(rank, "its lease in the store has ended")
+                self.on_gone(rank, "its lease in the store has ended")
 
-    def _look_out(self, change: Change) -> None:
+    def _report_ended_lease(self, change: Change) -> None:
         """Tell the others of a rank with an ended lease, unless it has closed the group."""
         if change.value is None and not self.is_over:
             with contextlib.suppress(StoreError, NcclTimeout):
                 for rank in ranks_of([change.key]):
                     if not self.reports.has_closed(rank):
-                        self.store.set(f"{_GONE}{rank}", b"")
+                        self.store.set(f"{_GONE_PREFIX}{rank}", b"")
 
     def waits_for(self) -> object:
         """Return what this rank waits for as every service; it may also wait for a communicator."""
         return super().waits_for() or self._joins[:1]
 
-    def inquire_about(self, label: str, members: list[int], subject: OperationInfo | None, _: bool) -> Said:
+    def inquire_about(self, label: str, members: list[int], subject: OperationInfo | None, _: bool) -> Answer:
         """Inquire for this rank alone, after its wait for a communicator has failed; name the missing ranks."""
-        said, states = self.inquire(subject, True)
+        summary, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
-            there = self.rendezvous.arrived(f"communicator/{label}")
-            missing = [rank for rank in members if rank not in there and rank != self.rank]
-            if missing and there and said is not None:  # with none there, it is complete and cleared away
-                said = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {said}"
-        return said, states
+            present = self.rendezvous.arrived(f"communicator/{label}")
+            missing = [rank for rank in members if rank not in present and rank != self.rank]
+            if missing and present and summary is not None:  # with no rank present, it is complete and deleted
+                summary = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {summary}"
+        return summary, states
 
     def tell(
         self,
         text: str,
-        said: str | None = None,
+        summary: str | None = None,
         states: tuple[RankState, ...] | None = None,
         handles: Iterable[str] | None = None,
         kind: str = "",
-        asked: bool = False,
+        only_if_asked: bool = False,
     ) -> None:
         """Tell all ranks that the group has ended, unless another rank was faster; the store may be gone.
 
@@ -364,27 +362,27 @@ class GroupStatus(StatusService):
         ----------
         text
             Why, and which rank says so.
-        said, states
+        summary, states
             What each rank does, as far as this one knows: in a sentence, and as data.
         handles
             The handles of the groups that are reconfigured together, if this is why.
         kind
             The name of the exception's class.
-        asked
-            Whether only ranks that ask take it.
+        only_if_asked
+            Whether ranks take the end only when they ask for it.
         """
-        _tell(self.store, self.name, End(text, self.rank, said, states, handles, kind, asked))
+        _tell(self.store, self.name, End(text, self.rank, summary, states, handles, kind, only_if_asked))
 
-    def goes_on(self, handle: str) -> bool:
+    def was_reconfigured_with(self, handle: str) -> bool:
         """Return whether the group has ended because it was reconfigured, with this handle among the handles."""
         with contextlib.suppress(StoreError, NcclTimeout):
-            told = self.told()
-            return told is not None and handle in (told.handles or ())
+            end = self.announced_end()
+            return end is not None and handle in (end.handles or ())
         return False
 
     def tell_part(self, name: str, text: str) -> None:
-        """Tell the ranks of a part of this group that it has ended, as this rank could not make it; see `tell`."""
-        store = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is used once
+        """Tell the ranks of a part of this group that the part has ended: this rank could not make it; see `tell`."""
+        store = PrefixStore(f"{_place_of(name)}/1", self.store)  # number 1: a part's name is used once
         _tell(store, name, End(text, self.rank, kind=NcclRemoteError.__name__))
 
     @staticmethod
@@ -402,13 +400,13 @@ class GroupStatus(StatusService):
         if size > 1:
             _within(_WRITE_TIMEOUT, tell)
 
-    def leave(self, *, went_on: bool = False) -> None:
-        """Leave the group; the last live rank that does so clears away what all ranks have written.
+    def leave(self, *, continued: bool = False) -> None:
+        """Leave the group; the last live rank that leaves deletes what all ranks have written.
 
-        If ranks `went_on` without others, that is kept for a rank of which only the lease has ended: it may come back,
-        and has to find that they did.
+        If ranks have `continued` without others, the keys are kept while a rank is only lost, as its lease has ended:
+        it may run again, and has to find the survivors' decision.
         """
-        lost = ("ended",) if went_on else ("ended", "lost")
+        lost = ("ended",) if continued else ("ended", "lost")
 
         def is_gone(rank: int) -> bool:
             return self.condition_of(rank) in lost
@@ -421,28 +419,28 @@ class GroupStatus(StatusService):
 
         with self._at_no_meeting:
             self._leaving = True
-            own = threading.get_ident()  # a signal handler may have interrupted its rendezvous
+            own = threading.get_ident()  # not waited for: a signal handler may have interrupted its rendezvous
             self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _WRITE_TIMEOUT)
         _within(_WRITE_TIMEOUT, go)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:
         """Return, for each rank that has closed the group, how many operations it has begun, by communicator."""
-        if self.store.compare_set(_CLOSED, None, None)[1] is None:
+        if self.store.compare_set(_CLOSED_COUNT_KEY, None, None)[1] is None:
             return {}
         found = {rank: operations_before_close(self.store, rank) for rank in range(self.size) if rank != self.rank}
         return {rank: begun for rank, begun in found.items() if begun is not None}
 
-    def close(self, *, says_so: bool = False, begun: Mapping[str, int] | None = None) -> None:
-        """Stop listening; if it `says_so`, tell the others that this rank has closed the group.
+    def close(self, *, announce: bool = False, begun: Mapping[str, int] | None = None) -> None:
+        """Stop listening; with `announce`, tell the others that this rank has closed the group.
 
         `begun` is how many operations this rank has begun, by communicator.
         """
         self.known.closed()
         super().close()
-        if says_so and self.size > 1:
+        if announce and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told
                 self.say_closed(begun)
-                self.store.add(_CLOSED)
+                self.store.add(_CLOSED_COUNT_KEY)
 
 
 def _numbering_of(store: Store, name: str, rank: int, size: int) -> Numbering:
@@ -466,7 +464,7 @@ def _tell(store: Store, name: str, end: End) -> None:
 
 
 def _within(seconds: float, act: Callable[[], object]) -> None:
-    """Run something in a thread of its own, and wait so many seconds for it: the store may be stuck."""
+    """Call `act` in a thread of its own, and wait at most so many seconds for it: the store may be stuck."""
     thread = threading.Thread(target=act, name="ncclpy-group-store", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started
         thread.start()
@@ -478,6 +476,6 @@ def _nothing_known(rank: int) -> str:
 
 
 def _call_of(meeting: str) -> str:
-    """Return the name of a rendezvous for error texts: "split/3" is one of the calls of `split`."""
+    """Return the name of a rendezvous for error texts: "split()" for "split/3", a call of `split`."""
     call, numbered, _ = meeting.partition("/")
     return f"{call}()" if numbered else call

@@ -17,17 +17,17 @@ cdef class Lifecycle:
     cdef str name
     cdef object store
     cdef Lock lock  # guards all below
-    # Unique in this process, and another one after each reconfiguration: what belongs to one number has no effect
-    # under the next.
+    # Unique in this process; each reconfiguration sets another one. Works, news and calls of an earlier number have no
+    # effect on the group.
     cdef long long number
-    cdef str handle  # its text for `reconfigure`
+    cdef str handle  # the text by which `reconfigure` names the group
     cdef OpLog oplog  # of the operations that were begun under `number`
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often the communicator of the pair was disconnected
     cdef object group_status
     cdef PeerNews news  # the news of the other ranks, under `number`
     cdef frozenset leavers  # ranks that have closed the group while an operation waits for them
-    cdef list places  # the group status of each earlier number that this rank has yet to leave
+    cdef list earlier_statuses  # the group status of each earlier number, until this rank leaves it
     cdef object pool
     cdef object config
     cdef str on_error
@@ -36,29 +36,30 @@ cdef class Lifecycle:
     cdef object nan_check  # None unless it was asked for
     cdef str check
     cdef CollectiveCheck collective_check  # None unless operations are compared
-    cdef object pending_messages  # of messages until they are compared, from the first message on
+    cdef object pending_messages  # messages until they are compared; None before the first message
     cdef bint high_priority
     cdef double timeout
-    cdef object failure  # the error that has ended it
-    cdef list failures  # the errors that operations have failed with then, see `errors.undelivered`
-    cdef set informed  # the threads that have been told of it
+    cdef object failure  # the error that has ended the group
+    cdef list failures  # the errors that operations have failed with at the end, see `errors.undelivered`
+    cdef set informed  # the threads in which the failure was raised
     cdef object inquiries  # asks what the other ranks do, when the group is in trouble
-    cdef bint moves  # it is being reconfigured, which abort() and close() end
-    cdef object between  # the error that it has during a reconfiguration
-    cdef object borrowed  # the store of its rendezvous, if it has made that itself
+    cdef bint reconfiguring  # whether a reconfiguration is under way, which abort() and close() end
+    cdef object suspension_error  # the value of `failure` from the begin of a reconfiguration; None without one
+    cdef object opened_store  # the store of its rendezvous, if a reconfiguration has opened that; closed with the group
     cdef bint closed
     cdef long long collectives
-    cdef list alone  # this rank's sends to itself, or receives, that wait for the other half
-    cdef list completions
-    cdef list aborts
+    cdef list unmatched  # this rank's sends to itself, and receives from itself, that wait for the other half
+    cdef list completion_hooks
+    cdef list abort_hooks
     cdef long long children, commits, meetings
-    cdef long long dividing, divided  # numbers, from 1, of the split that divides the communicator now, and of the last
+    # Numbers, from 1, of the split that divides the communicator now (0 if none does), and of the last one.
+    cdef long long dividing, divided
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread
     cdef object end_begun  # an event, set once the threads that end the group are started; None before a failure
-    cdef object end_maker  # the thread that starts these
-    cdef unsigned long maker  # the thread that has made the group
+    cdef object end_thread  # the thread that starts these threads
+    cdef unsigned long maker_thread  # the thread that has made the group
     cdef set enders  # threads that are in abort(), recover() or reconfigure()
     cdef object translate  # turns an exception into the one that the framework above raises, or None
     cdef object __weakref__
@@ -79,9 +80,9 @@ cdef class Lifecycle:
 
     # Communicators.
 
-    # The communicator with all ranks (-1) or with a peer; its making is begun if there is none.
+    # The communicator with all ranks (-1) or with a peer; if there is none, a thread begins to make it.
     cdef Connection connection_with(self, int peer)
-    # The same if it is made; else this raises.
+    # The communicator with all ranks (-1) or with a peer; raise if it is not made.
     cdef Connection established(self, int peer)
     # The name of the communicator with a peer.
     cdef str label_of(self, int peer)
@@ -96,32 +97,32 @@ cdef class Lifecycle:
     # How many operations are under way on all communicators, and how many this rank has begun, by communicator.
     cdef Py_ssize_t pending(self) except -1
     cdef dict begun(self)
-    # Wait until none is under way; return whether that is so before the deadline.
+    # Wait until no operation is under way; return False at the deadline.
     cdef bint drain(self, double deadline) except -1
 
     # The other ranks.
 
-    # A callable that says whether a wait is still wanted: the group has not ended and was not reconfigured.
+    # A callable that returns whether a wait is still wanted: the group has not ended and was not reconfigured.
     cdef object wanted(self)
     # Whether an operation, a rendezvous or a comparison is under way.
     cdef bint waits(self) except -1
     # What all ranks bring to a rendezvous, by rank; the end of a rank that is missing there ends the group.
     cdef list meet(self, place, value, double seconds, read)
-    # The same for the n-th commit of a pool.
+    # What all ranks bring to the next commit of a pool, by rank.
     cdef list commit(self, value, double seconds)
     # This rank's status, as JSON knows it.
     cdef dict status_now(self)
-    # Find out what all ranks do, for an error that ends the group; and, by way of `inquire`, for one that does not.
-    cdef tuple inquire(self, error, bint says=*)
-    cdef int explain_by(self, error, inquire, bint says=*) except -1
+    # Add what all ranks do to an error: to one that ends the group; and, by the function `inquire`, to one that does not.
+    cdef tuple inquire(self, error, bint in_words=*)
+    cdef int explain_by(self, error, inquire, bint in_words=*) except -1
 
     # The end of the group. All ends but `close` go through `fail`, a Python method as it takes keywords.
 
     cdef int abort(self, reason) except -1
-    cdef int end_as_told(self, long long number, told) except -1
+    cdef int take_end(self, long long number, end) except -1
     cdef int end_without(self, long long number, int rank, why) except -1
     cdef int call_on_abort(self, hook) except -1
-    # Wait a second at most until the other ranks are told.
+    # Wait a second at most until the end is in the store.
     cdef int wait_until_told(self) except -1
     cdef int note_ender(self) except -1
     cdef int close(self, timeout) except -1
@@ -131,23 +132,23 @@ cdef class Lifecycle:
     # The group status of one of so many ranks, at a place of a store; by default the place of all groups of this name.
     cdef object new_group_status(self, store, int rank, int size, place=*)
     cdef int end_connections(self, error, bint drained) except -1
-    cdef int end_group_status(self, bint says_so) except -1
+    cdef int end_group_status(self, bint announce) except -1
     # Become the rank of this group status, under a new number.
     cdef int enter(self, group_status) except -1
-    cdef int leave_places(self, bint closed) except -1
+    cdef int leave_statuses(self, bint closed) except -1
 
     cdef Connection _new_connection(self, str label, int peer)
-    cdef int _say_where_called(self, error) except -1
+    cdef int _add_call_site(self, error) except -1
     cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=*) except -1
-    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms, tell_readers) except -1
+    cdef bint _exit_later(self, begun, error, group_status, Connection failed, list comms, tell_readers) except -1
 
 
-# What a group is told by its other ranks while it has one number, and what it tells them.
+# The news of the other ranks for a group while it has one number.
 cdef class PeerNews:
     cdef object group  # a weak reference
     cdef long long number
 
-    cdef Lifecycle _concerned(self)
+    cdef Lifecycle _group_if_current(self)
     cdef bint _waits_for(self, Lifecycle group, int rank, theirs) except -1
 
 

@@ -35,7 +35,9 @@ from ncclpy.core.runtime.stream_readers import note_delivery, raise_at_end, rais
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.unread_failures import forget_failures, note_failures
 from ncclpy.process_group.group_status import GroupStatus
-from ncclpy.process_group.options import abort_when_confirmed, check_name, check_options, end_process, has_ended, was_ended_by
+from ncclpy.process_group.options import (
+    abort_when_confirmed, agree_on_exit, check_name, check_options, end_process, has_ended, was_ended_by,
+)
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.confirmation import EXIT_PATIENCE
 from ncclpy.peers.inquiry import Inquiries
@@ -43,20 +45,20 @@ from ncclpy.process_group.nan import NanCheck
 
 _log = logging.getLogger("ncclpy.process_group")
 _MAIN, _SPLIT = "all", "/split"  # the label of the communicator of all ranks, and of splits in `Lifecycle.begun`
-#: Seconds for the other ranks to be told, and for that if the process then ends.
+#: Seconds to wait until the end is in the store: usually, and before this process ends.
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
-#: Seconds between two questions of a rank that was stopped to a store that does not answer.
+#: Seconds after which a rank that was stopped asks again a store that did not answer.
 _RETRY_INTERVAL = 1.0
-#: Seconds in which operations that a rank took part in before it was gone may still be seen to complete.
+#: Seconds after the end of a rank for operations to complete in which it took part before.
 _GRACE = 0.5
-cdef long long _groups = 0  # the last number that was given
+cdef long long _last_number = 0  # of `next_number`
 
 
 cdef class Lifecycle:
     """The state of a group, for all parts of `ProcessGroup`.
 
-    It has no reference to them, and connections and works refer only to it: so a group that users have dropped can be
-    freed.
+    It has no reference to these parts, and connections and works refer only to it. So a group can be freed once users
+    have dropped it.
     """
 
     def __cinit__(self):
@@ -85,13 +87,13 @@ cdef class Lifecycle:
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
-        self.maker = threading.get_ident()
+        self.maker_thread = threading.get_ident()
         self.pool = StreamPool(high_priority)
         self.enders, self.informed = set(), set()
-        self.completions, self.aborts, self.failures = [], [], []
+        self.completion_hooks, self.abort_hooks, self.failures = [], [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
-        self.places = []
+        self.earlier_statuses = []
         group_status = self.new_group_status(store, rank, size)
         if size > 1:
             try:
@@ -105,36 +107,34 @@ cdef class Lifecycle:
         return 0
 
     cdef object new_group_status(self, store, int rank, int size, place=None):
-        """Return the group status of one of so many ranks, at a place of a store."""
-        look = functools.partial(_status_of, weakref.ref(self))
-        return GroupStatus(store, self.name, rank, size, self.device, look, place)
+        return GroupStatus(store, self.name, rank, size, self.device, functools.partial(_status_of, weakref.ref(self)), place)
 
     cdef int enter(self, group_status) except -1:
         """Become the rank of this group status, under a new number; it has no communicators yet."""
         cdef int rank = group_status.rank, size = group_status.size
         cdef CollectiveCheck collective_check = None
-        who = f"rank {rank} of process group {self.name!r}"
-        inquiries = Inquiries(group_status.inquire, self.on_error == "report", who, group_status.stopped_here)
+        own_title = f"rank {rank} of process group {self.name!r}"
+        inquiries = Inquiries(group_status.inquire, self.on_error == "report", own_title, group_status.stopped_here)
         if self.check != "off" and size > 1:
             collective_check = CollectiveCheck(group_status, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
-        completions = [hook.of(rank, self.name) for hook in self.completions]
-        # `before` keeps all that is replaced until the lock is released.
+        completion_hooks = [hook.of(rank, self.name) for hook in self.completion_hooks]
+        # `before` keeps the objects that are replaced until the lock is released: freeing them may run users' code.
         if self.group_status is not None and self.group_status is not group_status:
-            self.places = [*self.places, self.group_status]
+            self.earlier_statuses = [*self.earlier_statuses, self.group_status]
         before = (
-            self.group_status, self.inquiries, self.collective_check, self.nan_check, self.completions, self.connections,
-            self.generations, self.alone, self.pending_messages, self.oplog, self.news,
+            self.group_status, self.inquiries, self.collective_check, self.nan_check, self.completion_hooks, self.connections,
+            self.generations, self.unmatched, self.pending_messages, self.oplog, self.news,
         )
         oplog = OpLog()
-        cdef long long number = next_number()  # operations that were begun since `suspend` have the number between
+        cdef long long number = next_number()  # not the number of `_suspend`: operations have begun under that one
         cdef PeerNews news = PeerNews(self, number)
         with self.lock:
             self.number, self.news = number, news
             self.rank, self.size, self.oplog = rank, size, oplog
             self.group_status, self.inquiries, self.collective_check = group_status, inquiries, collective_check
-            self.nan_check, self.completions = nan_check, completions
-            self.connections, self.generations, self.alone, self.pending_messages = {}, {}, [], None
+            self.nan_check, self.completion_hooks = nan_check, completion_hooks
+            self.connections, self.generations, self.unmatched, self.pending_messages = {}, {}, [], None
             self.collectives = self.children = self.commits = self.divided = 0
             self.leavers = frozenset()
         del before
@@ -158,17 +158,14 @@ cdef class Lifecycle:
         return main.comms[0] if main is not None and main.state == MADE and main.comms else None
 
     cdef object wanted(self):
-        """Return what says whether a wait is still wanted: the group has not ended and was not reconfigured."""
+        """Return a callable: whether a wait is still wanted, as the group has not ended and was not reconfigured."""
         return functools.partial(self._is_wanted, self.number)
 
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
     cdef list meet(self, place, value, double seconds, read):
-        """Return what all ranks bring to a rendezvous, by rank, see `GroupStatus.gather`.
-
-        The end of a rank that is missing there ends the group.
-        """
+        """Return what all ranks bring to a rendezvous, see `GroupStatus.gather`; a missing rank's end ends the group."""
         group_status = self.group_status
         self.meetings += 1
         try:
@@ -213,15 +210,14 @@ cdef class Lifecycle:
         return 0
 
     def _class_of_later(self):
-        """Return the class of what a call raises after the end: the failure's own until the program was given it.
+        """Return the class of the error of a call after the end: the failure's class until the failure was raised.
 
         So a rank that was in no operation at the end raises the same class as the others.
         """
-        given = getattr(self.failure, "_delivered", False) or (self.failures and undelivered(self.failures) is None)
-        return NcclAborted if self.closed or given else same_class_as(type(self.failure).__name__)
+        raised = getattr(self.failure, "_delivered", False) or (self.failures and undelivered(self.failures) is None)
+        return NcclAborted if self.closed or raised else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
-        """Raise for an operation that was begun before the group was reconfigured."""
         self.check_usable()
         raise NcclAborted(
             f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
@@ -231,7 +227,7 @@ cdef class Lifecycle:
     # Communicators.
 
     cdef str label_of(self, int peer):
-        """Return the name of the communicator with a peer; each new one has another name."""
+        """Return the name of the communicator with a peer; a communicator that is made again has another name."""
         cdef str label = f"{min(self.rank, peer)}:{max(self.rank, peer)}"
         if self.generations:
             generation = self.generations.get(peer)
@@ -240,7 +236,7 @@ cdef class Lifecycle:
         return label
 
     cdef Connection connection_with(self, int peer):
-        """Return the communicator with all ranks (-1) or with a peer; its making is begun if there is none."""
+        """Return the communicator with all ranks (-1) or with a peer; if there is none, have a thread make it."""
         cdef Connection made, found
         label = _MAIN if peer < 0 else self.label_of(peer)
         found = self.connections.get(label)
@@ -321,7 +317,7 @@ cdef class Lifecycle:
         del launched
         if error is None and wanted:
             for comm in comms:
-                if is_doubted(<Handle>comm):  # it was not there yet when the ranks were asked after a stop
+                if is_doubted(<Handle>comm):  # it was made after this rank asked, after a stop, whether the group ended
                     internal_executor.submit(self.ask_after_stop)
             connection.settled.set()
             return 0
@@ -347,16 +343,16 @@ cdef class Lifecycle:
         cdef CollectiveCheck collective_check = self.collective_check
         return self.pending() or self.meetings or (collective_check is not None and collective_check.turn.locked())
 
-    cdef tuple inquire(self, error, bint says=True):
-        """Ask what all ranks do now; add it to an error, as data and, if it `says` so, as a sentence; return both."""
-        said, states = self.inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
-        if not says:
-            said, error.ranks = None, states
-        if said is not None and said not in text_of(error):
-            add_answer(error, said, states)
-        return said, states
+    cdef tuple inquire(self, error, bint in_words=True):
+        """Ask what all ranks do now; add it to an error, as data and, with `in_words`, as a sentence; return both."""
+        summary, states = self.inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
+        if not in_words:
+            summary, error.ranks = None, states
+        if summary is not None and summary not in text_of(error):
+            add_answer(error, summary, states)
+        return summary, states
 
-    cdef int _say_where_called(self, error) except -1:
+    cdef int _add_call_site(self, error) except -1:
         """Add to an error where this rank called the failed operation, else the first one that has not ended."""
         cdef Entry entry
         sentence = getattr(error, "_where_called", None)
@@ -366,20 +362,20 @@ cdef class Lifecycle:
         add_sentence(error, sentence)
         return 0
 
-    cdef int explain_by(self, error, inquire, bint says=True) except -1:
+    cdef int explain_by(self, error, inquire, bint in_words=True) except -1:
         """Add what all ranks do to an error that does not end the group; `inquire` asks them."""
         if self.size > 1 and not self.is_ended():
-            who = f"rank {self.rank} of process group {self.name!r}"
-            inquiries = Inquiries(inquire, True, who, self.group_status.stopped_here)
-            said, states = inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
-            if says and said is not None:
-                add_answer(error, said, states)
+            own_title = f"rank {self.rank} of process group {self.name!r}"
+            inquiries = Inquiries(inquire, True, own_title, self.group_status.stopped_here)
+            summary, states = inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
+            if in_words and summary is not None:
+                add_answer(error, summary, states)
             error.ranks = states
         return 0
 
     cdef Py_ssize_t pending(self) except -1:
         cdef Connection one
-        cdef Py_ssize_t n = len(self.alone) + (self.dividing != 0)
+        cdef Py_ssize_t n = len(self.unmatched) + (self.dividing != 0)
         for one in list(self.connections.values()):
             n += one.pending()
         return n
@@ -400,13 +396,13 @@ cdef class Lifecycle:
             error.__cause__ = reason
         self.note_ender()
         try:
-            self.fail(error, text, None, exits=False, asks=True)
+            self.fail(error, text, None, may_exit=False, with_inquiry=True)
             self.wait_until_told()
-        finally:  # not before: a rank that left a rendezvous before the others are told would only be missing there
+        finally:  # not before: the others would report a rank that left a rendezvous too early as missing there
             forget_failures(self.failures)
             self.failures = []  # the caller wants no results
-            self.moves = False
-            if self.failure is not None:  # also one that came meanwhile: it is not raised here later
+            self.reconfiguring = False
+            if self.failure is not None:  # also another thread's: later calls of this thread do not raise it
                 note_delivery(self.informed)
             self.enders.discard(threading.get_ident())
         return 0
@@ -416,7 +412,7 @@ cdef class Lifecycle:
         with self.lock:
             error = self.failure
             if error is None:
-                self.aborts = [*self.aborts, hook]
+                self.abort_hooks = [*self.abort_hooks, hook]
         if error is not None:
             user_executor.submit(functools.partial(hook, error))
         return 0
@@ -427,26 +423,26 @@ cdef class Lifecycle:
             self.tell_thread.join(_TELL_TIMEOUT)
         return 0
 
-    cdef int end_as_told(self, long long number, told) except -1:
+    cdef int take_end(self, long long number, end) except -1:
         """End the group as another rank has told, with what all ranks did then."""
-        error = was_ended_by(self.name, told.text, told.said, told.kind)
-        error.ranks = told.states
-        planned = self.handle in (told.handles or ())
-        self.fail(error, None, number, exits=not planned, calls=not planned)
+        error = was_ended_by(self.name, end.text, end.summary, end.kind)
+        error.ranks = end.states
+        planned = self.handle in (end.handles or ())
+        self.fail(error, None, number, may_exit=not planned, call_hooks=not planned)
         return 0
 
     cdef int end_without(self, long long number, int rank, why) except -1:
-        """End the group, or log that it goes on, because a rank is gone that something waits for."""
-        told = None
-        with contextlib.suppress(NcclError, ValueError):  # if the group has ended before, that is why the rank is gone
-            told = self.group_status.told()
-        if told is not None:
-            return self.end_as_told(number, told)
+        """End the group, or log that it continues, because something waits for a rank that is gone."""
+        end = None
+        with contextlib.suppress(NcclError, ValueError):  # the rank may be gone because the group has ended
+            end = self.group_status.announced_end()
+        if end is not None:
+            return self.take_end(number, end)
         text = f"rank {rank} of process group {self.name!r} is gone: {why}"
         if self.on_error != "report":
-            self.fail(NcclRemoteError(text), text, number, asks=True)
+            self.fail(NcclRemoteError(text), text, number, with_inquiry=True)
             return 0
-        user_executor.submit(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+        user_executor.submit(functools.partial(_log.error, "rank %d continues, as on_error='report' says, after: %s", self.rank, text))
         return 0
 
     cdef int connection_failed(self, error, Connection connection) except -1:
@@ -455,22 +451,22 @@ cdef class Lifecycle:
             return 0
         if self.on_error != "report":
             ended = self.failure
-            if ended is not None and ended is not error:  # NCCL's error says less than the group's, which names ranks
+            if ended is not None and ended is not error:  # the group's error names ranks, NCCL's does not
                 add_sentence(error, text_of(ended))
                 error.ranks = getattr(ended, "ranks", None)
-            self.fail(error, text_of(error), connection.epoch, connection, asks=True)
+            self.fail(error, text_of(error), connection.epoch, connection, with_inquiry=True)
             return 0
         if not self.is_over():
             self.inquire(error)
-        self._say_where_called(error)
+        self._add_call_site(error)
         with self.lock:
-            told = not self.is_over() and connection.epoch == self.number
-            if told and connection.state == MAKING:  # its ranks would not all be there: it is not made again
+            continues = not self.is_over() and connection.epoch == self.number
+            if continues and connection.state == MAKING:  # not made again: its other ranks may have given up
                 connection.state, connection.failure = GONE, error
-        if told:
+        if continues:
             self.group_status.known.troubled(error)
             user_executor.submit(functools.partial(  # handlers of a logger are user code
-                _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
+                _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
             ))
         return 0
@@ -487,102 +483,107 @@ cdef class Lifecycle:
         self.connection_failed(error, main)
         return 0
 
-    def fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
+    def fail(
+        self, error, text, number, Connection failed=None, bint may_exit=True, bint with_inquiry=False, bint in_words=True,
+        bint call_hooks=True, bint only_if_asked=False,
+    ):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        `but` is a connection that ends itself. With `asks`, this error and those of the other ranks have what all
-        ranks do, as data and, with `says`, in words. `calls` is whether hooks are called. `asked` is whether the other
-        ranks take the text only if they ask, as they learn of the end in another way.
+        The connection `failed` ends itself. With `with_inquiry`, the errors of all ranks have what all ranks do, as data
+        and, with `in_words`, in words. With `only_if_asked`, the other ranks take the text only when they ask: they learn
+        of the end in another way.
         """
-        said = states = None
+        summary = states = None
         if number is None or number == self.number:
-            error._informed = self.informed  # works of the connection that failed may give it to threads meanwhile
+            error._informed = self.informed  # works of the failed connection may raise it before `_end_by`
         try:
-            if asks and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
-                said, states = self.inquire(error, says)  # before the program sees the error
+            if with_inquiry and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
+                summary, states = self.inquire(error, in_words)  # before the program sees the error
         finally:  # also if a signal handler has raised in the wait
-            self._end_by(error, text, number, but, exits, calls, said, states, asked)
+            self._end_by(error, text, number, failed, may_exit, call_hooks, summary, states, only_if_asked)
 
-    def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states, bint asked):
-        """Do the rest of `fail`, once it is known what the ranks do, or that this cannot be found out."""
+    def _end_by(
+        self, error, text, number, Connection failed, bint may_exit, bint call_hooks, summary, states, bint only_if_asked
+    ):
+        """Do the rest of `fail`, after the inquiry."""
         cdef Connection one
-        if not asked:  # else the program has the error already; the text for the others does not have this
-            self._say_where_called(error)
+        if not only_if_asked:  # else the program has the error already; the text for the others is without call site
+            self._add_call_site(error)
         with self.lock:
             if number is not None and number != self.number:
                 return
-            if (self.failure is not None and self.failure is not self.between) or (self.closed and not self.connections):
+            has_failed = self.failure is not None and self.failure is not self.suspension_error
+            if has_failed or (self.closed and not self.connections):
                 return
             self.failure = error
-            # Before any request fails: the thread that waits for it may close the group at once, and what this rank
-            # still tells in the store has to be there before the last rank clears that away.
-            self.end_begun, self.end_maker = threading.Event(), threading.get_ident()
+            # Before any request fails: the thread that waits for the request may close the group at once. The close
+            # waits for `end_begun`, so that this rank writes nothing after the last rank has cleared the store.
+            self.end_begun, self.end_thread = threading.Event(), threading.get_ident()
             begun = self.end_begun
             connections, group_status = list(self.connections.values()), self.group_status
-            in_flight = bool(self.alone) or any([one.waits_here() for one in connections])
-            comms, readers = [] if but is None else list(but.comms), set()
-            parts = connections if but is None or but in connections else [*connections, but]
-            for one in parts:  # first: a thread that leaves a wait later, or reads by a stream, finds the fence
+            in_flight = bool(self.unmatched) or any([one.has_unsettled() for one in connections])
+            comms, readers = [] if failed is None else list(failed.comms), set()
+            affected = connections if failed is None or failed in connections else [*connections, failed]
+            for one in affected:  # first: a thread that leaves a wait later, or reads by a stream, finds the fence
                 one.fence()
-            for one in parts:  # under the lock: other failures settle works once they find the group ended
+            for one in affected:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)
-            alone, self.alone = self.alone, []
+            unmatched, self.unmatched = self.unmatched, []
             informed = self.informed
-            hooks = self.aborts  # hooks that are added later are called at once
+            hooks = self.abort_hooks  # hooks that are added later are called at once
             kind = type(error).__name__
-            if but is not None:
-                if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
+            if failed is not None:
+                if failed.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
                     kind = NcclRemoteError.__name__  # a communicator that was never made was not aborted
-                but.state = GONE
+                failed.state = GONE
         group_status.begin_end()
         try:
             group_status.known.failed(error)
-            # SystemExit: the process ends already, and a daemon thread's call of torch's store has ended with that.
-            exits = exits and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
-            if exits and self.on_error == "exit_now":
+            # SystemExit: the process ends already, which has ended a daemon thread's call of torch's store.
+            may_exit = may_exit and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
+            if may_exit and self.on_error == "exit_now":
                 self._exit(error, group_status)
             readers.discard(threading.get_ident())
             tell_readers = functools.partial(self._tell_readers, readers, error, informed)
-            # Before the program sees the error: if it ends then, Python waits for this thread.
-            exiting = exits and self._exit_later(begun, error, group_status, but, comms, tell_readers)
+            # Before the program sees the error: if the program ends then, Python waits for the thread started here.
+            exiting = may_exit and self._exit_later(begun, error, group_status, failed, comms, tell_readers)
             telling = None
             if text is not None:
-                told = (
-                    f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
-                )
-                telling = threading.Thread(target=group_status.tell, args=told, name="ncclpy-group-end", daemon=True)
+                why = f"rank {self.rank} of {self.size}: {without_advice(text) if summary else text}"
+                end = why, summary, states, None, kind, only_if_asked
+                telling = threading.Thread(target=group_status.tell, args=end, name="ncclpy-group-end", daemon=True)
                 try:
                     telling.start()
                     self.tell_thread = telling
                 except RuntimeError:  # no thread can be started
                     telling = None
-                    group_status.tell(*told)
+                    group_status.tell(*end)
             is_abort = type(error) is NcclAborted
             others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
             error._informed = others._informed = informed
             self.failures = [error, others] if in_flight else []
             if in_flight and not self.closed and threading.get_ident() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
-            if hooks and calls or readers:
+            if hooks and call_hooks or readers:
                 error._delivered = True
             for one in connections:
-                if one is not but:
+                if one is not failed:
                     comms += one.abort(others)
-            for request in alone:
+            for request in unmatched:
                 (<Request>request).fail(others)
-            if not exits:
+            if not may_exit:
                 self._abort_later(group_status, telling, comms, text_of(error), tell_readers)
         finally:
             begun.set()
-        for hook in hooks if calls else ():
+        for hook in hooks if call_hooks else ():
             user_executor.submit(functools.partial(hook, error))
-        if exits and not exiting:  # no thread can be started
-            self._exit(error, group_status, begun, but, comms, tell_readers)
+        if may_exit and not exiting:  # no thread can be started
+            self._exit(error, group_status, begun, failed, comms, tell_readers)
 
     def _tell_readers(self, readers, error, informed):
         """Raise an error in the threads that wait for the group by a stream, unless they have been told of it."""
-        shown = error if self.translate is None else self.translate(error)
-        raise_in_readers(readers - self.enders, self.maker, shown, informed)  # the calls that enders are in raise it
+        translated = error if self.translate is None else self.translate(error)
+        raise_in_readers(readers - self.enders, self.maker_thread, translated, informed)  # enders' calls raise it
 
     cdef int note_ender(self) except -1:
         """Note that the calling thread is in a call that ends the group or raises the error that has ended it."""
@@ -593,55 +594,50 @@ cdef class Lifecycle:
 
     cdef int _abort_later(self, group_status, telling, list comms, reason, tell_readers=None) except -1:
         """Abort communicators once all ranks have confirmed the end of the group, in a thread of its own."""
-        thread = threading.Thread(
-            target=abort_when_confirmed, args=(group_status, telling, comms, reason, tell_readers), name="ncclpy-group-abort",
-            daemon=True,
-        )
+        args = group_status, telling, comms, reason, tell_readers
+        thread = threading.Thread(target=abort_when_confirmed, args=args, name="ncclpy-group-abort", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started
-            abort_when_confirmed(group_status, telling, comms, reason, tell_readers)
+            abort_when_confirmed(*args)
             return 0
         self.abort_thread = thread  # `end_connections` joins it
         return 0
 
-    cdef bint _exit_later(self, begun, error, group_status, Connection but, list comms, tell_readers) except -1:
+    cdef bint _exit_later(self, begun, error, group_status, Connection failed, list comms, tell_readers) except -1:
         """Start a thread that ends the process; return whether it could be started."""
-        thread = threading.Thread(
-            target=self._exit, args=(error, group_status, begun, but, comms, tell_readers), name="ncclpy-group-exit", daemon=False
-        )
+        args = error, group_status, begun, failed, comms, tell_readers
+        thread = threading.Thread(target=self._exit, args=args, name="ncclpy-group-exit", daemon=False)
         try:
             thread.start()
         except RuntimeError:
             return False
         return True
 
-    def _exit(self, error, group_status, begun=None, Connection but=None, comms=(), tell_readers=None):
+    def _exit(self, error, group_status, begun=None, Connection failed=None, comms=(), tell_readers=None):
         """End the process, as `on_error` asks for, once the end has `begun` and the others were told.
 
-        Nothing is aborted before: an abort gives wrong data to neighbours, and this process might use some too.
-        Operations that wait on the device end with the process.
+        Nothing is aborted before: after an abort the neighbours, and this process, could get wrong data. Operations that
+        wait on the device end with the process.
         """
         cdef double deadline = now() + _EXIT_TELL_TIMEOUT
-        cdef bint goes_on
         telling, outcome = None, []
         if begun is not None:
             begun.wait(_EXIT_TELL_TIMEOUT)
             telling = self.tell_thread
-        agree = functools.partial(_agree_on_exit, group_status, telling, self.handle, self.rank, outcome)
-        # In a thread, as a call of a store whose server is stopped may take minutes; not a daemon, which makes no call of
-        # torch's store once Python ends.
+        agree = functools.partial(agree_on_exit, group_status, telling, _EXIT_TELL_TIMEOUT, self.handle, self.rank, outcome)
+        # In a thread, as a call of a store whose server is stopped may take minutes. Not a daemon thread: these make no
+        # call of torch's store once Python ends.
         agreeing = threading.Thread(target=agree, name="ncclpy-group-agree", daemon=False)
         try:
             agreeing.start()
             agreeing.join(_EXIT_TELL_TIMEOUT + EXIT_PATIENCE)
         except RuntimeError:  # no thread can be started
             agree()
-        goes_on = outcome == [True]
-        if goes_on:  # another rank has ended the group to reconfigure it, and this rank has seen only that
+        if outcome == [True]:  # the group is reconfigured, which has caused the error here: it continues
             self._abort_later(group_status, None, list(comms), text_of(error), tell_readers)
             return
-        while but is not None and but.launches and now() < deadline:
+        while failed is not None and failed.launches and now() < deadline:
             time.sleep(0.001)
         try:
             group_status.known.wait()
@@ -649,19 +645,16 @@ cdef class Lifecycle:
             end_process(self.rank, self.name, self.on_error, error)
 
     def ask_after_stop(self):
-        """Find out whether the group was ended while this process was stopped.
-
-        If not, completed operations are believed again.
-        """
+        """Find out whether the group was ended while this process was stopped; if not, believe completions again."""
         cdef Connection one
         cdef int seen = load(&stops)
         cdef long long number = self.number
         group_status = self.group_status
         if group_status is None or self.size == 1 or self.is_over():
             return
-        told = None
+        end = None
         try:
-            told = group_status.told()
+            end = group_status.announced_end()
         except NcclTimeout:
             call_at(now() + _RETRY_INTERVAL, functools.partial(_ask_again, weakref.ref(self)))
             return
@@ -669,13 +662,13 @@ cdef class Lifecycle:
             text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
             self.fail(NcclRemoteError(text), None, number)
             return
-        except (NcclError, ValueError) as error:  # the store cannot be asked any more: the program goes on
+        except (NcclError, ValueError) as error:  # the store cannot be asked any more, but the program can continue
             user_executor.submit(functools.partial(
-                _log.warning, "rank %d of process group %r has stood still, and cannot ask whether the group was ended "
-                "meanwhile: it takes what it sees for success (%s)", self.rank, self.name, error,
+                _log.warning, "rank %d of process group %r was stopped, and cannot ask whether the group was ended "
+                "meanwhile: it takes completed operations for successful (%s)", self.rank, self.name, error,
             ))
-        if told is not None:
-            self.end_as_told(number, told)
+        if end is not None:
+            self.take_end(number, end)
             return
         for one in list(self.connections.values()) if number == self.number else ():
             one.believe(seen)
@@ -692,7 +685,7 @@ cdef class Lifecycle:
             if self.closed:
                 return 0
             self.closed = True
-        forget_failures(self.failures)  # this raises them
+        forget_failures(self.failures)  # close() raises them itself
         with raise_at_end():
             try:
                 drained = self.failure is not None or self.drain(deadline)
@@ -701,7 +694,7 @@ cdef class Lifecycle:
                     self.group_status.tell(
                         f"rank {self.rank} of {self.size}: it closed the group before {left} operations were done"
                     )
-                failed = drained and pending > 0 and self.failure is not None  # what it waited for has no result
+                failed = drained and pending > 0 and self.failure is not None  # operations that it waited for have failed
             finally:
                 self._end(drained)
         if failed or (drained and undelivered(self.failures) is not None):
@@ -714,7 +707,7 @@ cdef class Lifecycle:
         return 0
 
     cdef dict begun(self):
-        """Return how many operations, by communicator, splits, and messages of blocks, by peer, this rank has begun."""
+        """Return how many operations this rank has begun, by communicator; also splits, and by peer blocks' messages."""
         cdef Connection one
         counts = {_SPLIT: self.divided} if self.divided else {}
         for one in list(self.connections.values()):
@@ -727,11 +720,11 @@ cdef class Lifecycle:
         cdef Connection one
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
-            alone, self.alone = self.alone, []
+            unmatched, self.unmatched = self.unmatched, []
         comms, readers = [], set()
         if getattr(error, "_informed", None) is None:
             error._informed = set()
-        for request in alone:
+        for request in unmatched:
             (<Request>request).fail(error)
         well = [drained and one.is_well() for one in connections]
         for i, one in enumerate(connections):  # first, as in `_end_by`
@@ -744,7 +737,7 @@ cdef class Lifecycle:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        if self.end_begun is not None and self.end_maker != threading.get_ident():  # not in a signal handler there
+        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not in a signal handler there
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             tell_readers = functools.partial(self._tell_readers, readers, error, error._informed)
@@ -753,120 +746,116 @@ cdef class Lifecycle:
             self.abort_thread.join(ABORT_DEADLINE + 1)
         return 0
 
-    cdef int end_group_status(self, bint says_so) except -1:
-        """Stop hearing of the other ranks."""
+    cdef int end_group_status(self, bint announce) except -1:
+        """Stop listening to the other ranks."""
         cdef CollectiveCheck collective_check = self.collective_check
         pending_messages, self.pending_messages = self.pending_messages, None  # its memory is freed when its thread ends
         if pending_messages is not None:
             pending_messages.ring()
-        self.group_status.close(says_so=says_so, begun=self.begun())
+        self.group_status.close(announce=announce, begun=self.begun())
         if collective_check is not None:
             collective_check.close()
         return 0
 
-    cdef int leave_places(self, bint closed) except -1:
-        """Leave the places in a store of earlier numbers and, if the group is `closed`, its present one."""
-        places, self.places = self.places, []
-        for group_status in places:
-            group_status.leave(went_on=True)
+    cdef int leave_statuses(self, bint closed) except -1:
+        """Leave the group statuses of earlier numbers and, if the group is `closed`, its present one."""
+        earlier_statuses, self.earlier_statuses = self.earlier_statuses, []
+        for group_status in earlier_statuses:
+            group_status.leave(continued=True)
         if closed:
             self.group_status.leave()
         return 0
 
     def _end(self, bint drained):
-        """Release everything."""
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
-        cdef bint well = drained and self.failure is None
-        if well:  # now: NCCL may take seconds to destroy communicators, and the others ask for this rank
+        cdef bint is_well = drained and self.failure is None
+        if is_well:  # first: NCCL may take seconds to destroy communicators, while others ask whether this rank has closed
             self.end_group_status(True)
-        self.end_connections(error, well)
-        if not well:
+        self.end_connections(error, is_well)
+        if not is_well:
             self.end_group_status(self.failure is None)
-        self.wait_until_told()  # the process may end next, and then nothing would be told
+        self.wait_until_told()  # the process may end next, and its thread with it
         self.pool.close()
-        self.leave_places(True)
-        if self.borrowed is not None:
-            give_back(self.borrowed)
+        self.leave_statuses(True)
+        if self.opened_store is not None:
+            give_back(self.opened_store)
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
             _device.free(pointer)
 
-    def __del__(self):
-        # Communicators warn about themselves.
+    def __del__(self):  # without a warning: communicators give their own
         if self.group_status is not None and not self.closed and not sys.is_finalizing():
             self.end_group_status(False)
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
-            for request in self.alone:
+            for request in self.unmatched:
                 (<Request>request).fail(error)
 
 
 cdef class PeerNews:
-    """What a group is told by its other ranks while it has one number, and what it tells them.
-
-    It does not keep the group alive.
+    """The news of the other ranks for a group while it has one number. It does not keep the group alive.
 
     Parameters
     ----------
     group : Lifecycle
         The group.
     number : int
-        Its number; a group that has another number is not concerned.
+        Its number; the news has no effect on the group under another number.
     """
 
     def __init__(self, Lifecycle group not None, long long number):
         self.group, self.number = weakref.ref(group), number
 
-    cdef Lifecycle _concerned(self):
-        """Return the group, None if it is freed, has ended or has another number."""
+    cdef Lifecycle _group_if_current(self):
+        """Return the group; None if it is freed, has ended or has another number."""
         cdef Lifecycle group = self.group()
         return None if group is None or group.number != self.number or group.is_over() else group
 
-    def ended(self, told):
-        """Take the news that another rank has ended the group, and what all ranks did then."""
+    def ended(self, end):
+        """Take the news that another rank has ended the group; see `End`."""
         cdef Lifecycle group = self.group()
         if group is not None:
-            group.end_as_told(self.number, told)
+            group.take_end(self.number, end)
 
     def gone(self, rank, why):
-        """Take the news that a rank is gone, and why: what still waits after `_GRACE` seconds waits for it."""
-        call_at(now() + _GRACE, functools.partial(self._look_without, rank, why, True))
+        """Take the news that a rank is gone, and why; an operation that still waits after `_GRACE` seconds waits for it."""
+        call_at(now() + _GRACE, functools.partial(self._check_without, rank, why, True))
 
     def silent(self, rank, why):
         """Take the news that a rank has been silent for long while something waited."""
-        internal_executor.submit(functools.partial(self._look_without, rank, why, False))
+        internal_executor.submit(functools.partial(self._check_without, rank, why, False))
 
-    def _look_without(self, rank, why, again):
-        """End the group if something waits in it for a rank that is gone; otherwise look `again`, if asked."""
-        cdef Lifecycle group = self._concerned()
+    def _check_without(self, rank, why, repeats):
+        """End the group, as a rank is gone, if something waits in it; otherwise check again later if it `repeats`."""
+        cdef Lifecycle group = self._group_if_current()
         if group is None:
             return
         if group.waits():
             group.end_without(self.number, rank, why)
-        elif again:
+        elif repeats:
             self.gone(rank, why)
 
     def is_wanted(self):
         """Return whether the group has this number and has not ended, so that its rank's status is published."""
-        return self._concerned() is not None
+        return self._group_if_current() is not None
 
     def look_for_closed(self):
-        """End the group if something waits for a rank that has closed it and has not begun that."""
-        cdef Lifecycle group = self._concerned()
+        """End the group if an operation waits for a rank that has closed the group without beginning the operation."""
+        cdef Lifecycle group = self._group_if_current()
         if group is None or not group.pending():
             return
-        for rank, theirs in group.group_status.closed_ranks().items():
-            if rank not in group.leavers and self._waits_for(group, rank, theirs):
+        for rank, begun_there in group.group_status.closed_ranks().items():
+            if rank not in group.leavers and self._waits_for(group, rank, begun_there):
                 group.leavers = group.leavers | {rank}
                 self.gone(rank, "it has closed the group")
 
-    cdef bint _waits_for(self, Lifecycle group, int rank, theirs) except -1:
-        """Return whether a split or an operation waits for a rank that has begun only what `theirs` says."""
+    cdef bint _waits_for(self, Lifecycle group, int rank, begun_there) except -1:
+        """Return whether a split or an operation waits for a rank; `begun_there` counts what that rank has begun."""
         cdef Connection one
-        mine = group.begun()
-        return group.dividing > theirs.get(_SPLIT, 0) or any([
+        begun_here = group.begun()
+        return group.dividing > begun_there.get(_SPLIT, 0) or any([
             one.pending() and rank in one.members and (
-                mine.get(one.label, 0) > theirs.get(one.label, 0)
-                or one.messages.get(rank, 0) > theirs.get(f"{one.label}/{group.rank}", 0)
+                begun_here.get(one.label, 0) > begun_there.get(one.label, 0)
+                or one.messages.get(rank, 0) > begun_there.get(f"{one.label}/{group.rank}", 0)
             )
             for one in list(group.connections.values())
         ])
@@ -893,20 +882,6 @@ cdef class _Owner(ConnectionOwner):
         return 0
 
 
-def _agree_on_exit(group_status, telling, handle, rank, outcome):
-    """Confirm the end before this process ends with it, or add True to `outcome` if the group continues instead."""
-    try:
-        if telling is not None:
-            telling.join(_EXIT_TELL_TIMEOUT)
-            if group_status.goes_on(handle):
-                outcome.append(True)
-                return
-        group_status.confirm()
-        group_status.wait_until_confirmed(EXIT_PATIENCE)  # this process may serve the store, where the others read why
-    except Exception:  # the process ends in any case
-        _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
-
-
 def _status_of(reference):
     """Return this rank's status in a group, {} once the group is freed."""
     cdef Lifecycle group = reference()
@@ -920,6 +895,6 @@ def _ask_again(reference):
 
 
 cdef long long next_number():
-    global _groups
-    _groups += 1
-    return _groups
+    global _last_number
+    _last_number += 1
+    return _last_number

@@ -2,15 +2,16 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.operations cimport Submission
 
 
-# Has a group continue with fewer ranks, with more, or with others. One thread at a time does so.
+# Reconfigures a group with fewer ranks, with more, or with others; in one thread at a time.
 cdef class Membership:
     cdef Lifecycle group
     cdef Submission submission
     cdef object turn  # lock of the threads that reconfigure the group
-    # Says whether a rank can no longer take part, by what the group was before, while it is reconfigured; else None.
+    # While the group is reconfigured, returns whether a rank can no longer take part, as the group before knows; else
+    # None.
     cdef object is_lost
-    cdef object past  # the group as it worked last, while it is recovered
-    cdef long long admissions
+    cdef object previous  # the `PreviousMembership` with which the group worked last, while it is recovered
+    cdef long long admissions  # how many calls of `admit` there were
 
     # What `ProcessGroup`'s methods of these names do.
     cdef int reconfigure(self, handles, uuid, timeout) except -1
@@ -19,18 +20,18 @@ cdef class Membership:
     # Have a group of one rank become a rank of the group that admits it.
     cdef int join(self, str name, double seconds) except -1
 
-    cdef int _enter(self, group_status, past, is_lost) except -1
+    cdef int _enter(self, group_status, previous, is_lost) except -1
     cdef int _check_movable(self, str what) except -1
     cdef int _leave(self, error, bint drained, handles) except -1
     cdef int _confirm(self, bint drained) except -1
-    cdef int _tell_plan(self, order, does) except -1
+    cdef int _tell_plan(self, order, action) except -1
     cdef int _compare(self, group_status) except -1
-    cdef tuple _decide(self, least, double seconds)
+    cdef tuple _decide(self, min_ranks, double seconds)
     cdef object _move_to(
-        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, previous, is_lost, announce=*
     )
-    cdef int _torn(self, failure, group_status, past, is_lost) except -1
-    cdef int _go_on(self) except -1
+    cdef int _end_between(self, failure, group_status, previous, is_lost) except -1
+    cdef int _resume_group(self) except -1
     cdef bint _suspend(self) except -1
     cdef object _resume(self)
     cdef bint _end_suspended(self, error) except -1
@@ -40,7 +41,7 @@ cdef class Membership:
 cdef Membership new_membership(Lifecycle group, Submission submission)
 
 
-# Wait until the communicators with all ranks and with some peers are made; their making is begun where there is none.
+# Wait until the communicators with all ranks and with some peers are made; make those that do not exist.
 cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1
 
 # Disconnect from some peers, before a deadline.
@@ -50,7 +51,7 @@ cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
 cdef bint can_divide(Lifecycle group) except -1
 
 # Have a rendezvous: return what all ranks bring.
-cdef object bring(Lifecycle group, object number, list mine)
+cdef object bring(Lifecycle group, object number, list own)
 
 # The text of the error if ranks have brought invalid colors; else None.
 cdef object wrong_colors(Lifecycle group, object values)

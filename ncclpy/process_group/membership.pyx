@@ -5,15 +5,15 @@ nothing runs on them, and operations in flight end with an error. Then it enters
 ranks, under another number: so late effects of the old number (a thread in a call, news of a rank, a work that fails
 late) do not reach the new one.
 
-A pair is disconnected only when the program asks for it, on both ranks. It could be detected that a pair was idle for
-long, and both ranks could agree on it. But destroying a communicator frees device memory, which waits for everything
-that runs on the device, and a collective there may wait for a rank that waits for what this one is about to send: only
-the program knows when nothing is under way.
+A pair is disconnected only when the program asks for it, on both ranks. The package could disconnect a pair that was
+idle for long, after both ranks have agreed. But destroying a communicator frees device memory, which waits for
+everything that runs on the device. A collective that runs there may wait for a rank that waits for what this one is
+about to send. Only the program knows when nothing is under way.
 
-Dividing a communicator is a collective of it, which NCCL needs at the same place among its calls on all ranks. All
-ranks are in `ProcessGroup.split` when it begins, after a rendezvous in the store; each waits until its earlier
-operations are done, and begins nothing new meanwhile. The call itself has a deadline and ends with an abort, as any
-that makes a communicator.
+Dividing a communicator is a collective of that communicator, which NCCL needs at the same place among the calls of all
+ranks. All ranks are in `ProcessGroup.split` when it begins, after a rendezvous in the store; each waits until its
+earlier operations are done, and begins nothing new meanwhile. The call of NCCL has a deadline and ends with an abort,
+like any call that makes a communicator.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_
 from ncclpy.process_group.joining import Joiner, Admitter
 from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
 
-#: Seconds after which the other ranks are told that a rank waits for them in `reconfigure`.
-_PATIENCE = 1.0
-#: The name of the rendezvous.
+#: Seconds in `reconfigure` after which a rank that waits there tells the other ranks so.
+_TELL_DELAY = 1.0
+#: The name of the rendezvous of all ranks that a reconfigured group has.
 _MEETING = "the reconfiguration"
 
 
@@ -67,70 +67,75 @@ cdef class Membership:
             raise ValueError(f"uuid: expected a text that was never used before, got {uuid!r:.80}")
         with _Turn(self, "reconfigure()"):
             store = store_of(order[0], group.store, seconds)
-            borrowed = None if store is group.store else store
+            opened_store = None if store is group.store else store
             try:
                 claim(store, uuid, order, group.handle, functools.partial(
-                    GroupStatus.refuse, store, place_of(uuid), _MEETING, f"{self._known_as()} has called reconfigure() with other "
-                    f"handles, or in another order, for uuid {uuid!r}, and does not come",
+                    GroupStatus.refuse, store, place_of(uuid), _MEETING, f"{self._title()} has called reconfigure() with other "
+                    f"handles, or in another order, for uuid {uuid!r}, and does not take part",
                 ))
-                flying = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
+                in_flight_error = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
                 group_status = group.new_group_status(store, order.index(group.handle), len(order), place_of(uuid))
                 group_status.rendezvous.called = called_of(order)
                 try:
                     self._compare(group_status)
                     group_status.gather(
-                        _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
+                        _MEETING, None, seconds,
+                        functools.partial(self._waits_in_rendezvous, order, now() + min(_TELL_DELAY, seconds / 2)),
                     )
                 except BaseException as error:
                     ended = isinstance(error, NcclAborted) and group.failure is not None
                     if _has_met(group_status):
-                        borrowed, group.borrowed = group.borrowed, borrowed
+                        opened_store, group.opened_store = group.opened_store, opened_store
                         failure = group.failure if ended else error
-                        self._leave(flying, False, order)
-                        self._torn(failure, group_status, None, None)
+                        self._leave(in_flight_error, False, order)
+                        self._end_between(failure, group_status, None, None)
                     else:
                         group_status.close()
                     if ended:
-                        group.check_usable()  # says what has ended it
+                        group.check_usable()  # raises what has ended it
                     raise
                 group_status.rendezvous.called = None
-                borrowed, group.borrowed = group.borrowed, borrowed
+                opened_store, group.opened_store = group.opened_store, opened_store
                 try:
-                    self._leave(flying, False, order)
+                    self._leave(in_flight_error, False, order)
                     self._enter(group_status, None, None)
-                    self._go_on()
+                    self._resume_group()
                 except BaseException as failure:
-                    self._torn(failure, group_status, None, None)
+                    self._end_between(failure, group_status, None, None)
                     raise
             finally:
-                if borrowed is not None:
-                    give_back(borrowed)
+                if opened_store is not None:
+                    give_back(opened_store)
         return 0
 
-    def _comes(self, order, moment):
-        """Return whether this rank still waits for the others; tell them so after a while."""
+    def _waits_in_rendezvous(self, order, moment):
+        """Return whether this rank still waits for the others; from this moment on, tell them that it waits."""
         cdef Lifecycle group = self.group
         if group.failure is None and now() >= moment:
-            self._tell_plan(order, "waits in reconfigure() to go on as other ranks")
+            self._tell_plan(order, "waits in reconfigure() to continue with other ranks")
         return self._is_wanted()
 
     def _is_wanted(self):
         """Return whether the reconfiguration is still wanted: neither abort() nor close() has ended it."""
-        return self.group.moves and not self.group.closed
+        return self.group.reconfiguring and not self.group.closed
 
-    cdef int _tell_plan(self, order, does) except -1:
-        """Tell the ranks of this group what this one does; for ranks without a handle among these the group ends."""
+    cdef int _tell_plan(self, order, action) except -1:
+        """End the group on its other ranks, with what this rank does as the reason.
+
+        Ranks whose handles are in `order` take part in the reconfiguration: on them the end calls no hooks and does not
+        end the process.
+        """
         cdef Lifecycle group = self.group
         if group.size > 1:
-            group.group_status.tell(f"rank {group.rank} of {group.size}: it {does}", None, None, order)
+            group.group_status.tell(f"rank {group.rank} of {group.size}: it {action}", None, None, order)
         return 0
 
-    def _known_as(self):
+    def _title(self):
         cdef Lifecycle group = self.group
         return f"rank {group.rank} of {group.size} of process group {group.name!r}"
 
     cdef int _compare(self, group_status) except -1:
-        """Raise ValueError, also on the ranks at the rendezvous, if this rank compares collectives in another way."""
+        """Raise ValueError, also on the ranks at the rendezvous, if their `check` differs from this rank's."""
         try:
             group_status.compare(self.group.check)
         except ValueError as error:
@@ -142,56 +147,57 @@ cdef class Membership:
         cdef Lifecycle group = self.group
         cdef double seconds = as_timeout(timeout)
         self._check_movable("recover()")
-        least = as_integer(min_size, "min_size")
-        if least < 1:
-            raise ValueError(f"min_size: expected at least 1, got {least}")
+        min_ranks = as_integer(min_size, "min_size")
+        if min_ranks < 1:
+            raise ValueError(f"min_size: expected at least 1, got {min_ranks}")
         with _Turn(self, "recover()"):
             if group.failure is None:
                 text = f"rank {group.rank} of {group.size} recovers it"
-                group.fail(NcclAborted(f"process group {group.name!r} has ended: {text}"), text, group.number, exits=False)
-            if self.past is None:
+                group.fail(NcclAborted(f"process group {group.name!r} has ended: {text}"), text, group.number, may_exit=False)
+            if self.previous is None:
                 is_lost = self.is_lost or group.group_status.reports.is_lost
-                self.past = PreviousMembership(is_lost, list(range(group.size)), group.size, group.oplog.last_finished())
+                self.previous = PreviousMembership(is_lost, list(range(group.size)), group.size, group.oplog.last_finished())
             while True:
-                members, uuid = self._decide(least, seconds)
-                past = self.past.among(members)
-                flying = NcclAborted(f"process group {group.name!r} is being recovered: this was in flight then")
+                members, uuid = self._decide(min_ranks, seconds)
+                previous = self.previous.among(members)
+                in_flight_error = NcclAborted(f"process group {group.name!r} is being recovered: this was in flight then")
                 try:
                     contributions = self._move_to(
-                        uuid, members.index(group.rank), len(members), flying, False, None, {"finished": past.finished}, seconds,
-                        past, past.is_lost,
+                        uuid, members.index(group.rank), len(members), in_flight_error, False, None,
+                        {"finished": previous.finished}, seconds, previous, previous.is_lost,
                     )
                 except NcclAborted as error:
                     if group.failure is not error or not self._is_wanted():  # another error has ended it
                         raise
                     continue  # one more rank has died: the remaining ones decide again
-                return past.recovery([each["finished"] for each in contributions])
+                return previous.recovery([each["finished"] for each in contributions])
 
-    cdef tuple _decide(self, least, double seconds):
+    cdef tuple _decide(self, min_ranks, double seconds):
         """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided."""
         cdef Lifecycle group = self.group
-        group_status, past = group.group_status, self.past
+        group_status, previous = group.group_status, self.previous
         try:
             members, uuid = decide(
-                group_status.store, group.name, group.rank, group.size, past.is_lost, least, seconds,
+                group_status.store, group.name, group.rank, group.size, previous.is_lost, min_ranks, seconds,
                 self._is_wanted,
             )
         except LeaseEnded as error:
             raise NcclError(
                 f"rank {group.rank} of process group {group.name!r} cannot recover it: the other ranks take it for lost, as "
-                f"{error}. It may join them as a new rank, by a new store (ProcessGroup.join)"
+                f"{error}. It may join them as a new rank, over a new store (ProcessGroup.join)"
             ) from error
         except StoreDamaged:
             raise
         except StoreError as error:
             raise NcclError(
-                f"rank {group.rank} of process group {group.name!r} cannot recover it: the store is gone, in which the survivors "
-                f"would agree who they are ({error}). Have the store outlive each rank: in the launcher (ncclpy run), or Redis"
+                f"rank {group.rank} of process group {group.name!r} cannot recover it: the store is gone in which the survivors "
+                f"agree on the ranks that continue ({error}). Use a store that outlives each rank: that of the launcher "
+                "(ncclpy run), or Redis"
             ) from error
         if group.rank not in members:
             error = NcclError(
-                f"process group {group.name!r} goes on without rank {group.rank}: {ranks(spans(members))} of {group.size} did, as "
-                "this one had not come in time. It may join them as a new one (ProcessGroup.join)"
+                f"process group {group.name!r} continues without rank {group.rank}: {ranks(spans(members))} of {group.size} "
+                "decided so, as this rank had not arrived in time. It may join them as a new rank (ProcessGroup.join)"
             )
             self._replace_failure(error)
             raise error
@@ -211,21 +217,21 @@ cdef class Membership:
                     f"rank {group.rank} of process group {group.name!r}: {group.pending()} operations are not done {as_text(seconds)} "
                     "after admit(); nothing has changed"
                 )
-            wanted, store = group.wanted(), group.borrowed or group.store
+            wanted, store = group.wanted(), group.opened_store or group.store
             joiners, admitter = {}, Admitter(store, group.name)
             if group.rank == 0:
                 joiners = admitter.invite(max(0.0, deadline - now()), wanted, group.check)
-            mine = {"handle": group.handle, "joiners": list(joiners.values()), "uuid": secrets.token_hex(8)}
+            own = {"handle": group.handle, "joiners": list(joiners.values()), "uuid": secrets.token_hex(8)}
             try:
                 try:
-                    met = group.meet(f"admit/{number}", mine, max(0.0, deadline - now()), _admission)
+                    met = group.meet(f"admit/{number}", own, max(0.0, deadline - now()), _read_admission)
                 except NcclAborted:
-                    if group.closed or not group.group_status.goes_on(group.handle):
+                    if group.closed or not group.group_status.was_reconfigured_with(group.handle):
                         raise
-                    # The rendezvous is complete, and a rank that has left it has ended the group before this rank had
-                    # looked.
+                    # The rendezvous is complete, but before this rank read its outcome, a rank that had left it has
+                    # ended the group.
                     met = group.group_status.gather(
-                        f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True, _admission
+                        f"admit/{number}", own, max(0.1, deadline - now()), lambda: True, _read_admission
                     )
                 if met[0]["joiners"]:
                     decide_to_move(group.group_status.store, group.name, group.rank)
@@ -257,9 +263,9 @@ cdef class Membership:
             )
         return 0
 
-    cdef int _enter(self, group_status, past, is_lost) except -1:
-        """Have the group become the rank of this group status; `past` is the group before, for `recover`."""
-        self.past, self.is_lost, self.admissions = past, is_lost, 0
+    cdef int _enter(self, group_status, previous, is_lost) except -1:
+        """Have the group take the rank of this group status; `previous` is the membership before, for `recover`."""
+        self.previous, self.is_lost, self.admissions = previous, is_lost, 0
         self.group.enter(group_status)
         return 0
 
@@ -273,13 +279,13 @@ cdef class Membership:
         return 0
 
     cdef int _leave(self, error, bint drained, handles) except -1:
-        """End the group's present state; until it resumes it has an error.
+        """End the group's present state; it has an error until it resumes.
 
-        ``handles`` are told to the ranks of the old group, unless it had ended before.
+        The ranks of the old group are told ``handles``, see `_tell_plan`, unless the group had ended before.
         """
         cdef Lifecycle group = self.group
         if self._suspend() and handles is not None:
-            self._tell_plan(handles, "goes on as other ranks")
+            self._tell_plan(handles, "continues with other ranks")
         self._confirm(drained)
         group.end_group_status(False)
         group.end_connections(error, drained)
@@ -287,7 +293,7 @@ cdef class Membership:
         return 0
 
     cdef int _confirm(self, bint drained) except -1:
-        """Confirm to the ranks that end the present state that this rank knows: it is not told of that any more."""
+        """Confirm the end of the present state: from now on this rank does not listen to the ranks that announce it."""
         cdef Lifecycle group = self.group
         cdef Connection one
         if not drained:
@@ -298,92 +304,92 @@ cdef class Membership:
         return 0
 
     cdef object _move_to(
-        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=None
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, previous, is_lost, announce=None
     ):
         """Leave the present state, and enter a rendezvous of other ranks; return what each of them has brought.
 
-        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`.
-        ``tells`` is called when this rank has entered: if that fails, the other ranks learn of it.
+        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``previous`` and ``is_lost`` those of `_enter`.
+        ``announce`` is called when this rank has entered; the other ranks learn of its failure.
         """
         cdef Lifecycle group = self.group
-        store = group.borrowed or group.store
+        store = group.opened_store or group.store
         group_status = None
         try:
             self._leave(error, drained, handles)
             group_status = group.new_group_status(store, rank, size, place_of(uuid))
-            self._enter(group_status, past, is_lost)
-            if tells is not None:
-                tells()
+            self._enter(group_status, previous, is_lost)
+            if announce is not None:
+                announce()
             try:
                 contributions = group_status.gather(
-                    _MEETING, brought, seconds, functools.partial(self._is_moving, group_status.rendezvous, is_lost), _past_of
+                    _MEETING, brought, seconds, functools.partial(self._is_moving, group_status.rendezvous, is_lost), _read_past
                 )
             except NcclAborted:
                 if group.closed or not _has_met(group_status):
                     raise
-                # A rank that has left the rendezvous has ended the group since.
-                contributions = group_status.gather(_MEETING, brought, seconds, lambda: True, _past_of)
-            self._go_on()
+                # The rendezvous is complete, and a rank that has left it has ended the group since.
+                contributions = group_status.gather(_MEETING, brought, seconds, lambda: True, _read_past)
+            self._resume_group()
         except BaseException as failure:
-            if group_status is None:  # where the other ranks are, and what recover() needs
+            if group_status is None:  # the other ranks wait there, and recover() needs it
                 with contextlib.suppress(NcclError, ValueError):
                     group_status = group.new_group_status(store, rank, size, place_of(uuid))
-            self._torn(failure, group_status, past, is_lost)
+            self._end_between(failure, group_status, previous, is_lost)
             raise
         return contributions
 
-    cdef int _torn(self, failure, group_status, past, is_lost) except -1:
-        """End the group, which is between two states; raise what else has ended it."""
+    cdef int _end_between(self, failure, group_status, previous, is_lost) except -1:
+        """End the group, which is between two states; if another error has ended it already, raise that one."""
         cdef Lifecycle group = self.group
         error = failure if isinstance(failure, Exception) else NcclAborted(
-            f"process group {group.name!r} was being reconfigured, which {type(failure).__name__} has ended"
+            f"process group {group.name!r} was being reconfigured when {type(failure).__name__} was raised"
         )
-        cdef bint ours = self._end_suspended(error)
+        cdef bint is_cause = self._end_suspended(error)
         if group_status is not None:
             with contextlib.suppress(NcclError, ValueError):
                 if group.group_status is not group_status:
                     self._confirm(False)
                     group.end_group_status(False)
                     group.end_connections(error, False)
-                    self._enter(group_status, past, is_lost)
+                    self._enter(group_status, previous, is_lost)
                 text = f"rank {group_status.rank} of {group_status.size}: {text_of(group.failure)}"
                 if group_status.rendezvous.give_up(_MEETING, text):  # the other ranks have left the rendezvous
                     group_status.tell(text)
         if group.closed:
             group.end_group_status(False)
-        if not ours and isinstance(failure, Exception):
+        if not is_cause and isinstance(failure, Exception):
             group.check_usable()
         return 0
 
-    cdef int _go_on(self) except -1:
-        """Make the group usable again unless it is closed; an error since the rendezvous ends it afterwards."""
+    cdef int _resume_group(self) except -1:
+        """Make the group usable again unless it is closed; an error that it got since the rendezvous ends it."""
         cdef Lifecycle group = self.group
         ended = self._resume()
         if not group.closed:
-            self.past = self.is_lost = None
+            self.previous = self.is_lost = None
         if group.closed:
             group.check_usable()
             raise ValueError(f"process group {group.name!r} is closed; make a new one")
-        if ended is not None:  # the others may not have been told here
+        if ended is not None:  # the ranks of the new group may not have been told yet
             group.group_status.tell(f"rank {group.rank} of {group.size}: {text_of(ended)}")
-        group.leave_places(False)
+        group.leave_statuses(False)
         return 0
 
     # The steps between two states of the group.
 
     cdef bint _suspend(self) except -1:
-        """Give the group an error until it resumes, and a number that nothing has; return whether it had no error."""
+        """Give the group an error until it resumes, and a new number; return whether the group had no error before."""
         cdef Lifecycle group = self.group
-        cdef bint worked
-        moving = NcclAborted(f"process group {group.name!r} is being reconfigured")  # not under the lock
+        cdef bint had_no_error
+        error = NcclAborted(f"process group {group.name!r} is being reconfigured")  # not under the lock
         with group.lock:
-            worked = group.failure is None
-            if worked:
-                group.failure = moving
-            group.between = group.failure
+            had_no_error = group.failure is None
+            if had_no_error:
+                group.failure = error
+            group.suspension_error = group.failure
             group.number = next_number()
             group.informed = set()
-        return worked
+        return had_no_error
 
     cdef object _resume(self):
         """Clear the group's error, unless the group is closed.
@@ -391,27 +397,27 @@ cdef class Membership:
         An error that has ended the group since it was suspended stays, and is returned.
         """
         cdef Lifecycle group = self.group
-        between = group.between
+        suspension_error = group.suspension_error
         with group.lock:
-            ended = None if group.failure is group.between else group.failure
+            ended = None if group.failure is group.suspension_error else group.failure
             if not group.closed:
                 forget_failures(group.failures)
-                group.failure, group.between, group.failures = ended, None, []
-        del between  # not under the lock: a user's exception may depend on it
+                group.failure, group.suspension_error, group.failures = ended, None, []
+        del suspension_error  # not under the lock: a user's exception may depend on it
         return ended
 
     cdef bint _end_suspended(self, error) except -1:
-        """End with an error instead of resuming; return False if another error has ended the group meanwhile."""
+        """End the group with an error instead of resuming it; return False if another error has ended it meanwhile."""
         cdef Lifecycle group = self.group
-        cdef bint ours
-        between = group.between
+        cdef bint is_cause
+        suspension_error = group.suspension_error
         with group.lock:
-            ours = group.failure is group.between
-            if ours:
+            is_cause = group.failure is group.suspension_error
+            if is_cause:
                 group.failure = error
-            group.between = None
-        del between  # as in _resume
-        return ours
+            group.suspension_error = None
+        del suspension_error  # as in _resume
+        return is_cause
 
     cdef int _replace_failure(self, error) except -1:
         """Replace the error that the group has ended with."""
@@ -423,16 +429,16 @@ cdef class Membership:
         return 0
 
     def _is_moving(self, rendezvous, is_lost):
-        """Return whether the rendezvous can still complete: nothing has ended it, and no missing rank has died."""
+        """Return whether the rendezvous can still complete: the group has not ended, and no missing rank is lost."""
         cdef Lifecycle group = self.group
-        if not self._is_wanted() or group.failure is not group.between:
+        if not self._is_wanted() or group.failure is not group.suspension_error:
             return False
         if is_lost is None:
             return True
         if group.rank > 0:  # rank 0 waits for all, the others for rank 0
             return rendezvous.has_arrived(_MEETING, 0) or not is_lost(0)
-        there = rendezvous.arrived(_MEETING)
-        return not any(is_lost(rank) for rank in range(1, group.size) if rank not in there)
+        arrived = rendezvous.arrived(_MEETING)
+        return not any(is_lost(rank) for rank in range(1, group.size) if rank not in arrived)
 
 
 cdef Membership new_membership(Lifecycle group, Submission submission):
@@ -442,9 +448,9 @@ cdef Membership new_membership(Lifecycle group, Submission submission):
 
 
 cdef class _Turn:
-    """The turn of a thread to reconfigure a group, one at a time, as a context.
+    """The turn of a thread to reconfigure a group, one thread at a time, as a context.
 
-    An exception of a signal handler finds it taken or not taken, never half taken.
+    An exception that a signal handler raises can never leave the turn half taken.
     """
 
     cdef Membership membership
@@ -458,33 +464,33 @@ cdef class _Turn:
         if not self.membership.turn.acquire(False):
             raise RuntimeError(f"{self.what}: another thread reconfigures process group {group.name!r} already")
         group.note_ender()
-        group.moves = True
+        group.reconfiguring = True
 
     def __exit__(self, *_):
         cdef Lifecycle group = self.membership.group
-        group.moves = False
+        group.reconfiguring = False
         group.enders.discard(PyThread_get_thread_ident())
         self.membership.turn.release()
 
 
 def _has_met(group_status):
-    """Return whether the rendezvous is complete, as far as the store can say."""
+    """Return whether the rendezvous is complete; False if the store cannot be read."""
     with contextlib.suppress(NcclError, ValueError):
         return group_status.rendezvous.has_met(_MEETING)
     return False
 
 
 def _lost_of(reports, size, rank):
-    """Return whether a rank can no longer take part, as far as the group before knows."""
+    """Return whether a rank of the group before, which had `size` ranks, can no longer take part."""
     return rank < size and reports.is_lost(rank)
 
 
-def _admission(brought):
-    """Return what a rank brings to an admission: its handle, those that it admits, and the uuid of the rendezvous."""
+def _read_admission(brought):
+    """Return what a rank brings to an admission: its handle, the handles that it admits, and the rendezvous' uuid."""
     return {"handle": str(brought["handle"]), "joiners": list(map(str, brought["joiners"])), "uuid": str(brought["uuid"])}
 
 
-def _past_of(brought):
+def _read_past(brought):
     """Return what a rank brings to a recovery: its last collective, if it was in the group before."""
     if brought is None:
         return None
@@ -511,7 +517,7 @@ cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1:
                     f"ranks is not made after {seconds:.3g} s"
                 )
                 group.explain_by(late, functools.partial(group.group_status.inquire_about, one.label, one.members))
-                if group.is_ended():  # another thread has done so, knows what the ranks do, and fails `one` next
+                if group.is_ended():  # another thread has ended the group, knows what the ranks do, and fails `one` next
                     one.settled.wait(_FAIL_TIMEOUT)
                 if not one.settled.is_set():
                     raise late
@@ -522,7 +528,7 @@ cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1:
 
 
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:
-    """Disconnect pairs, one after the other in an order common to all ranks: so no two wait for each other."""
+    """Disconnect pairs one after the other, in the same order on all ranks, so that no two ranks wait for each other."""
     for pair in sorted((min(group.rank, peer), max(group.rank, peer), peer) for peer in peers):
         _disconnect(group, pair[2], pair[:2], deadline)
     return 0
@@ -535,7 +541,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     if one is None:
         return 0
     wait_until_idle(group, one, deadline)
-    place = f"disconnect/{label}/{one.attempts}"  # a failure is one for both ranks: each attempt has its outcome
+    place = f"disconnect/{label}/{one.attempts}"  # each attempt has a place and an outcome, which both ranks share
     one.attempts += 1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
     group_status = group.group_status
@@ -547,7 +553,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     except (NcclTimeout, NcclRemoteError) as error:
         group.explain_by(error, functools.partial(group_status.inquire_at, place))
         raise
-    if group.rank == pair[1]:  # the first has put the outcome there, and this one has read it last
+    if group.rank == pair[1]:  # the pair's first rank has written the outcome; this one is the last that reads it
         group.group_status.rendezvous.forget(place, pair)
     with group.lock:
         if group.connections.get(label) is not one:
@@ -591,10 +597,10 @@ cdef bint can_divide(Lifecycle group) except -1:
     return main.state != MADE or main.is_well()
 
 
-cdef object bring(Lifecycle group, object number, list mine):
+cdef object bring(Lifecycle group, object number, list own):
     """Return what all ranks bring to the rendezvous of this number: a color, a key, and what `can_divide` says."""
     try:
-        return group.meet(f"split/{number}", mine, group.timeout, _part_of)
+        return group.meet(f"split/{number}", own, group.timeout, _part_of)
     except NcclAborted:
         group.check_usable()  # raises what has ended it
         raise
@@ -617,16 +623,16 @@ cdef object wrong_colors(Lifecycle group, object values):
 
 cdef tuple divide(Lifecycle group, long long number, object color, object values, double deadline):
     """Return the ranks with this rank's color, and their communicator if NCCL has made that."""
-    everyone = [(*value, rank) for rank, value in enumerate(values)]
-    members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
-    if not all(can for _, _, can in values):
+    ordered_ranks = sorted((key, rank) for rank, (c, key, _) in enumerate(values) if c == color)
+    members = [rank for _, rank in ordered_ranks]
+    if not all(is_able for _, _, is_able in values):
         return members, None
-    place, key = None, 0
+    color_index, key = None, 0
     if color is not None:  # NCCL takes colors from 0 on
-        place, key = sorted({c for c, *_ in values if c is not None}).index(color), members.index(group.rank)
+        color_index, key = sorted({c for c, *_ in values if c is not None}).index(color), members.index(group.rank)
     group.dividing = number + 1
     try:
-        comm = _divide(group, place, key, deadline)
+        comm = _divide(group, color_index, key, deadline)
         group.divided = number + 1
     finally:
         group.dividing = 0
@@ -637,7 +643,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
     """Divide the communicator and return this rank's part, None without a color."""
     cdef Connection main = group.connections.get("all")
     cdef Communicator comm, part = Communicator.__new__(Communicator)
-    cdef bint belongs
+    cdef bint has_part
     try:
         while main is not None and not main.settled.is_set() and now() < deadline:
             main.settled.wait(0.1)
@@ -653,9 +659,9 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         wait_until_idle(group, main, deadline)
         group.check_usable()
         left = None if deadline == FOREVER else max(0.001, deadline - now())
-        main.making = part  # where an abort finds it
-        group.check_usable()  # an abort before that has not seen it
-        belongs = split_comm(part, comm, color, key, None, left, True)
+        main.making = part  # for an abort
+        group.check_usable()  # an abort before the previous line has not seen `part`
+        has_part = split_comm(part, comm, color, key, None, left, True)
         main.making = None
         group.check_usable()
     except BaseException as error:  # the other ranks may wait in their call of NCCL
@@ -672,11 +678,11 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         if main is not None:
             group.division_failed(main, failure)
         raise
-    comm.children.discard(part)  # it belongs to the new group: the end of `comm` is not its end
-    return part if belongs else None
+    comm.children.discard(part)  # `part` belongs to the new group, and does not end with `comm`
+    return part if has_part else None
 
 
 def _part_of(brought):
     """Return the color and the key that a rank has brought, and whether NCCL can divide its communicator."""
-    color, key, can = brought
-    return (None if color is None else int(color)), int(key), bool(can)
+    color, key, is_able = brought
+    return (None if color is None else int(color)), int(key), bool(is_able)

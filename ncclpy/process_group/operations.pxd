@@ -8,7 +8,7 @@ from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
 
 
-# Begins operations of a group. It ends the group only by way of `Lifecycle`.
+# Begins operations of a group. It ends the group only through `Lifecycle`.
 cdef class Submission(BlockOwner):
     cdef Lifecycle group
     cdef dict deadlines  # seconds, by thread, of deadline blocks
@@ -42,7 +42,7 @@ cdef class Submission(BlockOwner):
 cdef Submission new_submission(Lifecycle group)
 
 
-# The methods of `ProcessGroup` that begin operations. A class of its own, as a class of Cython's is in one file.
+# The methods of `ProcessGroup` that begin operations: a base class, as a Cython class cannot span files.
 cdef class Operations:
     cdef Lifecycle lifecycle
     cdef Submission submission
@@ -52,8 +52,8 @@ cdef class Operations:
     cdef Work _vector(self, VectorCollective vector, output, producer, timeout)
     cdef int _op_of(self, object op, const View* view) except -1
     cdef Block _block(self, int kind, timeout)
-    cdef Work _nothing(self, int kind, output, stream, timeout)
+    cdef Work _no_operation(self, int kind, output, stream, timeout)
     cdef int _exchange(
-        self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
-        stream, timeout,
+        self, const Operation* send_operation, const View* s, send, dest, const Operation* recv_operation, const View* r,
+        recv, source, stream, timeout,
     ) except -1

@@ -18,7 +18,7 @@ from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.work cimport is_reused_in_order, new_work
 from ncclpy.process_group.check.collective_check cimport CollectiveCheck
-from ncclpy.process_group.check.messages cimport agree, hold, look_after, new_pending_messages, wait_until_given
+from ncclpy.process_group.check.messages cimport agree, hold, serve_held, new_pending_messages, wait_until_released
 from ncclpy.process_group.blocks cimport new_block
 from ncclpy.process_group.connection cimport BARRIER, Connection, capture, new_call_signature, new_request
 
@@ -28,7 +28,7 @@ from ncclpy.types import ReduceOp, as_integer
 
 
 cdef object _SUM = ReduceOp.SUM
-cdef str BLOCKS_TIMEOUT = "timeout: in a coalescing block it is the block's: pass it to coalescing()"
+cdef str BLOCK_TIMEOUT_TEXT = "timeout: in a coalescing block it is the block's: pass it to coalescing()"
 
 #: Reductions that other libraries have and NCCL has not.
 cdef tuple _BITWISE = ("band", "bor", "bxor")
@@ -60,7 +60,7 @@ cdef class Operations:
         return self.lifecycle.device
 
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, stream, timeout):
-        """Begin an operation, or what stands for it if the loaded NCCL is too old for it."""
+        """Begin an operation, or the operations that replace it if the loaded NCCL lacks it."""
         cdef Lowered lowered = None
         if lacks(operation.kind):
             lowered = lower(operation, self.lifecycle.rank, self.lifecycle.size, None, None)
@@ -90,7 +90,7 @@ cdef class Operations:
         recv : buffer, optional
             The output, with as many elements of the same type.
         op : ReduceOp or str
-            The reduction, the same on all ranks. A bool array's sum is "any"; complex numbers know sum and avg.
+            The reduction, the same on all ranks. A bool array's sum is "any"; complex numbers have sum and avg.
         stream : optional
             The stream that produces the input and last used the output: the operation waits for what is on it now. By
             default the current stream of the array's framework; none for CPU memory.
@@ -367,9 +367,9 @@ cdef class Operations:
             other operations in one launch (a block, a `sendrecv`) meets a receive of that launch. With None, as MPI's
             ``PROC_NULL``, nothing is sent, the work is done, and `buf` may be None.
         tag : int
-            0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
-            and NCCL carries no tags. The recorder notes it. Other tags are an error with `check`, and of what a rank sends
-            to itself, outside of a block.
+            0 to 2**31 - 1, the same as that of the matching receive. NCCL carries no tags: sends and receives of two
+            ranks match in their order. The recorder notes the tag. Tags that differ are an error with `check` and,
+            outside of a block, for what a rank sends to itself.
         stream, timeout
             As for `all_reduce`.
 
@@ -383,7 +383,7 @@ cdef class Operations:
         cdef int number = as_integer(tag, "tag", 0)
         if peer is None:
             check_unused(self.lifecycle.device, buf, "buf", False)
-            return self._nothing(SEND, None, stream, timeout)
+            return self._no_operation(SEND, None, stream, timeout)
         o.root = root_rank(self.lifecycle.size, peer, "peer")
         validate_send(&o, &s, buf, "buf", self.lifecycle.device)
         return self.submission.begin(&o, None, &s, buf, None, stream, timeout, number)
@@ -413,7 +413,7 @@ cdef class Operations:
         cdef int number = as_integer(tag, "tag", 0)
         if peer is None:
             check_unused(self.lifecycle.device, buf, "buf", True)
-            return self._nothing(RECV, buf, stream, timeout)
+            return self._no_operation(RECV, buf, stream, timeout)
         if isinstance(peer, int) and peer == -1:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.lifecycle.size, peer, "peer")
@@ -423,8 +423,8 @@ cdef class Operations:
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
         """Send to one rank and receive from one, the same or another, in one launch of a send and a receive.
 
-        It goes by the communicator of all ranks, as operations of a `ProcessGroup.coalescing` block do: the peers
-        call `sendrecv` too, or send and receive in such a block. In a block it is a part of that.
+        It uses the communicator of all ranks, like the operations of a `ProcessGroup.coalescing` block: the peers call
+        `sendrecv` too, or send and receive in such a block. In a block it becomes a part of the block.
 
         Parameters
         ----------
@@ -443,53 +443,53 @@ cdef class Operations:
             Its result is `recv`; in a block the work is the block's.
         """
         cdef View s, r
-        cdef Operation there, here
+        cdef Operation send_operation, recv_operation
         cdef Block block = self.submission.block_here()
         if dest is None:
             check_unused(self.lifecycle.device, send, "send", False)
         else:
-            there.root = root_rank(self.lifecycle.size, dest, "dest")
-            validate_send(&there, &s, send, "send", self.lifecycle.device)
+            send_operation.root = root_rank(self.lifecycle.size, dest, "dest")
+            validate_send(&send_operation, &s, send, "send", self.lifecycle.device)
         if source is None:
             check_unused(self.lifecycle.device, recv, "recv", True)
         else:
-            here.root = root_rank(self.lifecycle.size, source, "source")
-            validate_recv(&here, &r, recv, "recv", self.lifecycle.device)
+            recv_operation.root = root_rank(self.lifecycle.size, source, "source")
+            validate_recv(&recv_operation, &r, recv, "recv", self.lifecycle.device)
         if dest is not None and source is not None:
             check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
-            if there.root == here.root == self.lifecycle.rank and s.nbytes != r.nbytes:
+            if send_operation.root == recv_operation.root == self.lifecycle.rank and s.nbytes != r.nbytes:
                 raise ValueError(
                     f"send, recv: what rank {self.lifecycle.rank} sends to itself has {s.nbytes} bytes, what it receives "
                     f"{r.nbytes}"
                 )
         if block is not None:
             is_first = not block.held
-            self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, timeout)
+            self._exchange(&send_operation, &s, send, dest, &recv_operation, &r, recv, source, stream, timeout)
             if is_first and dest is not None and source is not None:
                 block.work.entry.operation = SENDRECV
             return block.work
         block = self._block(SENDRECV, timeout)
         with block:
-            self._exchange(&there, &s, send, dest, &here, &r, recv, source, stream, None)
+            self._exchange(&send_operation, &s, send, dest, &recv_operation, &r, recv, source, stream, None)
             if dest is not None and source is not None:
-                note_operation(block.work.entry, &here, r.nbytes)
+                note_operation(block.work.entry, &recv_operation, r.nbytes)
                 block.work.entry.operation = SENDRECV
             block.outputs = recv
         return block.work
 
     cdef int _exchange(
-        self, const Operation* there, const View* s, send, dest, const Operation* here, const View* r, recv, source,
-        stream, timeout,
+        self, const Operation* send_operation, const View* s, send, dest, const Operation* recv_operation, const View* r,
+        recv, source, stream, timeout,
     ) except -1:
         """Add both halves of a `sendrecv` to the block of this thread."""
         if dest is None:
-            self._nothing(SEND, None, stream, timeout)
+            self._no_operation(SEND, None, stream, timeout)
         else:
-            self.submission.begin(there, None, s, send, None, stream, timeout, 0)
+            self.submission.begin(send_operation, None, s, send, None, stream, timeout, 0)
         if source is None:
-            self._nothing(RECV, recv, stream, timeout)
+            self._no_operation(RECV, recv, stream, timeout)
         else:
-            self.submission.begin(here, None, r, recv, recv, stream, timeout, 0)
+            self.submission.begin(recv_operation, None, r, recv, recv, stream, timeout, 0)
         return 0
 
     cdef Block _block(self, int kind, timeout):
@@ -500,7 +500,7 @@ cdef class Operations:
             self.submission, self.submission.request(kind, timeout), self.lifecycle.rank, self.lifecycle.size
         )
 
-    cdef Work _nothing(self, int kind, output, stream, timeout):
+    cdef Work _no_operation(self, int kind, output, stream, timeout):
         """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
         cdef Block block = self.submission.block_here()
         if stream is not None:
@@ -511,17 +511,17 @@ cdef class Operations:
                 block.outputs = output
             return block.work
         if timeout is not None:
-            raise ValueError(BLOCKS_TIMEOUT)
+            raise ValueError(BLOCK_TIMEOUT_TEXT)
         block.outputs.append(output)
         return block.work
 
     def barrier(self, *, stream=None, timeout=None):
-        """Begin an all-reduce of one byte: its work is done when all ranks have come.
+        """Begin an all-reduce of one byte: its work is done when all ranks have called it.
 
         Parameters
         ----------
         stream : optional
-            A stream whose work has to be done before this rank counts as there.
+            A stream whose work has to be done before this rank counts as arrived.
         timeout : float, optional
             As for `all_reduce`.
 
@@ -540,7 +540,7 @@ cdef class Operations:
         return self.submission.begin(&o, None, &view, None, None, stream, timeout, BARRIER)
 
 cdef class Submission(BlockOwner):
-    """Begins operations of a group: it makes an operation a request, numbers that and gives it to its communicator."""
+    """Begins operations of a group: makes a request of an operation, numbers it and gives it to its communicator."""
 
     cdef Work begin(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
@@ -565,7 +565,7 @@ cdef class Submission(BlockOwner):
             block = self.blocks.get(PyThread_get_thread_ident())
             if block is not None:
                 if timeout is not None:
-                    raise ValueError(BLOCKS_TIMEOUT)
+                    raise ValueError(BLOCK_TIMEOUT_TEXT)
                 block.add(operation, lowered, view, held, output, producer, tag)
                 return block.work
         ensure_running()
@@ -596,7 +596,7 @@ cdef class Submission(BlockOwner):
                 record_behind(work, stream)
             connection = group.connection_with(peer)
             if peer >= 0:
-                request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
+                request.steps[0].root = 1 - connection.rank  # the peer's rank in the communicator of the pair
             self.submit(connection, request)
         except BaseException as error:  # the recorder must not show it as pending
             work.withdraw(error)
@@ -604,7 +604,7 @@ cdef class Submission(BlockOwner):
         return work
 
     cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1:
-        """Raise if this rank would send a NaN. `held` is what it sends, or that and what it receives."""
+        """Raise if this rank would send a NaN. `held` has what it sends, or what it sends and what it receives."""
         cdef Lifecycle group = self.group
         cdef int kind = operation.kind
         if kind == RECV or ((kind == BROADCAST or kind == SCATTER) and operation.root != group.rank) or held is None:
@@ -624,8 +624,8 @@ cdef class Submission(BlockOwner):
         elif self.deadlines:
             limit = self.deadlines.get(PyThread_get_thread_ident(), group.timeout)
         work.timed = group.timing
-        if group.completions:
-            work.callbacks = list(group.completions)
+        if group.completion_hooks:
+            work.callbacks = list(group.completion_hooks)
         request = new_request(work, limit)
         request.epoch = group.number
         if group.collective_check is not None:
@@ -648,7 +648,7 @@ cdef class Submission(BlockOwner):
         try:
             if not group.is_ended() and request.epoch == group.number:
                 taken = True
-                if connection.peer < 0 and request.is_alone_with(group.rank):
+                if connection.peer < 0 and request.is_one_message_with(group.rank):
                     request = self.matched(request)  # which may refuse it
                 self._number(connection, work, pair)
                 if pair and connection.peer < 0 and request is not None:
@@ -663,7 +663,7 @@ cdef class Submission(BlockOwner):
                 collective_check.end()
             launch_here(lent)
         if held:
-            look_after(group)
+            serve_held(group)
         if not taken:
             group.refuse_old()
         return 0
@@ -671,28 +671,28 @@ cdef class Submission(BlockOwner):
     cdef Request matched(self, Request request):
         """Return a request of this rank to itself with its other half as `partner`; None until that is begun."""
         cdef Lifecycle group = self.group
-        cdef Request other, sent, got
+        cdef Request other, sent, received
         cdef Difference found
         cdef Py_ssize_t i
-        for i in range(len(group.alone)):
-            other = group.alone[i]
+        for i in range(len(group.unmatched)):
+            other = group.unmatched[i]
             if other.steps[0].kind != request.steps[0].kind:
-                sent, got = (request, other) if request.call.kind == SEND else (other, request)
+                sent, received = (request, other) if request.call.kind == SEND else (other, request)
                 found = difference_of_data(&other.call, &request.call)
                 if found != NOTHING:
                     raise ValueError(
                         f"buf: what rank {group.rank} sends to itself has {sent.call.count} elements of type "
-                        f"{type_of(&sent.call)}, what it receives {got.call.count} of type {type_of(&got.call)}"
+                        f"{type_of(&sent.call)}, what it receives {received.call.count} of type {type_of(&received.call)}"
                     )
                 if other.work.entry.tag != request.work.entry.tag:
                     raise ValueError(
-                        f"tag: rank {group.rank} sends to itself what it receives from itself; the two that meet have "
-                        f"tags {other.work.entry.tag} and {request.work.entry.tag}"
+                        f"tag: rank {group.rank} sends to itself with another tag than it receives with: the tags are "
+                        f"{other.work.entry.tag} and {request.work.entry.tag}"
                     )
-                del group.alone[i]
+                del group.unmatched[i]
                 other.partner = request
                 return other
-        group.alone.append(request)
+        group.unmatched.append(request)
         return None
 
     cdef int capture(self, int peer, Request request) except -1:
@@ -702,7 +702,7 @@ cdef class Submission(BlockOwner):
         cdef CollectiveCheck collective_check = group.collective_check
         if request.epoch != group.number:
             group.refuse_old()
-        if peer < 0 and request.is_alone_with(group.rank):
+        if peer < 0 and request.is_one_message_with(group.rank):
             raise ValueError(
                 f"rank {group.rank} of process group {group.name!r}: what a rank sends to itself is captured together with "
                 "its receive: have both in one coalescing() block"
@@ -711,7 +711,7 @@ cdef class Submission(BlockOwner):
             request.steps[0].root = 1 - connection.rank
         compared = collective_check is not None and not request.point_to_point
         if collective_check is not None:
-            wait_until_given(connection, group, deadline_after(request.limit))
+            wait_until_released(connection, group, deadline_after(request.limit))
         if compared:
             agree(group, collective_check, connection, request)
         try:
@@ -722,7 +722,7 @@ cdef class Submission(BlockOwner):
         finally:
             if compared:
                 collective_check.end()
-        if error is not None:  # what NCCL has made of it is not known
+        if error is not None:  # whether NCCL has captured anything is not known
             if group.on_error != "report":
                 group.fail(error, text_of(error), connection.epoch)
                 if group.failure is not error:
@@ -762,7 +762,7 @@ cdef class Submission(BlockOwner):
         return 0
 
     cdef int shut_block(self, Block block, bint launches) except -1:
-        """End a block, and launch its operations if that is asked for."""
+        """End a block, and launch its operations if it `launches`."""
         cdef Lifecycle group = self.group
         cdef Stream stream
         self.blocks.pop(PyThread_get_thread_ident(), None)

@@ -1,7 +1,8 @@
-"""Options of a group, what hooks are told of an operation, and how a process ends with its group."""
+"""Options of a group, what hooks get of an operation, and how a process ends with its group."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.unread_failures import EXIT_CODE
 from ncclpy.errors import NcclAborted, NcclError, same_class_as
-from ncclpy.peers.confirmation import TELL_TIMEOUT
+from ncclpy.peers.confirmation import EXIT_PATIENCE, TELL_TIMEOUT
 
 if TYPE_CHECKING:
     from ncclpy.process_group.group_status import GroupStatus
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "abort_when_confirmed",
+    "agree_on_exit",
     "check_name",
     "check_options",
     "end_process",
@@ -30,12 +32,14 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("ncclpy.process_group")
+
 _CHECK = ("off", "first", "always")
 _ON_ERROR = ("abort", "exit", "exit_now", "report")
 
 
 def check_name(name: object) -> None:
-    """Raise ValueError for what cannot be a group's name."""
+    """Raise ValueError for a name that a group cannot have."""
     if type(name) is not str or not name:
         raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
 
@@ -114,14 +118,14 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
     return error
 
 
-def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError:
+def was_ended_by(name: str, text: str, summary: str | None, kind: str) -> NcclError:
     """Return the error of a group that another rank has ended, with the reason and what all ranks did then.
 
-    It is of the class that the other rank has raised, `kind`, if that class says what has happened.
+    Its class is `kind`, the class that the other rank has raised, if `same_class_as` knows that one.
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
-    return same_class_as(kind)(f"{group} was ended by {text}{'. ' + said if said else ''}")
+    return same_class_as(kind)(f"{group} was ended by {text}{'. ' + summary if summary else ''}")
 
 
 def abort_when_confirmed(
@@ -142,6 +146,31 @@ def abort_when_confirmed(
     group_status.confirm()
     if group_status.wait_until_confirmed(None if comms else 0.0) and comms:
         abort_in_background(comms, reason).join()
+
+
+def agree_on_exit(
+    group_status: GroupStatus,
+    telling: threading.Thread | None,
+    tell_timeout: float,
+    handle: str,
+    rank: int,
+    outcome: list[bool],
+) -> None:
+    """Confirm the end of a group before this process ends; add True to `outcome` if the group continues instead.
+
+    The group of this handle continues if it has ended only to be reconfigured. `telling` is the thread that tells the
+    others of the end.
+    """
+    try:
+        if telling is not None:
+            telling.join(tell_timeout)
+            if group_status.was_reconfigured_with(handle):
+                outcome.append(True)
+                return
+        group_status.confirm()
+        group_status.wait_until_confirmed(EXIT_PATIENCE)  # this process may serve the store, where the others read why
+    except Exception:  # the process ends in any case
+        _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
 
 
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:

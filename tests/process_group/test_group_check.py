@@ -387,7 +387,7 @@ def test_message_without_its_other_half_times_out(board):
             group.barrier()
 
     found = errors_of(2, body, check="first")
-    assert all("rank 1 has not begun what it meets within 300 ms" in told for told in found), found
+    assert all("rank 1 has not begun the matching message within 300 ms" in told for told in found), found
 
 
 # Matching calls.

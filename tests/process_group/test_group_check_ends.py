@@ -69,7 +69,7 @@ def test_capture_behind_held_block_ends_with(end):
         with Graph(side.stream) as graph, graph.capture():
             if end == "deadline":
                 words = (
-                    r"1 operations on communicator 'all' wait to be compared .*the capture goes on without this one"
+                    r"1 operations on communicator 'all' wait to be compared .*the capture continues without this one"
                 )
                 with pytest.raises(ncclpy.NcclTimeout, match=words):
                     side.all_reduce(array, timeout=0.1)
@@ -159,7 +159,7 @@ def test_store_that_fails_while_a_message_is_compared_fails_the_message(monkeypa
 
     run_groups(2, body, store=store, check="always", on_error=on_error)
     if on_error == "report":
-        words = "rank 0 of process group 'default' goes on, as on_error='report' says, after: the server is gone"
+        words = "rank 0 of process group 'default' continues, as on_error='report' says, after: the server is gone"
         testing.wait_for(lambda: words in caplog.text, "the log", DEADLINE)
 
 

@@ -87,7 +87,7 @@ def test_group_with_on_error_report_continues_without_communicator(monkeypatch, 
         return group.error
 
     assert run_groups(2, body, on_error="report") == [None, None]
-    words = "rank 0 of process group 'default' goes on, as on_error='report' says, after: "
+    words = "rank 0 of process group 'default' continues, as on_error='report' says, after: "
     testing.wait_for(lambda: words in caplog.text and why in caplog.text, "the log", DEADLINE)
 
 

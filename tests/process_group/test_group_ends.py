@@ -638,10 +638,10 @@ def test_process_exits_although_its_store_does_not_answer():
         """
         import time, numpy as np, ncclpy, testing
         from ncclpy.bootstrap import LocalStore
-        from ncclpy.process_group import lifecycle
+        from ncclpy.process_group import lifecycle, options
         from ncclpy.process_group.group_status import GroupStatus
         GroupStatus.confirm = lambda self: time.sleep(1000)
-        lifecycle._EXIT_TELL_TIMEOUT = lifecycle.EXIT_PATIENCE = 0.1
+        lifecycle._EXIT_TELL_TIMEOUT = lifecycle.EXIT_PATIENCE = options.EXIT_PATIENCE = 0.1
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error="exit")
         work = group.all_reduce(testing.arrays().argument(testing.arrays().make(np.ones(3), 0)))
         time.sleep(30)

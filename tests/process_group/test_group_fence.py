@@ -61,7 +61,7 @@ def test_stopped_rank_asks_store_before_success(host_engine, tmp_path, ended):
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
         if ended:
-            told = End("rank 0 of 2: a test", 0, asked=ended == "for those that ask")
+            told = End("rank 0 of 2: a test", 0, only_if_asked=ended == "for those that ask")
             FileStore(path).compare_set(ENDED, None, told.packed())
         stream = ncclpy.Stream(0)
         comm.all_reduce(array, stream=stream)  # completes the operation of the stopped rank
@@ -133,7 +133,7 @@ from ncclpy.bootstrap import StoreLost
 from ncclpy.process_group.group_status import GroupStatus
 from stops import stand_still
 
-answers, asked, said, told = threading.Event(), [], [], GroupStatus.told
+answers, asked, said, told = threading.Event(), [], [], GroupStatus.announced_end
 together, handler = threading.Barrier(2), logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("ncclpy").addHandler(handler)
@@ -148,7 +148,7 @@ def begun_after_a_stop(group):
     group.all_reduce(np.ones(4)).wait(20)
     together.wait(20)
     if group.rank == 0:
-        GroupStatus.told = tell
+        GroupStatus.announced_end = tell
         stand_still()
     together.wait(20)
     work = group.all_reduce(array := np.ones(4))
@@ -196,7 +196,8 @@ def body(group):
     assert group.error is None and array.tolist() == [2.0] * 4, array
 
 run_groups(2, body)
-what = "has stood still, and cannot ask whether the group was ended meanwhile: it takes what it sees for success"
+what = "was stopped, and cannot ask whether the group was ended meanwhile"
+what += ": it takes completed operations for successful"
 words = [f"rank {rank} of process group 'default' {what} (the server is gone)" for rank in range(2)]
 testing.wait_for(lambda: sorted(set(said)) == words, "the warnings", 10)
 """,
@@ -205,7 +206,7 @@ testing.wait_for(lambda: sorted(set(said)) == words, "the warnings", 10)
 
 
 def test_end_for_asking_ranks_ends_no_other_rank(host_engine):
-    """Ranks of a coordinator hear of its end over the control plane; only a rank that stood still asks the store."""
+    """Ranks of a coordinator hear of its end over the control plane; only a rank that was stopped asks the store."""
     told = threading.Barrier(2)
 
     def body(group):

@@ -160,7 +160,7 @@ def listens(beats, moments, seconds, step=0.2):
     found = []
     for _ in range(round(seconds / step)):
         moments.now += step
-        found += beats.listen()
+        found += beats.read_others()
     return found
 
 
@@ -266,14 +266,14 @@ def test_lost_store_is_no_silence(pair, moments):
     listens(first, moments, 1)
     store.close()
     with pytest.raises(StoreError):
-        first.listen()
+        first.read_others()
     first.close()
 
 
 def test_process_listens_only_while_it_waits_for_one_thing(pair, moments, monkeypatch):
     first, _, _ = pair
     reads = []
-    monkeypatch.setattr(first, "listen", lambda: reads.append(moments.now) or [])
+    monkeypatch.setattr(first, "read_others", lambda: reads.append(moments.now) or [])
     for waits_for in (None, None, "one", "two", "two", "two", None):
         moments.now += 0.2
         first.look(lambda waits_for=waits_for: waits_for)

@@ -215,7 +215,9 @@ def test_wait_that_ends_by_deadline_names_the_rank():
         exchange(group, 0.0)
         if group.rank == 0:
             work = group.send(np.ones(1), 1, timeout=0.3)
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 has not begun what it meets within 300 ms") as found:
+            with pytest.raises(
+                ncclpy.NcclTimeout, match="rank 1 has not begun the matching message within 300 ms"
+            ) as found:
                 work.wait(DEADLINE)
             late.set()
             return list(found.value.missing)

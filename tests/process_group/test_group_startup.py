@@ -433,7 +433,7 @@ def test_rank_missing_from_reconfigure_is_named_by_its_old_rank(host_engine):
     with pytest.raises(ncclpy.NcclTimeout) as caught:
         groups[0].reconfigure(handles[::-1], uuid="a", timeout=0.5)
     assert "those that become ranks 0-1 of 3 (made as ranks 2, 1) did not come" in str(caught.value)
-    told = "was ended by rank 0 of 3: it waits in reconfigure() to go on as other ranks"
+    told = "was ended by rank 0 of 3: it waits in reconfigure() to continue with other ranks"
     testing.wait_for(lambda: groups[1].error is not None, "the news")
     assert told in str(groups[1].error)
     for group in groups:

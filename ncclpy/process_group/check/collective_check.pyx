@@ -186,7 +186,7 @@ cdef class CollectiveCheck:
 
     cdef object _meet(self, object wanted):
         """Return the exchange, after a rendezvous: in shared memory if all ranks can map it, else in the store."""
-        rendezvous, everyone = self.group_status.rendezvous, list(range(self.size))
+        rendezvous, all_ranks = self.group_status.rendezvous, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
         mine = {"machine": BOOT_ID, "pid": os.getpid()}
         fd, exchange = -1, None
@@ -198,7 +198,7 @@ cdef class CollectiveCheck:
                 except OSError:
                     pass  # the exchange will be in the store
             packed = rendezvous.meet(
-                "check/meeting", everyone, what, json.dumps(mine).encode(), rendezvous.combined("check/meeting", read_offer),
+                "check/meeting", all_ranks, what, json.dumps(mine).encode(), rendezvous.combined("check/meeting", read_offer),
                 self.timeout, wanted,
             )
             all_of_them = rendezvous.parts("check/meeting", packed, read_offer)
@@ -211,7 +211,7 @@ cdef class CollectiveCheck:
             except (OSError, TypeError, ValueError, OverflowError):
                 pass  # the second rendezvous tells the other ranks
             packed = rendezvous.meet(
-                "check/opened", everyone, what, b"false" if exchange is None else b"true",
+                "check/opened", all_ranks, what, b"false" if exchange is None else b"true",
                 rendezvous.combined("check/opened", _answer), self.timeout, wanted,
             )
             self.met.append("check/opened")

@@ -5,7 +5,7 @@ from ncclpy.process_group.check.shared_memory cimport RingSet, RingWriter
 
 
 cdef enum:
-    # How far two ranks are in choosing shared memory or the store for their notes.
+    # The steps by which two ranks choose shared memory or the store for their notes.
     UNMET = 0
     OFFERED = 1
     OPENED = 2
@@ -15,7 +15,7 @@ cdef enum:
 
 # How one rank and a peer tell each other their messages. The group's lock is held in all calls but those that the
 # group's thread makes.
-cdef class PeerChannel:
+cdef class PeerRoute:
     cdef object store
     cdef int rank
     cdef int peer
@@ -25,22 +25,22 @@ cdef class PeerChannel:
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
     cdef dict received  # messages that the peer has told, by (channel, number), until `forget`
 
-    # Tell the peer a message of this rank; False if that has to wait for the group's thread.
+    # Tell the peer a message of this rank; return False if the group's thread has to tell it later.
     cdef bint tell(self, tuple key, tuple message)
     # Write waiting messages into shared memory, as far as there is space; return whether any was written.
-    cdef bint tell_again(self)
+    cdef bint tell_waiting(self)
     # Return the peer's message; None if it is not known yet.
     cdef tuple look(self, tuple key)
     cdef int forget(self, tuple key) except -1
-    # By the group's thread, without the lock: take the next step in choosing the way; return the new state.
-    cdef int meet(self, RingSet mine) except -1
+    # Called by the group's thread without the lock: take the next step of the choice and return the new state.
+    cdef int meet(self, RingSet own) except -1
     # Return the key in the store of a rank's message.
     cdef str key_of(self, tuple key, int rank)
 
     cdef bint _post(self, tuple key, tuple message)
 
 
-cdef PeerChannel new_route(store, int rank, int peer)
+cdef PeerRoute new_route(store, int rank, int peer)
 
 # Return the name of a channel, for keys and error texts.
 cdef str channel_text(int channel, int rank, int peer)
@@ -53,14 +53,14 @@ cdef class PendingMessages:
     cdef dict counts  # of messages in blocks, by peer and kind
     cdef dict routes  # by peer
     cdef RingSet rings  # made by the thread when it first runs
-    cdef bint serves  # whether the thread runs
-    cdef bint urgent  # the thread has to look at the request held last, even if no peer wakes it
+    cdef bint is_serving  # whether the thread runs
+    cdef bint urgent  # whether the thread has to process the request held last even if no peer wakes it
 
-    cdef PeerChannel _route_to(self, int rank, int peer)
-    cdef bint _fits(self, Request request) except -1
-    cdef tuple _absent(self, Request request, dict matches, list stored)
+    cdef PeerRoute _route_to(self, int rank, int peer)
+    cdef bint _all_match(self, Request request) except -1
+    cdef tuple _first_absent(self, Request request, dict matches, list stored)
     cdef bint _expects(self)
-    cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1
+    cdef int _launch_if_matched(self, Lifecycle group, Connection connection, Request request) except -1
 
 
 cdef PendingMessages new_pending_messages(Lifecycle group)
@@ -68,11 +68,11 @@ cdef PendingMessages new_pending_messages(Lifecycle group)
 # Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
 
-# Start the thread that compares held requests, or wake it if it has to look at once. Called without the group's lock.
-cdef int look_after(Lifecycle group) except -1
+# Start the thread that compares held requests, or wake it if the last one is urgent. Called without the group's lock.
+cdef int serve_held(Lifecycle group) except -1
 
 # Wait until nothing is held back on a communicator.
-cdef int wait_until_given(Connection connection, Lifecycle group, double deadline) except -1
+cdef int wait_until_released(Connection connection, Lifecycle group, double deadline) except -1
 
 
 # Compare a collective with those of the other ranks. On success this thread keeps the agreement's turn until its

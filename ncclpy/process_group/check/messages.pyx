@@ -1,19 +1,19 @@
 """Messages between two ranks of a group that compares calls.
 
-Two ranks exchange their notes both ways through shared memory, or both ways through the store. Each rank puts into the
-store where its memory is found, opens the peer's memory, and says whether it could; both ranks read both answers. The
-threads that hold messages back do so when the two ranks first have a message. Messages that are begun meanwhile wait
-for the outcome; the threads that begin them do not.
+Two ranks exchange their notes both ways through shared memory, or both ways through the store. To choose, each rank
+writes into the store where its memory is, opens the peer's memory, and writes whether it could; both ranks read both
+answers. The groups' threads for held messages make this choice when the two ranks first have a message. Messages that
+are begun meanwhile wait for the outcome; the threads that begin them do not.
 
-Each message is known by its channel and its number there. The channels of two ranks are the blocks from the lower rank
-to the higher one, the blocks from the higher to the lower, and each communicator that the two have had as a pair, in
-turn.
+Each message is identified by its channel and its number in the channel. Two ranks have these channels: the blocks from
+the lower rank to the higher one, the blocks from the higher to the lower, and each communicator that the two have had
+as a pair, in turn.
 
-A call that begins a message must not wait: a ring in which all ranks receive first and send then is legal. So both
-ranks tell each other what they bring, by its number between them, and return. The rank that finds its peer's message
-already there launches at once, in its own call; on the rank that began first, a thread of the group launches the
-message, in order. Messages of a block use the communicator of all ranks, where the messages from one rank to another
-match the receives there in their order; later operations on that communicator are held back with them.
+A call that begins a message must not wait: a ring in which all ranks receive first and send then is legal. So each of
+the two ranks tells the other what it brings, by channel and number, and returns. The rank that finds its peer's
+message already there launches at once, in its own call; on the rank that began first, a thread of the group launches
+the message, in order. Messages of a block use the communicator of all ranks, where the sends from one rank to another
+match the receives in their order; later operations on that communicator are held back with them.
 """
 
 import functools
@@ -44,8 +44,8 @@ from ncclpy.process_group.check.mismatch import beside, message_text, pack_messa
 from ncclpy.process_group.check.shared_memory import read_offer
 
 
-cdef class PeerChannel:
-    """The exchange of notes with one peer of a rank."""
+cdef class PeerRoute:
+    """The way by which a rank and one peer exchange notes."""
 
     cdef bint tell(self, tuple key, tuple message):
         if self.state == SHARED and not self.untold and self._post(key, message):
@@ -54,18 +54,18 @@ cdef class PeerChannel:
         self.untold[key] = message
         return False
 
-    cdef bint tell_again(self):
-        cdef bint told = False
+    cdef bint tell_waiting(self):
+        cdef bint has_posted = False
         while self.untold:
             for key, message in self.untold.items():  # the first of them
                 break
             if not self._post(key, message):
                 break
             del self.untold[key]
-            told = True
-        if told:
+            has_posted = True
+        if has_posted:
             self.post.ring()
-        return told
+        return has_posted
 
     cdef bint _post(self, tuple key, tuple message):
         cdef Note note
@@ -93,38 +93,38 @@ cdef class PeerChannel:
         self.received.pop(key, None)
         return 0
 
-    cdef int meet(self, RingSet mine) except -1:
+    cdef int meet(self, RingSet own_rings) except -1:
         cdef int state = self.state
-        store, theirs = self.store, None
+        store, answer = self.store, None
         if state == UNMET:
             offered = {"machine": BOOT_ID}
-            offered.update(mine.offered())
+            offered.update(own_rings.offered())
             store.set(self._place(self.rank, "offers"), json.dumps(offered).encode())
             return OFFERED
         if state == OFFERED:
-            theirs = self._read(self._place(self.peer, "offers"))
-            if theirs is None:
+            answer = self._read(self._place(self.peer, "offers"))
+            if answer is None:
                 return OFFERED
             store.delete(self._place(self.peer, "offers"))  # only this rank reads it
-            offered = decode(read_offer, theirs, store, self._place(self.peer, "offers"), self.peer)
+            offered = decode(read_offer, answer, store, self._place(self.peer, "offers"), self.peer)
             # Both ranks read both offers, and so choose the same way.
-            if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
+            if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not own_rings.offered():
                 return STORED
             try:
                 self.opened = shared_memory.attach_rings(
-                    mine, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
+                    own_rings, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
                 )
             except (OSError, TypeError, ValueError, OverflowError):
                 pass  # the peer is told below
             store.set(self._place(self.rank, "opened"), b"n" if self.opened is None else b"y")
             return OPENED
         if state == OPENED:
-            theirs = self._read(self._place(self.peer, "opened"))
-            if theirs is None:
+            answer = self._read(self._place(self.peer, "opened"))
+            if answer is None:
                 return OPENED
             store.delete(self._place(self.peer, "opened"))
             opened, self.opened = self.opened, None
-            if opened is None or theirs != b"y":
+            if opened is None or answer != b"y":
                 return STORED
             self.post = opened
             return SHARED
@@ -140,8 +140,8 @@ cdef class PeerChannel:
         return self.store.compare_set(key, None, None)[1]
 
 
-cdef PeerChannel new_route(store, int rank, int peer):
-    cdef PeerChannel route = PeerChannel.__new__(PeerChannel)
+cdef PeerRoute new_route(store, int rank, int peer):
+    cdef PeerRoute route = PeerRoute.__new__(PeerRoute)
     route.store, route.rank, route.peer = store, rank, peer
     route.untold, route.received = {}, {}
     return route
@@ -162,18 +162,18 @@ _log = logging.getLogger("ncclpy.process_group")
 #: Seconds between two reads of the peers' messages in the store: at first, and at most.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1e-3, 2e-3
 
-#: Seconds between two checks whether a communicator is made, from when its limits count; and whether the group still
-#: exists.
+#: Seconds between two checks whether a communicator is made, as the limits of its requests count from then; and
+#: between two checks whether the group still exists.
 _MADE_CHECK_INTERVAL, _WANTED_CHECK_INTERVAL = 10e-3, 0.5
 
-#: Seconds that the thread stays while nothing is held.
+#: Seconds after which the thread ends while nothing is held.
 _IDLE_TIME = 0.2
 
-#: Seconds that a thread waiting for a message polls for the matching one before it leaves that to the group's thread.
+#: Seconds that a thread waiting for a message polls for its match; then the group's thread does.
 cdef double _POLL = 60e-6
 
-#: A timeout may be noticed half a second late (`_WANTED_CHECK_INTERVAL`) if its limit is at least this many seconds:
-#: the thread is not woken for such requests.
+#: The thread is not woken for requests whose limit is at least this many seconds: their timeouts are noticed up to half
+#: a second late (`_WANTED_CHECK_INTERVAL`).
 cdef double _UNHURRIED_LIMIT = 10.0
 
 
@@ -187,10 +187,10 @@ cdef class _Unmatched(Awaited):
     cdef Request request
 
     cdef str missing(self):
-        return f"rank {self.peer} to begin what this meets"
+        return f"rank {self.peer} to begin the matching message"
 
     cdef int may_wait(self) except -1:
-        return self.pending_messages._help(self.group, self.connection, self.request)
+        return self.pending_messages._launch_if_matched(self.group, self.connection, self.request)
 
 
 cdef class PendingMessages:
@@ -200,35 +200,35 @@ cdef class PendingMessages:
         self.store = store
         self.counts, self.routes = {}, {}
 
-    cdef PeerChannel _route_to(self, int rank, int peer):
-        cdef PeerChannel route = self.routes.get(peer)
+    cdef PeerRoute _route_to(self, int rank, int peer):
+        cdef PeerRoute route = self.routes.get(peer)
         if route is None:
             self.routes[peer] = route = new_route(self.store, rank, peer)
         return route
 
-    cdef bint _fits(self, Request request) except -1:
-        """Return whether all matching messages of a request are there and agree. The group's lock is held."""
-        cdef PeerChannel route
-        for key, peer, mine in request.expected:
+    cdef bint _all_match(self, Request request) except -1:
+        """Return whether all matching messages of a request are known and agree. The group's lock is held."""
+        cdef PeerRoute route
+        for key, peer, own in request.expected:
             route = self.routes[peer]
             if key in route.untold:
                 return False
-            theirs = route.look(key)
-            if theirs is None:
+            matching = route.look(key)
+            if matching is None:
                 return False
-            if mine[1] == theirs[1] or mine[2:] != theirs[2:]:
+            if own[1] == matching[1] or own[2:] != matching[2:]:
                 self.urgent = True  # the thread reports it; no peer will wake the thread for it
                 return False
         for key, peer, _ in request.expected:
-            (<PeerChannel>self.routes[peer]).forget(key)
+            (<PeerRoute>self.routes[peer]).forget(key)
         return True
 
-    cdef tuple _absent(self, Request request, dict matches, list stored):
+    cdef tuple _first_absent(self, Request request, dict matches, list stored):
         """Return the first message of a request that has no match yet, None if all have.
 
-        Adds the matches to `matches`, and the messages to look for in the store to `stored`.
+        The matches are added to `matches`, and the messages that must be read from the store to `stored`.
         """
-        cdef PeerChannel route
+        cdef PeerRoute route
         for each in request.expected:
             route = self.routes[each[1]]
             if each[0] in route.untold:
@@ -236,13 +236,13 @@ cdef class PendingMessages:
             if route.state == STORED:
                 stored.append(each)
                 continue
-            theirs = route.look(each[0])
-            if theirs is None:
+            matching = route.look(each[0])
+            if matching is None:
                 return each
-            matches[each[0], each[1]] = theirs
+            matches[each[0], each[1]] = matching
         return None
 
-    cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
+    cdef int _launch_if_matched(self, Lifecycle group, Connection connection, Request request) except -1:
         """Launch a held request in the thread that waits for it, if its matches arrive within `_POLL` seconds."""
         cdef RingSet rings = self.rings
         cdef Connection one
@@ -253,7 +253,7 @@ cdef class PendingMessages:
         if rings is None:
             return 0
         for _, peer, _ in request.expected:
-            if (<PeerChannel>self.routes[peer]).state != SHARED:
+            if (<PeerRoute>self.routes[peer]).state != SHARED:
                 return 0
         failure = None
         until = now() + _POLL
@@ -265,7 +265,7 @@ cdef class PendingMessages:
             try:
                 if group.pending_messages is not self or not connection.held or connection.held[0] is not request:
                     break
-                if self._fits(request):
+                if self._all_match(request):
                     del connection.held[0]
                     launched = True
                     others = any([one.held for one in group.connections.values()])
@@ -289,7 +289,7 @@ cdef class PendingMessages:
         return 0
 
     cdef bint _expects(self):
-        """Have notes of the peers wake the thread from now on; return whether it has made the `rings` for that."""
+        """Have notes of the peers wake the thread from now on; return False if the thread has not made `rings` yet."""
         cdef RingSet rings = self.rings
         if rings is not None:
             rings.expect(True)
@@ -315,7 +315,7 @@ cdef class PendingMessages:
             with group.lock:
                 over = group.pending_messages is not self  # the group has ended or was reconfigured
                 heads = [one for one in group.connections.values() if one.held]
-                rings.expect(bool(heads))  # before the thread looks
+                rings.expect(bool(heads))  # before the thread reads notes
             if over:
                 self.group = None
                 return
@@ -324,7 +324,7 @@ cdef class PendingMessages:
                 if rings.heard() == heard:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
-                            self.serves, self.group = False, None
+                            self.is_serving, self.group = False, None
                             return
                 continue
             moved = False
@@ -334,7 +334,7 @@ cdef class PendingMessages:
                     moved = self._advance(group, one) or moved
             except Exception as error:  # an error of the store: no message can be compared any more
                 for one in heads:
-                    self._lose(group, one, error)
+                    self._end_uncompared(group, one, error)
             pause = _SHORTEST_PAUSE if moved else min(_LONGEST_PAUSE, 1.5 * pause)
             if not moved:
                 left = self._patience(group, heads, pause)
@@ -343,8 +343,8 @@ cdef class PendingMessages:
                 rings.wait(heard, left)
 
     def _tell(self, Lifecycle group, RingSet rings not None):
-        """Tell peers the messages that the calls could not tell; return whether anything changed."""
-        cdef PeerChannel route
+        """Tell peers the messages that could not be told in their calls; return whether anything changed."""
+        cdef PeerRoute route
         cdef int state
         cdef bint moved = False
         untold = []
@@ -358,12 +358,12 @@ cdef class PendingMessages:
                 moved = moved or state != route.state
                 route.state = state
                 if state == SHARED:
-                    moved = route.tell_again() or moved
+                    moved = route.tell_waiting() or moved
                 elif state == STORED:
                     untold += [(route, key, message) for key, message in route.untold.items()]
         if untold:
             self.store.multi_set([
-                ((<PeerChannel>each).key_of(key, group.rank), pack_message(message)) for each, key, message in untold
+                ((<PeerRoute>each).key_of(key, group.rank), pack_message(message)) for each, key, message in untold
             ])
             with group.lock:
                 for route, key, _ in untold:
@@ -386,26 +386,26 @@ cdef class PendingMessages:
                     else max(_SHORTEST_PAUSE, request.since + request.limit - now()),
                 )
                 for _, peer, _ in request.expected or ():
-                    if (<PeerChannel>self.routes[peer]).state != SHARED:
+                    if (<PeerRoute>self.routes[peer]).state != SHARED:
                         left = min(left, pause)
         return left
 
     def _advance(self, Lifecycle group, Connection connection):
-        """Launch the first held request of a communicator if its matches are there; return whether to look again."""
+        """Launch the first held request of a communicator if its matches are known; return whether to try again."""
         cdef Request request
-        cdef PeerChannel route
+        cdef PeerRoute route
         cdef Launch lent = None
-        text, error, store, absent, stored, theirs = None, None, self.store, None, [], {}
+        text, error, store, absent, stored, matches = None, None, self.store, None, [], {}
         with group.lock:
             if not connection.held:
                 return False
             request = connection.held[0]
             if request.expected:
-                absent = self._absent(request, theirs, stored)
-        if request.since == 0 and connection.state != MAKING:  # the limit counts from here, as for every operation
+                absent = self._first_absent(request, matches, stored)
+        if request.since == 0 and connection.state != MAKING:  # as for every operation, the limit counts from here
             request.since = now()
         if request.expected:
-            keys = [(<PeerChannel>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
+            keys = [(<PeerRoute>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
             if absent is None and stored and not store.check(keys):
                 absent = [each for each, key in zip(stored, keys, strict=True) if not store.check([key])]
                 if not absent:
@@ -414,23 +414,23 @@ cdef class PendingMessages:
             if absent is not None:
                 if request.since == 0 or now() - request.since < request.limit:
                     return False
-                key, peer, mine = absent
+                key, peer, own = absent
                 error = NcclTimeout(
-                    f"rank {group.rank} of process group {group.name!r} brings {message_text(mine, peer)}, number {key[1]} of "
-                    f"{channel_text(key[0], group.rank, peer)}; rank {peer} has not begun what it meets within "
+                    f"rank {group.rank} of process group {group.name!r} brings {message_text(own, peer)}, number {key[1]} of "
+                    f"{channel_text(key[0], group.rank, peer)}; rank {peer} has not begun the matching message within "
                     f"{seconds(request.limit)}. NCCL was not called"
                 )
                 error.missing = [peer]
-                self._lose(group, connection, error)
+                self._end_uncompared(group, connection, error)
                 return True
             if stored:
                 found = store.multi_get(keys, 10.0)
                 for key in keys:
                     store.delete(key)  # only this rank reads it
                 for each, key, packed in zip(stored, keys, found, strict=True):
-                    theirs[each[:2]] = decode(unpack_message, packed, store, key, each[1])
-            for key, peer, mine in request.expected:
-                text = beside(mine, theirs[key, peer], group.rank, peer)
+                    matches[each[:2]] = decode(unpack_message, packed, store, key, each[1])
+            for key, peer, own in request.expected:
+                text = beside(own, matches[key, peer], group.rank, peer)
                 if text is not None:
                     error = NcclError(
                         f"process group {group.name!r}: ranks {min(peer, group.rank)} and {max(peer, group.rank)} disagree on "
@@ -459,22 +459,22 @@ cdef class PendingMessages:
                 group.fail(error, text_of(error), connection.epoch)
         return True
 
-    def _lose(self, Lifecycle group, Connection connection, error):
+    def _end_uncompared(self, Lifecycle group, Connection connection, error):
         """End the group, or only this communicator: it is not known whether the peer has launched its match."""
         if group.on_error == "report":
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
-            text = text_of(error)  # the others are told separately what all ranks do
-            group.inquire(error)  # before the waiting threads see it
+            text = text_of(error)  # for the others, without what all ranks do, which `fail` tells them as well
+            group.inquire(error)  # before the waiting threads see the error
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
-            group.fail(error, text, connection.epoch, asks=True)
+            group.fail(error, text, connection.epoch, with_inquiry=True)
 
 
 def _report(Lifecycle group not None, error):
     user_executor.submit(functools.partial(  # handlers of a logger are user code
-        _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
+        _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))
 
@@ -509,7 +509,7 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
             request.expected.append((key, peer, message))
             all_told = pending_messages._route_to(group.rank, peer).tell(key, message) and all_told
         if all_told and not connection.held and connection.state != GONE:
-            if pending_messages._fits(request) or (pending_messages._expects() and pending_messages._fits(request)):
+            if pending_messages._all_match(request) or (pending_messages._expects() and pending_messages._all_match(request)):
                 return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]
@@ -523,33 +523,33 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
     return True
 
 
-cdef int look_after(Lifecycle group) except -1:
+cdef int serve_held(Lifecycle group) except -1:
     cdef PendingMessages pending_messages = group.pending_messages
-    cdef bint begins = False
+    cdef bint starts_thread = False
     if pending_messages is None:  # the group was reconfigured meanwhile
         return 0
     with group.lock:
-        if not pending_messages.serves:
-            begins = pending_messages.serves = True
+        if not pending_messages.is_serving:
+            starts_thread = pending_messages.is_serving = True
             pending_messages.group = group
-    if begins:
+    if starts_thread:
         try:
             threading.Thread(target=pending_messages._serve, name="ncclpy-group-check", daemon=True).start()
         except BaseException as failure:
-            pending_messages.serves, pending_messages.group = False, None
+            pending_messages.is_serving, pending_messages.group = False, None
             if isinstance(failure, RuntimeError):  # no thread can be started
-                _lose_all(group, pending_messages, failure)
+                _end_all_uncompared(group, pending_messages, failure)
             raise
-    if pending_messages.urgent:  # else the note of its peer wakes the thread, unless a waiting thread has launched it before
+    if pending_messages.urgent:  # else the peer's note wakes the thread, unless a waiting thread launches the request first
         pending_messages.urgent = False
         pending_messages.ring()
     return 0
 
 
-cdef int _lose_all(Lifecycle group, PendingMessages pending_messages, failure) except -1:
+cdef int _end_all_uncompared(Lifecycle group, PendingMessages pending_messages, failure) except -1:
     """Fail all held requests.
 
-    Peers that were told of them may launch their matching messages, which would then meet this rank's next ones.
+    Peers that were told of these may launch the matching messages, which would then match later ones of this rank.
     """
     cdef Connection one
     error = NcclError(
@@ -558,17 +558,17 @@ cdef int _lose_all(Lifecycle group, PendingMessages pending_messages, failure) e
     )
     for one in list(group.connections.values()):
         if one.held:
-            pending_messages._lose(group, one, error)
+            pending_messages._end_uncompared(group, one, error)
     return 0
 
 
-cdef int wait_until_given(Connection connection, Lifecycle group, double deadline) except -1:
+cdef int wait_until_released(Connection connection, Lifecycle group, double deadline) except -1:
     while connection.held:
         group.check_usable()
         if now() >= deadline:
             raise NcclTimeout(
                 f"rank {group.rank} of process group {group.name!r}: {len(connection.held)} operations on communicator "
-                f"{connection.label!r} wait to be compared with those of other ranks; the capture goes on without this one"
+                f"{connection.label!r} wait to be compared with those of other ranks; the capture continues without this one"
             )
         yield_to_others()
     return 0
@@ -603,7 +603,7 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
             _disagreed(group, connection, error)
             raise
         except BaseException as error:
-            if request.epoch == group.number and not group.is_ended():  # others wait for it
+            if request.epoch == group.number and not group.is_ended():  # other ranks wait for this one
                 group.abort(f"the wait for the other ranks' part of collective {group.collectives} was left with "
                             f"{type(error).__name__}")
             raise
@@ -616,17 +616,17 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Handle an error of a comparison as `on_error` says."""
     cdef CollectiveCheck collective_check = group.collective_check
-    cdef bint told = error is collective_check.found
-    # A rank that has called NCCL keeps its operation on the device for good; what ranks that are missing do is not
-    # known.
-    if group.on_error != "report" or (told and collective_check.ends):
-        group.fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text says what all bring
+    cdef bint is_reported = error is collective_check.found
+    # The group ends even with on_error="report" if a rank has called NCCL: its operation would stay on the device for
+    # good. What missing ranks do is not known.
+    if group.on_error != "report" or (is_reported and collective_check.ends):
+        group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_reported)  # its text says what all bring
         return 0
-    group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), says=not told)
-    if not told:
+    group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_reported)
+    if not is_reported:
         abort_in_background(connection.abort(error), text_of(error))
     user_executor.submit(functools.partial(  # handlers of a logger are user code
-        _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
+        _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))
     return 0

@@ -12,11 +12,11 @@ cdef class Key:
     cdef bint plain
     cdef bint sought  # a look-up with it is in progress: keys that need a user's ``__eq__`` are put into `doubts`
     cdef list doubts  # None while there are none, which is the usual case
-    cdef list others  # keys that it was compared with and does not equal, or None
-    cdef Key same  # the key that it was compared with and equals, or None
+    cdef list unequal_keys  # keys that it was compared with and does not equal, or None
+    cdef Key equal_key  # the key that it was compared with and equals, or None
 
     cdef int compare(self) except -1
-    cdef int found(self) except -1
+    cdef int end_lookup(self) except -1
 
 
 cdef Key new_key(object value)
@@ -32,7 +32,7 @@ cdef class Participant:
     cdef int global_rank
     cdef int root  # the root's rank that it names, -1 for none
     cdef bint is_root
-    # What it says about the whole collective: numbers of participants, communicator key, timeout.
+    # The participant's arguments that concern the whole collective.
     cdef int num_local
     cdef int num_global
     cdef bytes communicator_key  # empty for none
@@ -52,7 +52,7 @@ cdef class Gathering(Awaited):
     cdef bint signalled
     cdef bint warned
     cdef list participants
-    cdef list ended  # participants with failed works, for `let_go` to release; or None
+    cdef list failed_participants  # participants with failed works, for `let_go` to release; or None
     cdef bint listed  # whether it is in its Manager's dict: one that is complete at once need not be
     cdef object error
     cdef double since
@@ -76,7 +76,7 @@ cdef class Gathering(Awaited):
 cdef Gathering new_gathering(Key key, Participant first, bint signalled)
 
 
-# Logs keys that have been waiting for long, in a task: loggers and keys may run users' code.
+# A task that logs keys that have been waiting for long: loggers and keys may run users' code.
 cdef class Stalled:
     cdef list gatherings
     cdef double moment
@@ -84,17 +84,18 @@ cdef class Stalled:
 
 cdef class DeviceSet(CommunicatorSet):
     cdef list waiting  # gatherings that are complete before the communicators are made
-    cdef object meets  # runs the rendezvous in the store, returns the `CommunicatorStatus`; None without a store
+    cdef object run_rendezvous  # runs the rendezvous in the store, returns the `CommunicatorStatus`; None without a store
     cdef object peer_status  # the `CommunicatorStatus`, after the rendezvous and until these ranks leave; else None
-    cdef object left  # what these ranks told when they left, None before
+    cdef object leave_message  # the arguments of `CommunicatorStatus.leave` when these ranks left; None before
     cdef dict oplogs  # by rank, an `OpLog` of what each rank here begins; None without a store
-    cdef bint meeting  # whether the rendezvous is not over yet
+    cdef bint in_rendezvous  # whether the rendezvous is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
     cdef dict gathered  # the Manager's gatherings
-    cdef object told  # the error by which another process has ended them, or None
-    cdef set informed  # the threads that have been told of their failure
-    cdef bint over  # whether their end has begun, of which the other processes are told
-    cdef readonly object ending  # the thread that aborts the communicators once all processes have been told, or tells them; or None
+    cdef object end_error  # the error by which another process has ended the communicators, or None
+    cdef set informed  # the threads in which the failure of the communicators was raised
+    cdef bint end_begun  # whether the end of the communicators, or a close, has begun
+    # The thread that aborts the communicators once all processes have been told, or that only tells them; or None.
+    cdef readonly object end_thread
     cdef object __weakref__
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1

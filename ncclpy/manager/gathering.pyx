@@ -49,12 +49,12 @@ cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 @cython.freelist(64)
 @cython.final
 cdef class Key:
-    """The key of a collective; it stays findable in dicts whatever its class does later.
+    """The key of a collective, for dicts under a lock; the methods of its value's class run outside all locks.
 
-    It is hashed once, outside all locks, and compared there too, unless both keys are of plain types: a look-up in a
-    dict under a lock notes the keys that it would have to be compared with (`doubts`), and takes them to be different.
-    If nothing was found and there are doubts, `compare` compares outside the lock, and the look-up is repeated, until
-    it finds the key or has no doubts. So two threads that use equal keys at the same time find each other.
+    The value is hashed once, outside all locks. Values of plain types are compared under the lock. Otherwise a look-up
+    notes the keys that it would have to be compared with (`doubts`), and takes them to be different. If nothing was
+    found and there are doubts, `compare` compares outside the lock, and the look-up is repeated until it finds the key
+    or has no doubts. So two threads that use equal keys at the same time find the same gathering.
     """
 
     def __hash__(self):
@@ -73,10 +73,10 @@ cdef class Key:
         seeker, met = (self, other) if self.sought else (other, self)
         if not seeker.sought:  # both are in the dict
             return False
-        if seeker.same is met:
+        if seeker.equal_key is met:
             return True
-        if seeker.others is not None:
-            for one in seeker.others:
+        if seeker.unequal_keys is not None:
+            for one in seeker.unequal_keys:
                 if one is met:
                     return False
         if seeker.doubts is None:
@@ -88,20 +88,20 @@ cdef class Key:
         """Compare with the keys in `doubts` by the users' classes; outside all locks."""
         cdef Key met
         doubts, self.doubts = self.doubts, None
-        if self.others is None:
-            self.others = []
+        if self.unequal_keys is None:
+            self.unequal_keys = []
         for met in doubts or ():
             if met.value == self.value:
-                self.same = met
+                self.equal_key = met
                 return 0
-            self.others.append(met)
+            self.unequal_keys.append(met)
         return 0
 
-    cdef int found(self) except -1:
-        """Forget the results of comparisons; outside all locks."""
+    cdef int end_lookup(self) except -1:
+        """End a look-up: forget the results of comparisons; outside all locks."""
         self.sought = False
-        self.same = None
-        self.doubts = self.others = None
+        self.equal_key = None
+        self.doubts = self.unequal_keys = None
         return 0
 
 
@@ -141,7 +141,7 @@ cdef class Gathering(Awaited):
             return 0
         what = None
         if participant.communicator_key != self.communicator_key:
-            keys = _short(self.communicator_key), _short(participant.communicator_key)
+            keys = _short_key(self.communicator_key), _short_key(participant.communicator_key)
             what = self._differ("communicator key", keys[0], keys[1], participant)
         elif self.num_local == self.num_global and self.communicator_key:
             what = (
@@ -185,7 +185,7 @@ cdef class Gathering(Awaited):
                 elif (other.global_rank < 0) != (participant.global_rank < 0):
                     what = (
                         f"some participants say their global rank and some do not: device {other.device} "
-                        f"{_says(other)}, device {participant.device} {_says(participant)}"
+                        f"{_rank_text(other)}, device {participant.device} {_rank_text(participant)}"
                     )
         if what is None and self.num_local < self.num_global and participant.global_rank < 0:
             what = f"the participant on device {participant.device} has no global_rank, which several nodes need"
@@ -198,13 +198,14 @@ cdef class Gathering(Awaited):
         return 0
 
     def _check_data(self, Participant participant):
-        cdef int found = difference(&self.call, &participant.call)
-        if found == TYPE:
+        cdef int kind_of_difference = difference(&self.call, &participant.call)
+        if kind_of_difference == TYPE:
             return self._differ("data type", type_of(&self.call), type_of(&participant.call), participant)
-        if found == COUNT:
+        if kind_of_difference == COUNT:
             return self._differ("element count", self.call.count, participant.call.count, participant)
-        if found == OPERATOR:
-            return self._differ("reduction operator", _op(self.call.op), _op(participant.call.op), participant)
+        if kind_of_difference == OPERATOR:
+            operators = _operator_name(self.call.op), _operator_name(participant.call.op)
+            return self._differ("reduction operator", operators[0], operators[1], participant)
         return None
 
     def _check_root(self, Participant participant):
@@ -248,7 +249,7 @@ cdef class Gathering(Awaited):
             self.participants.sort(key=_rank_and_device)
         if not has_root(self.call.kind) or self.error is not None:
             return 0
-        found = None
+        root = None
         for index, participant in enumerate(self.participants):
             rank = participant.global_rank if participant.global_rank >= 0 else index
             if participant.is_root:
@@ -258,27 +259,27 @@ cdef class Gathering(Awaited):
                         f"that the root is {participant.root}"
                     ))
                     return 0
-                found = (rank, participant.device)
+                root = (rank, participant.device)
         for participant in self.participants:
             if participant.root >= 0:
-                if found is not None and found[0] != participant.root:
+                if root is not None and root[0] != participant.root:
                     self.error = ValueError(self.say(
-                        f"two roots: device {found[1]} is one, of rank {found[0]}, and device {participant.device} "
+                        f"two roots: device {root[1]} is one, of rank {root[0]}, and device {participant.device} "
                         f"says that it is rank {participant.root}"
                     ))
                     return 0
-                if found is None and self.num_local == self.num_global:
+                if root is None and self.num_local == self.num_global:
                     self.error = ValueError(self.say(
                         f"device {participant.device} says that the root is rank {participant.root}, which has not "
                         "come as the root"
                     ))
                     return 0
-                found = (participant.root, participant.device)
-        if found is None:
+                root = (participant.root, participant.device)
+        if root is None:
             more = "" if self.num_local == self.num_global else "; if it is on another node, root= must say its rank"
             self.error = ValueError(self.say(f"no root among the participants{more}"))
             return 0
-        self.root = found[0]
+        self.root = root[0]
         return 0
 
     cdef int settle_memory(self) except -1:
@@ -325,7 +326,7 @@ cdef class Gathering(Awaited):
         """Fail every participant with the same error; `let_go` must follow where users' code may run."""
         cdef Participant participant
         participants, self.participants = self.participants, []
-        self.ended = participants if self.ended is None else self.ended + participants
+        self.failed_participants = (self.failed_participants or []) + participants
         for participant in participants:
             participant.work.settle(error)
         return 0
@@ -333,10 +334,10 @@ cdef class Gathering(Awaited):
     cdef int let_go(self) except -1:
         """Release what failed participants have brought."""
         cdef Participant participant
-        if not self.ended:
+        if not self.failed_participants:
             return 0
-        ended, self.ended = self.ended, None
-        for participant in ended:
+        failed_participants, self.failed_participants = self.failed_participants, None
+        for participant in failed_participants:
             participant.work.tidy()
         return 0
 
@@ -345,7 +346,7 @@ cdef class Gathering(Awaited):
         return message("key ", self.key.value, f": {what}")
 
     cdef str missing(self):
-        """Return in words what it waits for; in a thread that may show the key."""
+        """Return in words what it waits for; called in a thread that may call the key's ``__repr__``."""
         return self._waits_for(True)
 
     cdef object overdue(self):
@@ -407,15 +408,15 @@ cdef class Stalled:
             )
 
 
-def _says(Participant participant not None):
+def _rank_text(Participant participant not None):
     return "does not" if participant.global_rank < 0 else f"is {participant.global_rank}"
 
 
-def _short(bytes communicator_key):
+def _short_key(bytes communicator_key):
     return communicator_key.hex()[:16] or "none"
 
 
-def _op(int op):
+def _operator_name(int op):
     return _OPERATORS.get(op, op)
 
 
@@ -423,14 +424,14 @@ def _rank_and_device(Participant participant not None):
     return participant.global_rank, participant.device
 
 
-# How many seconds later gatherings are overdue while their processes still meet in a store: the rendezvous' own error,
-# which names the missing ranks, should come first.
+# By how many seconds the timeout of gatherings is longer while their processes are in the rendezvous: the error of the
+# rendezvous, which names the missing ranks, should be raised first.
 cdef double _RENDEZVOUS_GRACE = 2.0
 
-# Seconds that close() waits for the other processes to be told; a stuck store delays it no longer.
+# The most seconds that close() waits until the other processes are told: the store may be stuck.
 cdef double _LEAVE_TIMEOUT = 1.0
 
-# After how many seconds a process that was stopped asks again a store that did not answer.
+# Seconds after which a process that was stopped asks again a store that did not answer.
 cdef double _RETRY_INTERVAL = 1.0
 
 
@@ -446,13 +447,13 @@ cdef class DeviceSet(CommunicatorSet):
             return 0
         from ncclpy.manager.process_rendezvous import meet  # most Managers need no store
 
-        self.gathered, self.meeting, self.making = gatherings, True, True
+        self.gathered, self.in_rendezvous, self.making = gatherings, True, True
         self.oplogs = {rank: OpLog() for rank in self.ranks}
         self.name = hashlib.blake2b(gathering.communicator_key, digest_size=4).hexdigest()
-        self.meets = functools.partial(
+        self.run_rendezvous = functools.partial(
             meet, store, gathering.communicator_key, self.name, dict(zip(self.ranks, self.devices)), self.nranks,
-            gathering.timeout, _sayer_of(gathering), _asker_of(self), weakref.ref(self), DeviceSet.status, self.oplogs,
-            DeviceSet.ended,
+            gathering.timeout, _text_function_of(gathering), _wanted_function_of(self), weakref.ref(self),
+            DeviceSet.status, self.oplogs, DeviceSet.ended,
         )
         self.self_aborting = True
         work.listen(self)
@@ -460,17 +461,17 @@ cdef class DeviceSet(CommunicatorSet):
 
     def _make(self, unique_id, config):
         peer_status = None
-        if self.meets is not None:
+        if self.run_rendezvous is not None:
             relax()
             try:
-                self.peer_status = peer_status = self.meets()
+                self.peer_status = peer_status = self.run_rendezvous()
             except BaseException as error:  # set_made() raises it in all waits
                 self.owner.set_made(self, [], error)
                 return
             finally:
-                self.meeting, self.meets = False, None
-            if self.left is not None:  # left during the rendezvous
-                peer_status.leave(*self.left)
+                self.in_rendezvous, self.run_rendezvous = False, None
+            if self.leave_message is not None:  # left during the rendezvous
+                peer_status.leave(*self.leave_message)
         CommunicatorSet._make(self, unique_id, config)
         if peer_status is not None:
             from ncclpy.manager.process_rendezvous import forget
@@ -481,20 +482,20 @@ cdef class DeviceSet(CommunicatorSet):
                 peer_status.leave()
 
     def status(self, int rank):
-        """Return what a local rank does, with JSON's types; also if it waits for others of this process."""
+        """Return what a local rank does, with JSON's types; a rank in a gathering is in that collective."""
         cdef Gathering gathering
         cdef Participant one
-        told = self.oplogs[rank].status()
-        if told["current"] is None:
+        status = self.oplogs[rank].status()
+        if status["current"] is None:
             for gathering in self.waiting + list(self.gathered.values()):
                 if gathering.communicator_key == self.key:
                     for one in gathering.participants:
                         if one.global_rank == rank:
                             # It has no sequence number before its launch.
-                            told["current"] = operation_info_of(one.work.entry) | {"seq": self.sequence}
-                            told["since"] = time.time() - (now() - one.work.entry.created)
-                            return told
-        return told
+                            status["current"] = operation_info_of(one.work.entry) | {"seq": self.sequence}
+                            status["since"] = time.time() - (now() - one.work.entry.created)
+                            return status
+        return status
 
     cdef int inquire(self, object error) except -1:
         """Add to an error what the ranks do, if they have a store; a failure here does not replace the error."""
@@ -502,9 +503,9 @@ cdef class DeviceSet(CommunicatorSet):
         if peer_status is None or self.state != MADE:
             return 0
         try:
-            said, states = peer_status.ask()
-            if said is not None:
-                add_answer(error, said, states)
+            summary, states = peer_status.ask()
+            if summary is not None:
+                add_answer(error, summary, states)
         except KeyboardInterrupt:  # repeated later, where it interrupts nothing
             _thread.interrupt_main()
         except BaseException:
@@ -512,13 +513,13 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
-        """Ask first what the ranks do, since an abort here ends the operations of the other ranks too.
+        """Ask what the ranks do, then end the communicators: an abort here ends the other ranks' operations too.
 
-        The operation may be done before they answer; then only its deadline has passed, and nothing fails.
+        If the operation is done before they answer, its deadline has passed but nothing fails.
         """
         self.note_failure(error)
         self.inquire(error)
-        if (<Launch>launch).unsettled == 0 or self.over:  # meanwhile; whatever ends the communicators fails its works
+        if (<Launch>launch).unsettled == 0 or self.end_begun:  # meanwhile; whatever ends the communicators fails its works
             return 1
         readers = set()
         self._fence_and_note(readers)
@@ -535,7 +536,10 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
     cdef int note_failure(self, object error) except -1:
-        """Have the threads that a call gives an error told once, also of another one here, or of another set's end."""
+        """Let the error share the set of informed threads, so that each thread gets one error of these communicators.
+
+        An error of another set keeps the set of threads that it has.
+        """
         if getattr(error, "_informed", None) is None:
             error._informed = self.informed
         return 0
@@ -556,18 +560,18 @@ cdef class DeviceSet(CommunicatorSet):
         error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
         self.note_failure(error)
         self.inquire(error)
-        if self.state == GONE or self.over:  # meanwhile
+        if self.state == GONE or self.end_begun:  # meanwhile
             return
         if self.making:  # no operation has run that an abort could end with wrong data
             self.owner.set_lost(self)
-            self.ending = abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
+            self.end_thread = abort_in_background(CommunicatorSet.abort(self, error), text_of(error))
             return
         self.fence()
         readers = set()
         self.note_readers(readers)
         if self.launches:
             self.failures.append(error)
-        self.told = error
+        self.end_error = error
         self.owner.set_lost(self)
         if self._end(list(self.comms), text.lstrip(": "), error, readers):  # before its works fail, as above
             CommunicatorSet.abort(self, error)
@@ -580,17 +584,17 @@ cdef class DeviceSet(CommunicatorSet):
             return
         ended = False
         try:
-            ended = peer_status.told() is not None
+            ended = peer_status.announced_end() is not None
         except NcclTimeout:
-            call_at(now() + _RETRY_INTERVAL, _again(weakref.ref(self)))
+            call_at(now() + _RETRY_INTERVAL, _retry_of(weakref.ref(self)))
             return
         except LeaseEnded as failure:  # the others have continued without this process
             self.ended(f": the other processes take this one for lost: {failure}", NcclRemoteError.__name__)
             return
         except (NcclError, ValueError):  # the store cannot answer any more, but the program can continue
             _log.warning(
-                "the ranks of communicator %s have stood still, and cannot ask whether it was ended meanwhile: they take "
-                "what they see for success", self.name, exc_info=True,
+                "the ranks of communicator %s were stopped, and cannot ask whether it was ended meanwhile: they take "
+                "completed operations for successful", self.name, exc_info=True,
             )
         if not ended:
             self.believe(seen)
@@ -598,13 +602,13 @@ cdef class DeviceSet(CommunicatorSet):
     def _end(self, comms, text, error, readers):
         """Abort communicators in a thread of its own, once all processes have been told that they end.
 
-        The threads that read by a stream raise the error before. Once: a second end, of another launch or another
-        process, would find `peer_status` taken, and abort before the other processes have heard. Return whether this
-        is the first; a close counts as one.
+        Before that, the error is raised in the threads that read by a stream. Only the first end does this, or a close:
+        a second one, of another launch or another process, would find `peer_status` taken, and abort before the other
+        processes have heard. Return whether this is the first end.
         """
-        if self.over:
+        if self.end_begun:
             return False
-        self.over = True
+        self.end_begun = True
         peer_status, self.peer_status = self.peer_status, None
         readers.discard(threading.get_ident())
         if readers:
@@ -612,7 +616,7 @@ cdef class DeviceSet(CommunicatorSet):
         if peer_status is not None:
             peer_status.begin_end()
         thread = threading.Thread(
-            target=_abort_when_heard, args=(peer_status, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
+            target=_abort_when_confirmed, args=(peer_status, comms, text, error, readers), name="ncclpy-manager-abort", daemon=True
         )
         try:
             thread.start()
@@ -622,24 +626,24 @@ cdef class DeviceSet(CommunicatorSet):
             self.tell_readers(readers, error)
             self._leave()
             return True
-        self.ending = thread
+        self.end_thread = thread
         return True
 
     def _leave(self, failure=None):
-        """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None.
+        """Have a thread tell the other processes that these ranks have left; return the thread, or None.
 
-        `failure` is why they could not be made: then no process has them.
+        `failure` is the error by which the communicators could not be made, if so: then no process has them.
         """
-        told = ()
+        message = ()
         if failure is not None:
             kind = type(failure) if isinstance(failure, (NcclTimeout, NcclAborted)) else NcclRemoteError
-            told = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
-        self.left = told  # before `peer_status` is read: the rendezvous may end now
+            message = f"it failed to make them: {type(failure).__name__}: {failure}", kind.__name__
+        self.leave_message = message  # before `peer_status` is read: the rendezvous may end now
         peer_status, self.peer_status = self.peer_status, None
         if peer_status is None:
             return None
         try:
-            return peer_status.leave(*told)
+            return peer_status.leave(*message)
         except Exception:  # the caller must continue in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
             return None
@@ -663,7 +667,7 @@ cdef class DeviceSet(CommunicatorSet):
 
     def close(self):
         """Tell the other processes, and do as every set of communicators."""
-        self.over = True  # an end that another process tells meanwhile aborts nothing
+        self.end_begun = True  # an end that another process announces meanwhile aborts nothing
         leaving = self._leave()
         CommunicatorSet.close(self)
         if leaving is not None:
@@ -686,7 +690,7 @@ cdef class DeviceSet(CommunicatorSet):
         self.state = GONE
         if self.making:  # the other processes may be inside NCCL, waiting for these ranks
             self.making = False
-            self.ending = self._leave(error)
+            self.end_thread = self._leave(error)
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             gathering.end(error)
@@ -700,10 +704,10 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
     def overdue(self):
-        """Return the gatherings that have waited past their timeout for the communicators."""
+        """Return the gatherings that have waited for the communicators for longer than their timeout."""
         cdef Gathering gathering
         cdef double moment = now()
-        if self.meeting:
+        if self.in_rendezvous:
             moment -= _RENDEZVOUS_GRACE
         return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
 
@@ -752,7 +756,7 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
 
-def _abort_when_heard(peer_status, comms, text, error, readers):
+def _abort_when_confirmed(peer_status, comms, text, error, readers):
     if peer_status is not None:
         peer_status.end(text, type(error).__name__)
     raise_in_readers(readers, 0, error, error._informed)
@@ -768,7 +772,7 @@ def _abort_when_heard(peer_status, comms, text, error, readers):
             leaving.join(_LEAVE_TIMEOUT)
 
 
-def _again(reference):
+def _retry_of(reference):
     """Return a function that asks once more, without keeping the communicators alive."""
 
     def ask():
@@ -779,12 +783,12 @@ def _again(reference):
     return ask
 
 
-def _sayer_of(Gathering gathering not None):
+def _text_function_of(Gathering gathering not None):
     """Return a function that makes a text about a collective, with its key."""
     return lambda what: gathering.say(what)
 
 
-def _asker_of(DeviceSet device_set not None):
+def _wanted_function_of(DeviceSet device_set not None):
     """Return a function that tells whether the communicators are still to be made."""
     return lambda: device_set.state != GONE
 

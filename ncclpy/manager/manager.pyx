@@ -33,9 +33,9 @@ from ncclpy.engine.recorder import show, text_of
 from ncclpy.engine.unread_failures import forget_failures, note_failures
 
 # How often gatherings are checked for deadlines: this part of the shortest timeout, within these bounds in seconds.
-cdef double _SWEEP_PART = 0.1
-cdef double _SWEEP_LEAST = 0.01
-cdef double _SWEEP_MOST = 1.0
+cdef double _SWEEP_FRACTION = 0.1
+cdef double _MIN_SWEEP_INTERVAL = 0.01
+cdef double _MAX_SWEEP_INTERVAL = 1.0
 
 # Seconds for what was launched to end at a close, unless the caller gives another number.
 cdef double _CLOSE_TIMEOUT = 60.0
@@ -92,22 +92,23 @@ Gather the participants of collectives by key and launch each collective when al
     cdef Lock lock  # guards all below
     cdef dict gatherings  # the gatherings, by key
     cdef list failures  # of lost communicators: for each set, the errors of its works
-    cdef dict ends  # by communicator key: why other processes ended communicators here on which nothing ran
+    # By communicator key: the error by which another process has ended communicators here on which nothing ran.
+    cdef dict end_errors
     cdef dict comm_sets  # by communicator key or devices; with max_communicators the least recently used first
-    cdef dict signalled  # keys that were signalled before their first participant, each by itself
+    cdef dict signalled  # keys that were signalled before their first participant; each key is its own value
     cdef double timeout
     cdef double warn_after
     cdef bint fail_fast
     cdef bint timing
     cdef object max_communicators
     cdef object config
-    cdef object store  # where processes meet, or None
+    cdef object store  # for the rendezvous of processes, or None
     cdef object pool
     cdef str reason  # why it is aborted, or None
     cdef bint closed
     cdef double sweep_at  # when the monitor next checks the gatherings
     cdef object abort_thread
-    cdef list lost  # sets of communicators that other processes share, and that have ended without an end of the Manager
+    cdef list lost  # sets of communicators with other processes that have ended while the Manager has not
     cdef int aborting  # threads inside abort()
     cdef object gatherer
     cdef str site  # the source line that made it
@@ -146,7 +147,7 @@ Gather the participants of collectives by key and launch each collective when al
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
-        self.comm_sets, self.ends, self.failures, self.lost = {}, {}, [], []
+        self.comm_sets, self.end_errors, self.failures, self.lost = {}, {}, [], []
         self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
@@ -211,7 +212,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done):
         """Add a participant, and launch the collective if it is the last one."""
-        cdef Key named = new_key(key)
+        cdef Key lookup_key = new_key(key)
         cdef Gathering gathering
         cdef DeviceSet comm_set
         cdef Launch lent = None
@@ -241,7 +242,7 @@ Gather the participants of collectives by key and launch each collective when al
                 self._check_usable()  # in each round: the Manager may have been aborted meanwhile
                 self.lock.enter()
                 try:
-                    gathering, signal, comm_set = self._take_in(one, named)
+                    gathering, signal, comm_set = self._take_in(one, lookup_key)
                     if comm_set is not None and comm_set.state == MADE:
                         lent, comm_set = comm_set.launch(gathering, True), None
                 finally:
@@ -249,13 +250,13 @@ Gather the participants of collectives by key and launch each collective when al
                     launch_here(lent)
                 if gathering is not None:
                     break
-                named.compare()
+                lookup_key.compare()
         except BaseException as error:  # the recorder must not show it as pending
             work.withdraw(error)
             raise
         # References to users' objects are dropped here, outside the lock.
         gathering.let_go()
-        named.found()
+        lookup_key.end_lookup()
         if comm_set is not None:
             self._make(comm_set, gathering)
         return work
@@ -263,8 +264,8 @@ Gather the participants of collectives by key and launch each collective when al
     cdef tuple _take_in(self, Participant one, Key key):
         """Count a participant in; with the lock held.
 
-        Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
-        that came before it; and the communicators as `_start` returns them, or None.
+        Return three values: its gathering, None if the key has yet to be compared with others or the Manager has
+        ended; the earlier signal of the key, or None; the communicators as `_start` returns them, or None.
         """
         cdef Gathering gathering
         cdef Key signal = None
@@ -329,8 +330,8 @@ Gather the participants of collectives by key and launch each collective when al
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
         comm_set = self.comm_sets.get(name)
-        if comm_set is None and name in self.ends:  # the other processes do not meet again under this key
-            self._refuse(gathering, self.ends[name])
+        if comm_set is None and name in self.end_errors:  # the other processes do not meet again under this key
+            self._refuse(gathering, self.end_errors[name])
             return None
         try:
             if comm_set is None:
@@ -388,9 +389,9 @@ Gather the participants of collectives by key and launch each collective when al
                 except BaseException as failure:
                     error = failure
             if error is not None and made.waiting:
-                self._note([error])
+                self._note_failures([error])
         if error is not None or not wanted:
-            self._lost(made)
+            self._remove_lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
             abort_in_background(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
         for gathering in launched:
@@ -409,19 +410,19 @@ Gather the participants of collectives by key and launch each collective when al
             del self.comm_sets[comm_set.key]
         return found
 
-    def _lost(self, DeviceSet comm_set not None):
+    def _remove_lost(self, DeviceSet comm_set not None):
         """Remove an unusable set of communicators from the cache."""
         with self.lock:
             comm_set.state = GONE
-            self._note(comm_set.failures)
+            self._note_failures(comm_set.failures)
             if comm_set.self_aborting:  # `ending` is not known yet
-                self.lost = [each for each in self.lost if each.ending is None or each.ending.is_alive()] + [comm_set]
-            if comm_set.told is not None and not comm_set.launches:
-                self.ends[comm_set.key] = comm_set.told
+                self.lost = [each for each in self.lost if each.end_thread is None or each.end_thread.is_alive()] + [comm_set]
+            if comm_set.end_error is not None and not comm_set.launches:
+                self.end_errors[comm_set.key] = comm_set.end_error
             if self.comm_sets.get(comm_set.key) is comm_set:
                 del self.comm_sets[comm_set.key]
 
-    cdef int _note(self, list errors) except -1:
+    cdef int _note_failures(self, list errors) except -1:
         """Note errors of works, with the lock held: for close(), or else for the end of the program."""
         self.failures = [each for each in self.failures if undelivered(each) is not None] + [errors]
         if errors and not self._is_ended():
@@ -431,7 +432,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef int _refuse(self, Gathering gathering, error) except -1:
         """Fail a gathering, with the lock held."""
         gathering.end(error)
-        self._note([error])
+        self._note_failures([error])
         return 0
 
     def _forget_failures(self):
@@ -441,19 +442,19 @@ Gather the participants of collectives by key and launch each collective when al
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
 
-        It may come before the first participant of the key, and counts for one execution: each needs its own signal.
+        The signal may precede the first participant of the key. It counts for one execution: each needs its own signal.
         """
         cdef Gathering gathering
         cdef DeviceSet comm_set = None
         cdef Launch lent = None
-        cdef Key named = new_key(key)
+        cdef Key lookup_key = new_key(key)
         while True:
             self._check_usable()
             self.lock.enter()
             try:
                 if self._is_ended():
                     continue
-                gathering = self.gatherings.get(named)
+                gathering = self.gatherings.get(lookup_key)
                 if gathering is not None:
                     gathering.signalled = True
                     if gathering.is_ready():
@@ -461,17 +462,17 @@ Gather the participants of collectives by key and launch each collective when al
                     if comm_set is not None and comm_set.state == MADE:
                         lent, comm_set = comm_set.launch(gathering, True), None
                     break
-                known = not named.doubts and named in self.signalled  # the look-up may add doubts
-                if known or not named.doubts:
+                known = not lookup_key.doubts and lookup_key in self.signalled  # the look-up may add doubts
+                if known or not lookup_key.doubts:
                     if not known:
-                        self.signalled[named] = named
-                        named.sought = False
+                        self.signalled[lookup_key] = lookup_key
+                        lookup_key.sought = False
                     break
             finally:
                 self.lock.leave()
                 launch_here(lent)
-            named.compare()
-        named.found()
+            lookup_key.compare()
+        lookup_key.end_lookup()
         if gathering is not None:
             gathering.let_go()
         if comm_set is not None:
@@ -481,7 +482,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     cdef int _sweep_later(self, double shortest) except -1:
         """Have the monitor check the gatherings, repeatedly as long as there are any."""
-        cdef double when = now() + min(max(shortest * _SWEEP_PART, _SWEEP_LEAST), _SWEEP_MOST)
+        cdef double when = now() + min(max(shortest * _SWEEP_FRACTION, _MIN_SWEEP_INTERVAL), _MAX_SWEEP_INTERVAL)
         if when < self.sweep_at:
             self.sweep_at = when
             monitor.call_at(when, _sweeper_of(weakref.ref(self)))
@@ -527,7 +528,7 @@ Gather the participants of collectives by key and launch each collective when al
                 "there are other nodes, see whether they have come to the same collective"
             ))
             with self.lock:
-                self._note([failure])
+                self._note_failures([failure])
             begun = comm_set.abort(failure)
             tell_failed(failure, False)
             if begun:
@@ -535,7 +536,7 @@ Gather the participants of collectives by key and launch each collective when al
         for gathering in late:
             failure = gathering.overdue()
             with self.lock:
-                self._note([failure])
+                self._note_failures([failure])
             gathering.end(failure)
             gathering.let_go()
             tell_failed(failure, False)
@@ -545,7 +546,7 @@ Gather the participants of collectives by key and launch each collective when al
     # State, and end.
 
     def pending(self):
-        """Return what is being gathered: a list of dicts with key, operation, since, arrived, missing, waits_for."""
+        """Return the gatherings as a list of dicts with key, operation, since, arrived, missing, waits_for."""
         check_process()
         return self._pending()
 
@@ -567,15 +568,15 @@ Gather the participants of collectives by key and launch each collective when al
         }
 
     def abort(self, reason=None, *, timeout=None):
-        """End everything: what is gathered and what runs fails with `NcclAborted`, all communicators are aborted.
+        """Fail all collectives, gathering or launched, with `NcclAborted`, and abort all communicators.
 
-        A thread aborts the communicators together. From here on participants are refused, until `reset`. A second
+        A thread aborts the communicators together. From then on participants are refused, until `reset`. A second
         abort changes nothing.
 
         Parameters
         ----------
         reason : object, optional
-            What the participants are told.
+            The reason in the text of the participants' error.
         timeout : float, optional
             Seconds to wait for the communicators to be aborted; by default the call does not wait for that.
         """
@@ -597,7 +598,7 @@ Gather the participants of collectives by key and launch each collective when al
             if self.reason is not None or (self.closed and not self.comm_sets):
                 return
             self._forget_failures()
-            self.ends = {}
+            self.end_errors = {}
             self.reason, self.failures = text, []  # the program wants no results, so close() raises no failures
             self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
@@ -610,7 +611,7 @@ Gather the participants of collectives by key and launch each collective when al
             for gathering in gatherings.values():
                 gathering.end(error)
                 gathering.let_go()
-            self.abort_thread = abort_in_background(comms, text, _endings_of(comm_sets.values()))
+            self.abort_thread = abort_in_background(comms, text, _end_threads_of(comm_sets.values()))
         finally:
             self.aborting -= 1
 
@@ -625,7 +626,7 @@ Gather the participants of collectives by key and launch each collective when al
         Raises
         ------
         NcclTimeout
-            If communicators are still being aborted then.
+            If communicators are still being aborted after that time.
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
         check_process()
@@ -643,17 +644,17 @@ Gather the participants of collectives by key and launch each collective when al
                 self.reason = None
 
     def close(self, timeout=None):
-        """Let what was launched end, fail what is still gathered, and close the communicators.
+        """Wait for launched collectives, fail those that still lack participants, and close the communicators.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for what was launched; past them it is aborted. A minute by default.
+            Seconds to wait for launched collectives, which are aborted after that time. A minute by default.
 
         Raises
         ------
         NcclTimeout
-            If something was not done by then.
+            If a collective was not done by then.
         NcclError
             If an operation has failed and the program has not been given its error.
         """
@@ -667,7 +668,7 @@ Gather the participants of collectives by key and launch each collective when al
             if self.closed:
                 return
             self.closed = True
-            self._forget_failures()  # this raises them
+            self._forget_failures()  # close() raises them itself
             gatherings, self.gatherings = self.gatherings, {}
             comm_sets = list(self.comm_sets.values())
         works = []
@@ -694,7 +695,7 @@ Gather the participants of collectives by key and launch each collective when al
                 raise
             finally:
                 self._end(comm_sets, why)
-        if failed is not None:  # an operation that this has waited for has no result
+        if failed is not None:  # an operation for which close() has waited has failed
             raise failed.failure().with_traceback(None)
         for errors in self.failures:
             error = undelivered(errors)
@@ -716,9 +717,12 @@ Gather the participants of collectives by key and launch each collective when al
             lost, self.lost = self.lost, []
         for comm_set in busy:
             comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
-        # Also of sets ended by other processes: these threads raise in readers. A last process clears the store.
-        endings = _endings_of([*lost, *comm_sets])
-        thread = abort_in_background(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
+        # Also those of sets that other processes have ended: the threads raise the error in readers, and that of the last
+        # process clears the store.
+        end_threads = _end_threads_of([*lost, *comm_sets])
+        thread = self.abort_thread
+        if comms or end_threads:
+            thread = abort_in_background(comms, "the Manager was closed", end_threads)
         for comm_set in idle:
             comm_set.close()
         if thread is not None:
@@ -726,7 +730,7 @@ Gather the participants of collectives by key and launch each collective when al
         self.pool.close()
 
     def __del__(self):
-        # Open communicators warn by themselves. What is still gathered would wait without end.
+        # Without a warning: open communicators give their own. Participants in gatherings would wait without end.
         cdef Gathering gathering
         if self.gatherer is None or self.closed or _is_finalizing():
             return
@@ -768,7 +772,7 @@ cdef class _Owner(SetOwner):
         return 0
 
     cdef int set_lost(self, LaunchOwner comm_set) except -1:
-        self.manager._lost(comm_set)
+        self.manager._remove_lost(comm_set)
         return 0
 
 
@@ -793,6 +797,6 @@ def _sweeper_of(reference):
     return sweep
 
 
-cdef list _endings_of(comm_sets):
+cdef list _end_threads_of(comm_sets):
     """Return the threads that abort communicators once all processes have been told."""
-    return [comm_set.ending for comm_set in comm_sets if comm_set.ending is not None]
+    return [comm_set.end_thread for comm_set in comm_sets if comm_set.end_thread is not None]

@@ -1,7 +1,7 @@
 """The rendezvous, in a store, of the processes that share a communicator key.
 
-It comes before NCCL, which could not name missing ranks. Later a process with a failed operation asks there what the
-other processes do.
+It precedes the call of NCCL, which could not name missing ranks. Later a process with a failed operation asks the
+other processes, through the same part of the store, what they do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["forget", "meet"]
 
 #: The name of a communicator key's only rendezvous: a key serves one set of communicators.
 _PLACE = "communicator"
-#: Set by the first process that comes: the number of ranks that it knows of, one of its ranks, and the process.
-_FIRST = "first"
-#: How many times in a row, 0.3 s apart, the process of a missing rank is found ended before the wait for it ends: a
-#: process that replaces it may be about to arrive.
+#: The key that the first process sets: the number of ranks that it knows of, one of its ranks, and the process.
+_FIRST_KEY = "first"
+#: How many checks in a row, 0.3 s apart, have to find that the process of a missing rank has ended before the wait for
+#: it ends: a process that replaces it may be about to arrive.
 _CHECKS_UNTIL_LOST = 3
 
 
@@ -44,7 +44,7 @@ def meet(
     owner: weakref.ref[Any],
     look: Callable[[Any, int], dict[str, Any]],
     oplogs: Mapping[int, OpLog],
-    ended: Callable[[Any, str, str], object],
+    end_owner: Callable[[Any, str, str], object],
 ) -> CommunicatorStatus[Any]:
     """Wait for all ranks of a communicator key; return their status service, by which they can be asked afterwards.
 
@@ -66,7 +66,7 @@ def meet(
         Returns a text about the waiting collective, with its key.
     wanted
         Called at intervals; returns whether the communicators are still to be made.
-    owner, look, oplogs, ended
+    owner, look, oplogs, end_owner
         See `CommunicatorStatus`.
 
     Raises
@@ -99,39 +99,42 @@ def meet(
     def clear() -> None:
         rendezvous.clear(_PLACE, everyone)
         with contextlib.suppress(StoreError, NcclTimeout):
-            part.delete(_FIRST)
+            part.delete(_FIRST_KEY)
 
-    peer_status = CommunicatorStatus(part, name, own, nranks, owner, look, oplogs, rendezvous, ended, clear)
+    peer_status = CommunicatorStatus(part, name, own, nranks, owner, look, oplogs, rendezvous, end_owner, clear)
     peer_status.listen()
     return peer_status
 
 
 def _conflict(part: Store, name: str, own: Mapping[int, int], nranks: int) -> str | None:
-    """Record the ranks of this process; return what contradicts those of others, None if nothing does.
+    """Record the ranks of this process; return how they contradict recorded ranks, or None.
 
-    Processes of this machine that have ended contradict nothing, nor do Managers of this process, which are not told
-    apart.
+    Ranks of ended processes of this machine do not count. The Managers of one process are not distinguished.
     """
-    mine = process() | {"host": platform.node()}
-    for key, rank in [(_FIRST, next(iter(own))), *((RankRendezvous.been(rank), rank) for rank in own)]:
-        brought = json.dumps([nranks, rank, mine]).encode()
-        there = part.compare_set(key, None, brought)[1]
-        size, first, theirs = _read(there) or (nranks, rank, mine)
-        if all(theirs.get(each) == mine[each] for each in ("machine", "pid", "start")):
+    own_process = process() | {"host": platform.node()}
+    for key, rank in [(_FIRST_KEY, next(iter(own))), *((RankRendezvous.been(rank), rank) for rank in own)]:
+        brought = json.dumps([nranks, rank, own_process]).encode()
+        recorded = part.compare_set(key, None, brought)[1]
+        size, first, recorded_process = _read(recorded) or (nranks, rank, own_process)
+        if all(recorded_process.get(each) == own_process[each] for each in ("machine", "pid", "start")):
             continue
-        if theirs.get("machine") == MACHINE and process_state(int(theirs["pid"]), str(theirs["start"])) == "ended":
-            part.compare_set(key, there, brought)
-            continue
-        who, this = (f"process {each.get('pid')} on {each.get('host')}" for each in (theirs, mine))
-        if key != _FIRST:
+        if recorded_process.get("machine") == MACHINE:
+            pid, start = int(recorded_process["pid"]), str(recorded_process["start"])
+            if process_state(pid, start) == "ended":
+                part.compare_set(key, recorded, brought)
+                continue
+        recorded_text, own_text = (
+            f"process {each.get('pid')} on {each.get('host')}" for each in (recorded_process, own_process)
+        )
+        if key != _FIRST_KEY:
             return (
-                f"global_rank: rank {rank} of communicator {name!r} was added twice, by {who} and by {this}. Give "
-                "each participant a rank of its own"
+                f"global_rank: rank {rank} of communicator {name!r} was added twice, by {recorded_text} and by "
+                f"{own_text}. Give each participant a rank of its own"
             )
         if size != nranks:
             return (
-                f"num_global: communicator {name!r} is made with different sizes: by rank {first} of {size}, {who}, "
-                f"and by rank {rank} of {nranks}, {this}. Give all participants one num_global"
+                f"num_global: communicator {name!r} is made with different sizes: by rank {first} of {size}, "
+                f"{recorded_text}, and by rank {rank} of {nranks}, {own_text}. Give all participants one num_global"
             )
     return None
 

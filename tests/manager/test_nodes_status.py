@@ -394,7 +394,8 @@ def test_completion_after_a_slow_abort_has_begun_is_no_success(monkeypatch):
 
 def test_two_deadlines_at_once_abort_nothing_before_all_ranks_know(monkeypatch):
     """While rank 0 asks what the ranks do, because its deadline has passed, rank 1 ends the communicator."""
-    peer_statuses, asked, asks, abort = [], [], communicator_status.CommunicatorStatus.ask, gathering._abort_when_heard
+    peer_statuses, asked, asks = [], [], communicator_status.CommunicatorStatus.ask
+    abort = gathering._abort_when_confirmed
 
     def ask(self):
         asked.append(self.rank)
@@ -408,7 +409,7 @@ def test_two_deadlines_at_once_abort_nothing_before_all_ranks_know(monkeypatch):
 
     managers, key = some_managers(LocalStore(), 3)
     monkeypatch.setattr(communicator_status.CommunicatorStatus, "ask", ask)
-    monkeypatch.setattr(gathering, "_abort_when_heard", note)
+    monkeypatch.setattr(gathering, "_abort_when_confirmed", note)
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 0.3 * rank) for rank in range(2)]
     assert [type(work.exception(30)) for work in works] == [ncclpy.NcclTimeout] * 2
     close(managers)
@@ -419,7 +420,7 @@ def test_end_that_is_told_during_a_close_aborts_nothing(monkeypatch):
     """Rank 2 asks what the ranks do, as rank 0 has ended the communicator, and its Manager is closed meanwhile."""
     closes, aborted = threading.Event(), []
     asks, leaves = communicator_status.CommunicatorStatus.ask, communicator_status.CommunicatorStatus.leave
-    abort = gathering._abort_when_heard
+    abort = gathering._abort_when_confirmed
 
     def ask(self):
         said = asks(self)
@@ -440,7 +441,7 @@ def test_end_that_is_told_during_a_close_aborts_nothing(monkeypatch):
     managers, key = some_managers(LocalStore(), 3)
     monkeypatch.setattr(communicator_status.CommunicatorStatus, "ask", ask)
     monkeypatch.setattr(communicator_status.CommunicatorStatus, "leave", leave)
-    monkeypatch.setattr(gathering, "_abort_when_heard", note)
+    monkeypatch.setattr(gathering, "_abort_when_confirmed", note)
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3) for rank in range(2)]
     assert [type(work.exception(30)) for work in works] == [ncclpy.NcclTimeout] * 2
     close(reversed(managers))

@@ -37,7 +37,7 @@ for work in begun("first"):
 STOOD_STILL = (
     TWO_MANAGERS
     + """
-answers, asked, told = threading.Event(), [], CommunicatorStatus.told
+answers, asked, told = threading.Event(), [], CommunicatorStatus.announced_end
 
 def begun_after_a_stop(failure, askers=({0, 1},)):
     def tell(self):
@@ -46,7 +46,7 @@ def begun_after_a_stop(failure, askers=({0, 1},)):
             raise failure
         return told(self)
 
-    CommunicatorStatus.told = tell
+    CommunicatorStatus.announced_end = tell
     stand_still()
     works = begun("second")
     testing.wait_for(lambda: {*asked} in askers, "the questions", 10)

@@ -49,8 +49,8 @@ _is_mpi_communicator: Need[[object], bool] = Need("is_mpi_communicator")
 _meet_over_mpi: Need[[Any, str, str, int | None, bool, float], Any] = Need("meet_over_mpi")
 #: Default seconds for the other ranks to arrive, and for a launched operation to end.
 _TIMEOUT = 600.0
-#: Seconds for a shutdown; and for the timeline to receive what has ended.
-_ENDS, _TELLS = 60.0, 5.0
+#: Seconds for a shutdown; and for the timeline to receive the operations that have ended.
+_CLOSE_TIMEOUT, _TIMELINE_TIMEOUT = 60.0, 5.0
 
 
 class Coordinator(Operations):
@@ -58,8 +58,7 @@ class Coordinator(Operations):
 
     Ranks may bring operations in different orders, and from any thread. If the ranks disagree on an operation, it
     fails on every rank with the same text, and the coordinator continues. If a rank is lost, the coordinator ends with
-    an error that names
-    it.
+    an error that names the rank.
 
     It is a context manager: the end of its block waits until all ranks have reached theirs, and an exception in the
     block ends the coordinator on all ranks.
@@ -123,17 +122,17 @@ class Coordinator(Operations):
         device: DeviceLike = None,
         mpi_alone: bool = False,
     ) -> None:
-        self._shut = True  # until the constructor has made something to shut down
+        self._is_closed = True  # until the constructor has made something to shut down
         self._site = _site()
-        self._turn = threading.RLock()
+        self._renewal_lock = threading.RLock()
         self._comm = transport if _is_of_mpi(transport) else None
-        self._group, self._meeting = _transport_of(transport)
+        self._group, self._store_place = _transport_of(transport)
         try:
             chosen = _engine_of(engine, self._comm is not None)
             self._options = _options_of(chosen, fusion_bytes, cache, timeout, stall_after)
         except BaseException as error:
             if self._comm is None:
-                tell_unmade(self._group or self._meeting, error)
+                tell_unmade(self._group or self._store_place, error)
             raise
         self._mpi_alone = mpi_alone
         self._counts = OperationStats()
@@ -144,7 +143,7 @@ class Coordinator(Operations):
         except BaseException:
             self._end()
             raise
-        self._shut = False
+        self._is_closed = False
 
     # Beginning and end.
 
@@ -152,7 +151,7 @@ class Coordinator(Operations):
         """Meet the other ranks that the transport has now, and begin a session."""
         epoch = None if self._group is None else number_of(self._group)
         if self._path is not None and self._timeline is None:
-            rank = self._group.rank if self._group is not None else self._meeting[1]
+            rank = self._group.rank if self._group is not None else self._store_place[1]
             path = os.fspath(self._path)
             if "{rank}" in path or rank == 0:
                 self._timeline = Timeline(path.replace("{rank}", str(rank)), rank)
@@ -177,9 +176,9 @@ class Coordinator(Operations):
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
         else:
-            store, rank, size = self._meeting
+            store, rank, size = self._store_place
             group = self._group_over(store, rank, size, self._device)
-        behind = undo.enter_context(contextlib.ExitStack())  # so that the others learn why before the connections end
+        connections = undo.enter_context(contextlib.ExitStack())  # closed after `_give_up` has told the others why
         undo.push(partial(_give_up, group))
         try:
             control = _session.open_control(
@@ -190,7 +189,7 @@ class Coordinator(Operations):
             if (error := error_of(group)) is not None:
                 raise error from None
             raise
-        behind.callback(control.close)
+        connections.callback(control.close)
         return GroupBackend(group), control
 
     def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[DataBackend, Any]:
@@ -223,14 +222,14 @@ class Coordinator(Operations):
         return _TIMEOUT if self._options.timeout is None else self._options.timeout
 
     def _current(self) -> Session:
-        """Return the current session; a new one if the group continues with other ranks."""
+        """Return the current session; begin a new one if the group has continued with other ranks."""
         if os.getpid() != self._process:
             raise RuntimeError("this Coordinator was made by the process that this one was forked from; make one here")
-        if self._group is None or number_of(self._group) == self._epoch or self._shut:
+        if self._group is None or number_of(self._group) == self._epoch or self._is_closed:
             return self._session
-        with self._turn:
+        with self._renewal_lock:
             if number_of(self._group) != self._epoch:
-                self._session.fail_all_ranks(RuntimeError("its process group goes on with other ranks"))
+                self._session.fail_all_ranks(RuntimeError("its process group continues with other ranks"))
                 self._session.wait_until_over(_TIMEOUT)
                 self._begin()
         return self._session
@@ -309,7 +308,7 @@ class Coordinator(Operations):
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
     def close(self, timeout: float | None = None, *, reason: str = "") -> None:
-        """End the coordinator, on all ranks, once what all ranks have brought by then has run.
+        """End the coordinator on all ranks, after the operations have run that all ranks have brought.
 
         Parameters
         ----------
@@ -323,15 +322,13 @@ class Coordinator(Operations):
         NcclTimeout
             If it has not ended in time.
         NcclError
-            If an operation that this rank had brought did not run: what has ended the coordinator, such as
-            `NcclRemoteError` where a rank is gone, `NcclAborted` where other ranks had not brought it.
+            If an operation that this rank had brought did not run: the error that has ended the coordinator, such as
+            `NcclRemoteError` if a rank is gone, or `NcclAborted` if other ranks had not brought the operation.
         """
         self._close(timeout, True, reason)
 
     def abort(self, reason: object = None, *, timeout: float | None = None) -> None:
-        """End the coordinator, on all ranks: operations that were not launched end with `NcclAborted`.
-
-        Those that were launched come to their end.
+        """End the coordinator on all ranks: launched operations complete, all others end with `NcclAborted`.
 
         Parameters
         ----------
@@ -348,17 +345,17 @@ class Coordinator(Operations):
         self._close(timeout, False, "abort() was called" if reason is None else text_of(reason))
 
     def _close(self, timeout: float | None, drain: bool, reason: str) -> None:
-        if self._shut or os.getpid() != self._process:
+        if self._is_closed or os.getpid() != self._process:
             return
-        limit = as_seconds(timeout, _ENDS if self._options.timeout is None else self._options.timeout)
+        limit = as_seconds(timeout, _CLOSE_TIMEOUT if self._options.timeout is None else self._options.timeout)
         end = time.monotonic() + limit
         session = self._session
-        ends_here = session.error is None
+        was_open = session.error is None
         session.shut_down(drain, reason)
-        over = session.wait_until_over(limit)
-        if not over:
+        is_over = session.wait_until_over(limit)
+        if not is_over:
             session.shut_down(False, reason or f"rank {self.rank} has waited {seconds(limit)} for the others to end")
-            over = session.wait_until_over(max(1.0, end - time.monotonic()))
+            is_over = session.wait_until_over(max(1.0, end - time.monotonic()))
             self._end()
             forget_failures(session.failures)
             raise NcclTimeout(
@@ -370,7 +367,7 @@ class Coordinator(Operations):
         if session.release_error is not None:
             raise session.release_error
         error = session.error
-        if drain and error is not None and session.unfinished and (ends_here or undelivered([error])):
+        if drain and error is not None and session.unfinished and (was_open or undelivered([error])):
             raise did_not_run(error, session.unfinished)
 
     def _leave(self) -> str:
@@ -378,19 +375,19 @@ class Coordinator(Operations):
 
         Return the reason for ending the coordinator if some ranks do not leave in time; "" if all do.
         """
-        if self._shut:
+        if self._is_closed:
             return ""
         limit, all_leave = self._limit, True
-        with contextlib.suppress(NcclError):  # it has ended, which the shutdown that follows reports
+        with contextlib.suppress(NcclError):  # the session has ended, which the shutdown that follows reports
             all_leave = self._session.leave(limit)
         return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the others' ends"
 
     def _end(self) -> None:
-        self._shut = True
+        self._is_closed = True
         if self._timeline is not None:
-            told = threading.Event()
-            aside(told.set)  # runs after the callbacks of finished works, in the same thread
-            told.wait(_TELLS)
+            drained = threading.Event()
+            aside(drained.set)  # runs after the callbacks of finished works, in the same thread
+            drained.wait(_TIMELINE_TIMEOUT)
             self._timeline.close()
 
     def __enter__(self) -> Coordinator:
@@ -408,17 +405,17 @@ class Coordinator(Operations):
         if getattr(self, "_shut", True) or os.getpid() != self._process or sys.is_finalizing():
             return
         if self.error is None:
-            said = f"{self!r}, made at {self._site}, was never closed"
+            text = f"{self!r}, made at {self._site}, was never closed"
             self._session.fail_all_ranks(RuntimeError("its coordinator was dropped without close()"))
-            warnings.warn(said, ResourceWarning, source=self, stacklevel=2)  # which may be an error
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=2)  # which may be an error
 
     def __reduce__(self) -> Any:
         raise not_copied(self, "make one in each process")
 
     def __repr__(self) -> str:
         state = f"{self._session.pending} pending"
-        if self._shut or self.error is not None:
-            state = "closed" if self._shut else "ended"
+        if self._is_closed or self.error is not None:
+            state = "closed" if self._is_closed else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
 
 
@@ -430,7 +427,7 @@ class ProcessSet(Operations):
     Parameters
     ----------
     current : callable
-        Returns the coordinator's session of now.
+        Returns the coordinator's current session.
     session : Session
         The coordinator's session when this was made.
     submitter : Submitter
@@ -452,10 +449,10 @@ class ProcessSet(Operations):
     def _renew_submitter(self) -> Submitter:
         if self._current() is not self._session:
             raise NcclAborted(
-                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
-                "then; make it anew"
+                f"a process set of {len(self.ranks)} ranks has ended: its coordinator continues with other ranks; "
+                "make a new process set"
             )
-        return self._submitter  # its coordinator has ended, with this set's session
+        return self._submitter  # it raises the error of the coordinator, which has ended with this set's session
 
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"
@@ -496,7 +493,7 @@ def _engine_of(engine: str, over_mpi: bool) -> str:
     loaded = engine_name()
     if engine not in ("auto", "mpi", loaded):
         how = "NCCLPY_LIBRARY=host chooses the host engine" if engine == "host" else "NCCLPY_LIBRARY=cuda chooses NCCL"
-        raise NcclUnsupported(f"engine: {engine!r} was asked for, and {loaded!r} is loaded, one for all; {how}")
+        raise NcclUnsupported(f"engine: got {engine!r}, but {loaded!r} is loaded, and a process has one; {how}")
     return engine if over_mpi else loaded
 
 

@@ -7,7 +7,7 @@ cdef class LaunchStep:
 # A queue of steps that are taken in order.
 cdef class LaunchQueue:
     cdef str name
-    cdef object trouble
+    cdef object on_error
     cdef object steps  # a deque
     cdef object changed
     cdef object thread

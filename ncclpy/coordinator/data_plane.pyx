@@ -40,9 +40,9 @@ from ncclpy.process_group.group_status import GroupStatus
 
 
 cdef enum:
-    _NOBODY = 0
-    _HERE = 1  # the thread that added them
-    _ASIDE = 2  # the queue's thread
+    _NO_THREAD = 0
+    _ADDING_THREAD = 1  # the thread that added them
+    _QUEUE_THREAD = 2  # the queue's thread
 
 # Seconds between two checks whether a step is ready: at first, and at most.
 cdef double _SHORTEST_PAUSE = 200e-6, _LONGEST_PAUSE = 5e-3
@@ -64,8 +64,8 @@ cdef class LaunchQueue:
     """A queue of steps that are taken in order, by one thread at a time.
 
     Waking a thread costs more than a launch. So the thread that adds steps takes them, up to the first one that would
-    have to wait, for example for a communicator that is being made. From there on a thread of the queue takes them, so
-    the steps of other process sets are not held up.
+    have to wait, for example for a communicator that is being made. From that step on a thread of the queue takes them,
+    so that the steps of other process sets are not held up.
 
     Which thread takes the steps is decided under the GIL, by code that runs no Python. The condition is only for
     sleeping.
@@ -75,16 +75,16 @@ cdef class LaunchQueue:
     name : str
         The thread's name.
     trouble : callable
-        ``trouble(error)`` is called with what a step raises, which is a defect; the other steps are taken
+        ``on_error(error)`` is called with what a step raises, which is a defect; the other steps are taken
         nevertheless.
     """
 
-    def __init__(self, str name not None, trouble):
-        self.name, self.trouble = name, trouble
+    def __init__(self, str name not None, on_error):
+        self.name, self.on_error = name, on_error
         self.steps = deque()
         self.changed = threading.Condition(threading.Lock())
         self.thread = None
-        self.taker, self.ended = _NOBODY, False
+        self.taker, self.ended = _NO_THREAD, False
 
     def __len__(self):
         """Return how many steps are not taken yet."""
@@ -94,12 +94,12 @@ cdef class LaunchQueue:
         """Take steps here, or leave them to the queue's thread."""
         cdef LaunchStep step
         self.steps.extend(steps)
-        if self.taker != _NOBODY:
+        if self.taker != _NO_THREAD:
             return 0
-        self.taker = _HERE
+        self.taker = _ADDING_THREAD
         while True:
             if not self.steps:
-                self.taker = _NOBODY
+                self.taker = _NO_THREAD
                 return 0
             step = self.steps[0]
             if not self._is_ready(step):
@@ -111,14 +111,14 @@ cdef class LaunchQueue:
         try:
             return step.is_ready()
         except BaseException as error:
-            self.trouble(error)
-            return True  # it must not hold up the other steps, which may be the ends of others
+            self.on_error(error)
+            return True  # it must not hold up the other steps, which may end other launches
 
     cdef int _take(self, LaunchStep step) except -1:
         try:
             step.take()
         except BaseException as error:
-            self.trouble(error)
+            self.on_error(error)
         return 0
 
     cdef int put_first(self, LaunchStep step) except -1:
@@ -128,26 +128,26 @@ cdef class LaunchQueue:
 
     cdef int _leave_to_thread(self) except -1:
         with self.changed:
-            self.taker = _ASIDE
+            self.taker = _QUEUE_THREAD
             if self.thread is None:
-                self.thread = threading.Thread(target=self._go_on, name=self.name, daemon=True)
+                self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 self.thread.start()
             else:
                 self.changed.notify_all()
         return 0
 
-    def _go_on(self):
+    def _serve(self):
         cdef LaunchStep step
         while True:
             with self.changed:
-                while self.taker != _ASIDE:
+                while self.taker != _QUEUE_THREAD:
                     if self.ended:
                         return
                     self.changed.wait()
             while True:
                 with self.changed:
                     if not self.steps:
-                        self.taker = _NOBODY
+                        self.taker = _NO_THREAD
                         self.changed.notify_all()
                         break
                 step = self.steps[0]
@@ -171,7 +171,7 @@ cdef class LaunchQueue:
         with self.changed:
             self.ended = True
             self.changed.notify_all()
-            return self.changed.wait_for(lambda: self.taker == _NOBODY, timeout)
+            return self.changed.wait_for(lambda: self.taker == _NO_THREAD, timeout)
 
 
 cdef enum:
@@ -181,8 +181,8 @@ cdef enum:
     MIN = 3
     AVG = 4
     _ALIGNED = 16  # alignment of arrays in a fusion buffer, in bytes: the widest copy
-    _MOST_OPERATORS = 64
-    _AT_FIRST = 1 << 20  # bytes of a fusion buffer on GPUs, until it grows
+    _MAX_OPERATORS = 64
+    _INITIAL_BYTES = 1 << 20  # bytes of a fusion buffer on GPUs, until it grows
 
 #: The name of a coordinator's group over a store.
 OVER_STORE = "coordinator"
@@ -213,7 +213,7 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
     Returns
     -------
     ProcessGroup
-        It ends by itself, whatever the other group does when something fails.
+        The group. It does not end when the other group ends.
     """
     group.check_usable()
     cdef long long number = group.next_child()
@@ -316,8 +316,8 @@ cdef class DataPlane:
     cdef Connection connection
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
-    cdef object beginning  # the FusedLaunch with copies for a launch that is not made yet, or None
-    cdef object carrying  # the unfinished FusedLaunch of the slots, the oldest first
+    cdef object unsubmitted  # the FusedLaunch with copies for a launch that is not made yet, or None
+    cdef object unfinished  # the unfinished FusedLaunch of the slots, the oldest first
     cdef Ending ending
     cdef Py_ssize_t turn
     cdef Copier copier
@@ -329,18 +329,18 @@ cdef class DataPlane:
         self.rank, self.size, self.device = group.rank, group.size, group.device
         self.operators, self.slots, self.streams = {}, [], None
         self.copier = copier_of(group.device)
-        self.carrying = deque()
+        self.unfinished = deque()
         self.ending = Ending()
         self.connection = group.main_connection()
-        if copies_apart():  # to allocate later may wait for launches of other ranks here, which wait for this one
-            self._have_slots(_AT_FIRST)
+        if copies_apart():  # a later allocation may wait for launches of local ranks that wait for this rank
+            self._make_slots(_INITIAL_BYTES)
 
     def is_settled(self):
         """Return whether the communicator is made, or will never be made."""
         return self.connection.state != MAKING
 
     def is_free(self):
-        """Wait a moment at most; return whether the next copy-in of CPU memory then waits for no other rank."""
+        """Wait for a moment; return whether the next copy-in of CPU memory would then wait for no other rank."""
         cdef FusionBuffer slot
         if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
@@ -364,7 +364,7 @@ cdef class DataPlane:
             request.add_all(lowered)
         work.awaits = None
         self.group.submit(self.connection, request)
-        self.beginning = None
+        self.unsubmitted = None
         return 0
 
     cdef int _plain(self, Work work, const Operation* operation) except -1:
@@ -380,7 +380,7 @@ cdef class DataPlane:
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
-        """Return the number of an operator; with a factor, of one that multiplies the input first."""
+        """Return the number of an operator; with a factor, that of an operator that first multiplies the input."""
         cdef Communicator comm
         if factor is None:
             return op
@@ -390,7 +390,7 @@ cdef class DataPlane:
             found = [comm.pre_mul_sum(factor, DataType(datatype)), None]
         found[1] = work
         self.operators[datatype, factor] = found
-        if len(self.operators) > _MOST_OPERATORS:
+        if len(self.operators) > _MAX_OPERATORS:
             oldest = next(iter(self.operators))
             if (<Work>self.operators[oldest][1]).is_settled():  # no launch with it is on its way to NCCL
                 self.operators.pop(oldest)[0].close()
@@ -404,11 +404,11 @@ cdef class DataPlane:
         o.send = o.recv = view.pointer
         return 0
 
-    cdef VectorCollective _parts(self):
+    cdef VectorCollective _new_vector_collective(self):
         return new_vector_collective(self.device, self.size, self.rank)
 
-    cdef int _wait_for_room(self, object result) except -1:
-        """Let the communicator's stream wait for the framework's last use of a result's memory."""
+    cdef int _wait_for_memory(self, object result) except -1:
+        """Have the communicator's stream wait for the framework's last use of a result's memory."""
         cdef View view
         cdef CUstream stream
         read_view(result, &view, "result")
@@ -416,7 +416,7 @@ cdef class DataPlane:
             wait_behind(self.connection.stream, self.device, stream)
         return 0
 
-    # Launches. Each returns the FusedLaunch to copy out after it, or None.
+    # Launches. Each returns the FusedLaunch whose `copy_out` must follow, or None.
 
     def all_reduce(self, TensorEntry brought not None, int op, factor):
         """Launch an all-reduce in place."""
@@ -444,7 +444,7 @@ cdef class DataPlane:
         if not brought.is_staged():
             self._plain(brought.work, &o)
             return None
-        fused = self._carry(brought.view.nbytes, host_engine)
+        fused = self._next_fused_launch(brought.view.nbytes, host_engine)
         self._inner(fused, BROADCAST, brought.name)
         fused.add(brought.view.pointer, 0, brought.view.nbytes)
         fused.works.append(brought.work)
@@ -462,16 +462,16 @@ cdef class DataPlane:
         cdef VectorCollective vector
         cdef FusedLaunch fused
         cdef Work work
-        fused, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
+        fused, work, sent, into, scale = self._operands(brought, ALL_GATHER, result, True)
         counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
             validate_all_gather(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             self._plain(work, &o)
         else:
-            vector = self._parts()
+            vector = self._new_vector_collective()
             vector.all_gather_by_counts(sent, into, counts)
             self._vector(work, vector)
-        return self._back(fused, brought, result)
+        return self._add_copy_out(fused, brought, result)
 
     def scatter(self, TensorEntry brought not None, int op, factor, counts, result):
         """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
@@ -480,17 +480,17 @@ cdef class DataPlane:
         cdef VectorCollective vector
         cdef FusedLaunch fused
         cdef Work work
-        fused, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
+        fused, work, sent, into, _ = self._operands(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
             validate_reduce_scatter(&o, &s, &r, sent, into, self.device, self.size, self.rank)
             o.op = self._operator(o.datatype, op, factor, work)
             self._plain(work, &o)
         else:
-            vector = self._parts()
+            vector = self._new_vector_collective()
             vector.reduce_scatter_by_counts(sent, into, counts)
             vector.operation.op = self._operator(vector.operation.datatype, op, factor, work)
             self._vector(work, vector)
-        return self._back(fused, brought, result)
+        return self._add_copy_out(fused, brought, result)
 
     def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
         """Launch an all-to-all of parts with so many elements; `even` if all ranks' parts have one size, not 0."""
@@ -499,16 +499,16 @@ cdef class DataPlane:
         cdef VectorCollective vector
         cdef FusedLaunch fused
         cdef Work work
-        fused, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
+        fused, work, sent, into, scale = self._operands(brought, ALL_TO_ALL, result, True)
         send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
         if even:
             validate_all_to_all(&o, &s, &r, sent, into, self.device, self.size)
             self._plain(work, &o)
         else:
-            vector = self._parts()
+            vector = self._new_vector_collective()
             vector.all_to_all_by_counts(sent, into, send_counts, recv_counts)
             self._vector(work, vector)
-        return self._back(fused, brought, result)
+        return self._add_copy_out(fused, brought, result)
 
     def fuse(self, list members, int datatype, int op, factor, bint on_device):
         """Launch one all-reduce of several arrays in a fusion buffer; `on_device` if they are in device memory.
@@ -533,10 +533,10 @@ cdef class DataPlane:
         for _, count in members:
             offsets.append(offset)
             offset += (count * ITEMSIZE[datatype] + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        fused = self._carry(offset, host_engine or on_device)
+        fused = self._next_fused_launch(offset, host_engine or on_device)
         inner = self._inner(fused, ALL_REDUCE, f"{len(members)} fused")
         memset(&o, 0, sizeof(o))
-        o.op = self._operator(datatype, op, factor, inner)  # before copies begin: if this raises, none has to end
+        o.op = self._operator(datatype, op, factor, inner)  # may raise, so before copies begin
         for (brought, count), place in zip(members, offsets, strict=True):
             if brought is not None:
                 fused.add(brought.view.pointer, place, brought.view.nbytes)
@@ -570,12 +570,12 @@ cdef class DataPlane:
         fused.together = host_engine
         return fused.add(view.pointer, place, view.nbytes)
 
-    cdef CUstream _before(self) except? NULL:
+    cdef CUstream _copy_in_stream(self) except? NULL:
         """Return the stream of copies into a fusion buffer."""
         self._streams()
         return self.connection.stream if self.streams is None else (<Stream>self.streams[0]).raw
 
-    cdef CUstream _behind(self) except? NULL:
+    cdef CUstream _copy_out_stream(self) except? NULL:
         """Return the stream of copies out of a fusion buffer."""
         self._streams()
         return self.connection.stream if self.streams is None else (<Stream>self.streams[1]).raw
@@ -587,28 +587,28 @@ cdef class DataPlane:
             self.streams = Stream(self.device), Stream(self.device)
         return 0
 
-    cdef int _have_slots(self, size_t nbytes) except -1:
+    cdef int _make_slots(self, size_t nbytes) except -1:
         cdef FusionBuffer slot
         self.slots = [FusionBuffer(self.device), FusionBuffer(self.device)]
         if nbytes:
             for slot in self.slots:
-                slot.take(nbytes, self._before())
+                slot.take(nbytes, self._copy_in_stream())
         return 0
 
-    cdef FusedLaunch _carry(self, size_t nbytes, bint together):
+    cdef FusedLaunch _next_fused_launch(self, size_t nbytes, bint together):
         """Return a launch through the next slot; `together` if the device can address the copied memory."""
         cdef FusionBuffer slot
         if not self.slots:
-            self._have_slots(0)
+            self._make_slots(0)
         slot = self.slots[self.turn]
         self.turn = (self.turn + 1) % len(self.slots)
-        slot.take(max(<size_t>1, nbytes), self._before())
+        slot.take(max(<size_t>1, nbytes), self._copy_in_stream())
         fused = new_fused_launch(
-            slot, self.ending, self._comm(), self.copier, together, self._before(), self._behind()
+            slot, self.ending, self._comm(), self.copier, together, self._copy_in_stream(), self._copy_out_stream()
         )
-        while self.carrying and self.carrying[0].is_over():
-            self.carrying.popleft()
-        self.carrying.append(fused)
+        while self.unfinished and self.unfinished[0].is_over():
+            self.unfinished.popleft()
+        self.unfinished.append(fused)
         return fused
 
     cdef Work _inner(self, FusedLaunch fused, int kind, str name):
@@ -619,18 +619,18 @@ cdef class DataPlane:
         inner.timed = self.group.is_timed()
         inner.held = fused.kept
         fused.inner = inner
-        self.beginning = fused
+        self.unsubmitted = fused
         return inner
 
     cdef int _copy_in(self, FusedLaunch fused) except -1:
-        fused.copy_in(self._before())
+        fused.copy_in(self._copy_in_stream())
         if self.streams is not None:
-            record_behind(fused.inner, self._before())
+            record_behind(fused.inner, self._copy_in_stream())
         return 0
 
     def abandon(self, error):
         """Fail the launch that could not be made; its arrays are held until copies of them end."""
-        fused, self.beginning = self.beginning, None
+        fused, self.unsubmitted = self.unsubmitted, None
         if fused is not None:
             fused.abandon(error)
 
@@ -640,7 +640,7 @@ cdef class DataPlane:
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         cdef FusedLaunch fused
         read_view(result, &view, "result")
-        fused = self._carry(place + view.nbytes, host_engine)
+        fused = self._next_fused_launch(place + view.nbytes, host_engine)
         work = self._inner(fused, kind, brought.name)
         fused.add(brought.view.pointer, 0, brought.view.nbytes)
         fused.works.append(brought.work)
@@ -652,16 +652,16 @@ cdef class DataPlane:
         dtype = DataType(brought.view.datatype)
         return fused, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
-    cdef tuple _places(self, TensorEntry brought, int kind, object result, bint as_bytes):
-        """Return the same, also for an array that need not be staged: its data are sent in place."""
+    cdef tuple _operands(self, TensorEntry brought, int kind, object result, bint as_bytes):
+        """Return the same as `_staged`; for an array that is not staged, its own memory and the result's."""
         self._comm()
         if brought.is_staged():
             return self._staged(brought, kind, result, as_bytes)
-        self._wait_for_room(result)
+        self._wait_for_memory(result)
         brought.work.held = (brought.array, result)
         return None, brought.work, brought.array, result, 1
 
-    cdef FusedLaunch _back(self, FusedLaunch fused, TensorEntry brought, object result):
+    cdef FusedLaunch _add_copy_out(self, FusedLaunch fused, TensorEntry brought, object result):
         """Have a staged result copied out into its array."""
         cdef View view
         cdef size_t place
@@ -685,18 +685,18 @@ cdef class DataPlane:
         cdef Launch launch
         cdef FusedLaunch fused
         cdef Work work
-        # Before the group does: its error would name the group, of which the user knows nothing.
+        # Before the group ends the launches: its error would name the group, which the user does not know.
         if self.ending.error is None:
             self.ending.error = error
         for launch in list(self.connection.launches):
             launch.end(error)
-        for fused in list(self.carrying):
+        for fused in list(self.unfinished):
             for work in fused.members():
-                if work.launch is fused:  # else its launch has failed just now, and it ends with the copies in
+                if work.launch is fused:  # otherwise its launch has just failed, and it ends with the copies into the buffer
                     work.settle(error)
-        own = copy.copy(error)  # the group marks its error as given to the program, as its hook has been called
-        own.__cause__ = error
-        self.group.end_with(own, text_of(error), True)
+        group_error = copy.copy(error)  # the group marks its error as given to the program, as its hook has been called
+        group_error.__cause__ = error
+        self.group.end_with(group_error, text_of(error), True)
 
     def close(self, timeout):
         """Wait for what was launched, and release everything."""
@@ -717,5 +717,5 @@ cdef class DataPlane:
 
 
 def aside(task):
-    """Have `task()` run in a thread for users' callbacks."""
+    """Call `task()` in a thread for users' callbacks."""
     user_executor.submit(task)

@@ -50,7 +50,7 @@ cdef class ProcessSetWorker:
     cdef long long fusion_bytes
     cdef long long large
     cdef OperationStats counts
-    cdef object trouble
+    cdef object on_error
     cdef object on_launch
     cdef readonly LaunchQueue turns
 

@@ -61,7 +61,7 @@ class ProcessSetWorker:
         fusion_bytes: int,
         staged: bool,
         counts: OperationStats,
-        trouble: Callable[[BaseException], object],
+        on_error: Callable[[BaseException], object],
         cache: int,
         host_plane: DataPlane | None = None,
         for_devices: bool = True,

@@ -163,7 +163,7 @@ cdef class ProcessSetWorker:
     counts : OperationStats
         The counters to add to.
     trouble : callable
-        ``trouble(error)`` is called with the error of a launch, for which the other ranks would otherwise wait for
+        ``on_error(error)`` is called with the error of a launch, for which the other ranks would otherwise wait for
         ever.
     cache : int
         How many names, or groups of names, are remembered.
@@ -176,7 +176,7 @@ cdef class ProcessSetWorker:
     """
 
     def __init__(
-        self, Pending pending not None, plane, long long fusion_bytes, bint staged, OperationStats counts not None, trouble,
+        self, Pending pending not None, plane, long long fusion_bytes, bint staged, OperationStats counts not None, on_error,
         Py_ssize_t cache, host_plane=None, bint for_devices=True, on_launch=None
     ):
         self.pending, self.label = pending, pending.label
@@ -187,9 +187,9 @@ cdef class ProcessSetWorker:
         self.fusion_bytes = min(fusion_bytes, _TOGETHER_ON_DEVICES) if staged else fusion_bytes
         self.staged = staged and host_plane is None
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
-        self.counts, self.trouble, self.on_launch = counts, trouble, on_launch
+        self.counts, self.on_error, self.on_launch = counts, on_error, on_launch
         self.memory = Memory(cache)
-        self.turns = LaunchQueue(f"ncclpy-coordinator-{self.number}", trouble)
+        self.turns = LaunchQueue(f"ncclpy-coordinator-{self.number}", on_error)
 
     # Bringing.
 
@@ -255,7 +255,7 @@ cdef class ProcessSetWorker:
                 self._plane_of(step).abandon(failure)  # first: arrays that are being copied must not be freed
             except BaseException as another:  # then it is unknown when the copies end
                 _kept.append(brought)
-                self.trouble(another)
+                self.on_error(another)
             for part in brought:
                 if part is not None:
                     part.fail(failure)
@@ -263,7 +263,7 @@ cdef class ProcessSetWorker:
             if call is not None and len(brought) == 1 and not step.fused:
                 call.fail(failure)
             if not isinstance(error, _Meaningless):
-                self.trouble(failure)
+                self.on_error(failure)
             return 0
         if fused is not None:
             for each in reversed(fused if isinstance(fused, list) else [fused]):
@@ -317,7 +317,7 @@ cdef class ProcessSetWorker:
         except BaseException as error:
             failure = error if isinstance(error, NcclError) else _not_launched(error)
             fused.end(failure)
-            self.trouble(failure)
+            self.on_error(failure)
         return 0
 
     cdef bint _can_launch(self, Step step) except -1:

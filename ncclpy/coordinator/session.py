@@ -143,7 +143,7 @@ class Session:
         self._lock = threading.RLock()  # a signal handler may call this object again
         self._closing: tuple[int, str] | None = None
         # The waits in progress (`_joining`, `_defining`), and the waits whose result has arrived and was not taken yet
-        # (`_joined`, `_defined`): if the thread has stopped waiting, a later call takes it.
+        # (`_joined`, `_defined`). If the thread has stopped waiting, a later call takes the result.
         self._joining: _Wait[int] | None = None
         self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
@@ -153,8 +153,8 @@ class Session:
         self._ending, self._over = threading.Event(), threading.Event()
         self._release_error: BaseException | None = None
         self._orderly = False  # whether it was ended by a shutdown on all ranks
-        self.unfinished: list[str] = []  # the operations that were pending when it ended
-        self.failures: list[BaseException] = []  # the error that these have failed with
+        self.unfinished: list[str] = []  # names of the operations that were pending when the session ended
+        self.failures: list[BaseException] = []  # the error with which these have failed
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
@@ -515,16 +515,16 @@ class Session:
             self.backend.skip_part(members)
             return
         with self._lock:
-            mine = self._defining.pop(members)
-            self._defined[members] = mine
+            waiting = self._defining.pop(members)
+            self._defined[members] = waiting
         try:
             part = self.backend.part(f"{self.backend.name}/set {number}", members)
             made = self._members[number] = self._member(number, members, part)
         except BaseException as error:
-            mine.fail(error)
+            waiting.fail(error)
             self.fail_all_ranks(error)
         else:
-            mine.tell(made)
+            waiting.tell(made)
 
     def _look_for_cause(self) -> None:
         """If the session ends before it has begun, read from the store why another rank could not begin.
@@ -535,7 +535,7 @@ class Session:
             with contextlib.suppress(NcclError):
                 self._cause = self.backend.failure()
 
-    def _closes(self, rank: int, reason: str) -> None:
+    def _closing_begun(self, rank: int, reason: str) -> None:
         self._look_for_cause()
         with self._lock:
             self._closing = rank, reason
@@ -594,7 +594,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "stalled": Session._stalled,
     "all_joined": Session._all_joined,
     "group": Session._group,
-    "closing": Session._closes,
+    "closing": Session._closing_begun,
     "ended": Session._ended,
 }
 

@@ -347,7 +347,7 @@ def test_missing_ranks_are_named():
     [
         ({"engine": "mpi"}, ValueError, "of an MPI communicator: pass one as the transport"),
         ({"engine": "gloo"}, ValueError, "expected 'auto'"),
-        ({"engine": "nccl"}, ncclpy.NcclUnsupported, "'nccl' was asked for, and 'host' is loaded"),
+        ({"engine": "nccl"}, ncclpy.NcclUnsupported, "got 'nccl', but 'host' is loaded"),
         ({"fusion_bytes": -1}, ValueError, "fusion_bytes"),
     ],
 )

@@ -288,7 +288,7 @@ def test_block_waits_on_the_cpu_if_one_of_its_operations_does():
         together = CoalescedWork(None)
         for each in kinds:
             together.note(each)
-        assert together.blocks == blocks
+        assert together.blocks_cpu == blocks
 
 
 DAEMON = """

@@ -1,8 +1,8 @@
 """The backend "ncclpy" of torch.distributed: c10d's operations on a process group of ncclpy.
 
 Torch calls a `TorchBackend` through its own class for backends, see `extension`. The process group carries out each
-operation, with its checks and waits. Here are only torch's conventions: arguments as lists, as parts of one tensor, by
-rows, in place; and tensors that stand in for others, see `tensors`.
+operation, with its checks and waits. This module only translates torch's conventions: arguments as lists, as parts of
+one tensor, by rows, in place; and tensors that stand in for others, see `tensors`.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class TorchBackend:
     rank, size : int
         This rank, and the number of ranks: asking the group for them would make it.
     make : callable
-        Called with a torch.device, or None for one of its choice, returns the `ProcessGroup`. On GPUs the first
-        operation calls it, as only its tensors tell on which device this rank works.
+        Called with a torch.device, or None for a default; returns the `ProcessGroup`. On GPUs the first operation
+        calls it, as only the operation's tensors determine this rank's device.
     on_gpu : bool
         Whether the engine works on GPUs: then tensors in CPU memory are staged on one.
     timeout : float
         The timeout of the group, in seconds.
     split : callable
-        Called with a store, ranks, a timeout and a name, makes a backend of some of the ranks.
+        Called with a store, ranks, a timeout and a name; makes a backend of some of the ranks.
     store : torch.distributed.Store
         The store of the ranks' rendezvous.
     options : mapping
@@ -84,14 +84,14 @@ class TorchBackend:
     ) -> None:
         self.rank, self.size = rank, size
         self._make, self._on_gpu = make, on_gpu
-        self._making = threading.Lock()
-        self._made: ProcessGroup | None = None if on_gpu else make(None)
-        self._given = timeout
+        self._make_lock = threading.Lock()
+        self._made_group: ProcessGroup | None = None if on_gpu else make(None)
+        self._timeout = timeout
         self.changed_timeout: float | None = None  # of new operations, if it was changed
         self._device: Any = None
         self._blocks: dict[int, CoalescedWork] = {}  # open blocks, by thread; mostly there is none
-        self._preferred: Any = None  # the device for a group if no tensor has named one
-        self._over = False  # it has ended before it was made
+        self._preferred_device: Any = None  # the device for a group if no tensor has named one
+        self._has_ended = False  # whether the torch group has ended before its `ProcessGroup` was made
         self.split, self.store, self.options = split, store, dict(options or {})
         self.store_shutdown: StoreShutdown | None = None  # of the world's store
 
@@ -99,36 +99,36 @@ class TorchBackend:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group; it is made now if it was not."""
-        return self._made or self._begin_with(None)
+        """The process group; the first use makes it."""
+        return self._made_group or self._begin_with(None)
 
     def _begin_with(self, device: Any) -> ProcessGroup:
-        with self._making:
-            if self._over:
+        with self._make_lock:
+            if self._has_ended:
                 raise NcclAborted("this torch process group has ended: it was aborted or shut down before any use")
-            if self._made is None:
+            if self._made_group is None:
                 import torch
 
                 if device is None or device.type == "cpu":
-                    device = self._preferred
-                made = self._make(device)
-                self._device = device or torch.device("cuda", made.device)
-                self._made = made  # last: other threads read it without the lock
-            return self._made
+                    device = self._preferred_device
+                group = self._make(device)
+                self._device = device or torch.device("cuda", group.device)
+                self._made_group = group  # last: other threads read it without the lock
+            return self._made_group
 
     def prefer(self, device: Any) -> None:
-        """Set the GPU of the group if no tensor names one: the group is bound to it, or a barrier has named it."""
-        self._preferred = device
+        """Set the GPU that the group takes if no tensor determines one: the group's bound device, or a barrier's."""
+        self._preferred_device = device
 
     def _end(self) -> ProcessGroup | None:
-        """Return the group, which ends next; without one, none is made any more."""
-        with self._making:
-            self._over = self._made is None
-            return self._made
+        """Return the group, which the caller ends; if there is none, no later call makes one."""
+        with self._make_lock:
+            self._has_ended = self._made_group is None
+            return self._made_group
 
     def _staging(self, tensor: Any) -> Staging:
         """Return the `Staging` for the tensors of an operation, of which this is one."""
-        if self._made is None:
+        if self._made_group is None:
             self._begin_with(tensor.device)
         if self._blocks:
             self._open_block()
@@ -136,59 +136,59 @@ class TorchBackend:
 
     def _open_block(self) -> CoalescedWork | None:
         """Return the block that this thread is in, and open it if it is not open; None if it is in none."""
-        together = self._block()
-        if together is not None:
-            together.open(self.group)
-        return together
+        coalesced = self._block()
+        if coalesced is not None:
+            coalesced.open(self.group)
+        return coalesced
 
     def _limit(self, timeout: float | None) -> float | None:
         """Return the timeout for an operation."""
         if self._blocks and self._block() is not None:
-            return None  # the block's is for all of them
+            return None  # the block's timeout applies to all of its operations
         return self.changed_timeout if timeout is None else timeout
 
     def _work(
         self, begun: Work[Any], outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1
     ) -> TorchWork:
-        """Return the work that torch gets for an operation that was begun on tensors `like` this one."""
-        blocks = not self._on_gpu or like.is_cpu
-        together = self._block() if self._blocks else None
-        if together is None:
-            return TorchWork(begun, outputs, staging.after, blocks, self.group, source)
-        together.outputs += outputs
-        together.after += staging.after
-        together.note(blocks)
-        return PartWork(together, begun, outputs, blocks, self.group, source)
+        """Return the work for torch of a begun operation; a wait depends on the device of the tensor `like`."""
+        blocks_cpu = not self._on_gpu or like.is_cpu
+        coalesced = self._block() if self._blocks else None
+        if coalesced is None:
+            return TorchWork(begun, outputs, staging.after, blocks_cpu, self.group, source)
+        coalesced.outputs += outputs
+        coalesced.after += staging.after
+        coalesced.note(blocks_cpu)
+        return PartWork(coalesced, begun, outputs, blocks_cpu, self.group, source)
 
-    # Operations that torch's C++ begins on the group itself, as they need nothing of this layer.
+    # Operations that C++ begins on the group itself, as they need nothing of this layer.
 
     def direct(self) -> tuple[Any, ...] | None:
-        """Return what C++ needs for that, None until there is a group.
+        """Return the objects that C++ needs to begin operations itself, None until there is a group.
 
         Returns
         -------
         tuple
-            The group, the open blocks, the operators by torch's number, what returns the number of a device's current
-            stream (None on CPUs), and the class of ncclpy's errors.
+            The group, the open blocks, the operators by torch's number, a function that returns the number of a
+            device's current stream (None on CPUs), and the class of ncclpy's errors.
         """
-        if self._made is None:
+        if self._made_group is None:
             return None
         stream_of = None
         if self._on_gpu:
             import torch
 
             stream_of = torch._C._cuda_getCurrentRawStream
-        return self._made, self._blocks, OPERATORS, stream_of, NcclError
+        return self._made_group, self._blocks, OPERATORS, stream_of, NcclError
 
     def stand_for(self, begun: Work[Any], outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
         """Return the work that torch gets for an operation that C++ has begun."""
         return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
 
     def fail(self, error: NcclError) -> None:
-        """Raise, as torch's, an error of the group or of one of its works."""
+        """Raise an error of the group, or of one of its works, as torch's class of errors."""
         raise backend_error(error) from error
 
-    # Memory that NCCL knows, by torch's names for it.
+    # Memory that is registered with NCCL, under torch's names.
 
     @property
     def mem_allocator(self) -> Any:
@@ -210,8 +210,8 @@ class TorchBackend:
             )
         if not torch_memory.holds(pool):
             raise NcclUnsupported(
-                "register_mem_pool: what pools over this backend's mem_allocator allocate is registered then; "
-                "`ncclpy.memory.attach('torch', hooks=True)` registers what other pools of torch have"
+                "register_mem_pool: pools over this backend's mem_allocator are registered when they allocate memory; "
+                "`ncclpy.memory.attach('torch', hooks=True)` registers the memory of torch's other pools"
             )
 
     def deregister_mem_pool(self, pool: Any) -> None:
@@ -225,39 +225,39 @@ class TorchBackend:
 
     @_operation
     def start_coalescing(self, timeout: float | None = None) -> None:
-        """Begin a block: what this thread begins until `end_coalescing` is one launch."""
+        """Begin a block: the operations that this thread begins until `end_coalescing` are one launch."""
         self.drop_coalescing()  # torch does not end a block that an exception has left
         limit = self.changed_timeout if timeout is None else timeout
         self._blocks[threading.get_ident()] = CoalescedWork(limit)
 
     def drop_coalescing(self) -> None:
         """End the block that this thread is in, if any, without a launch: its works fail."""
-        left = self._blocks.pop(threading.get_ident(), None)
-        if left is not None:
-            left.leave(NcclAborted("its coalescing block was left by an exception, or begun anew"))
+        coalesced = self._blocks.pop(threading.get_ident(), None)
+        if coalesced is not None:
+            coalesced.leave(NcclAborted("its coalescing block was left by an exception, or begun anew"))
 
     @_operation
     def end_coalescing(self) -> TorchWork:
         """Launch what was begun in the block."""
-        together = self._blocks.pop(threading.get_ident(), None)
-        if together is None:
+        coalesced = self._blocks.pop(threading.get_ident(), None)
+        if coalesced is None:
             raise RuntimeError("end_coalescing: this thread is in no block")
-        together.open(self.group).__exit__(None, None, None)
-        work = TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
-        together.work = work
-        for each in together.told:
+        coalesced.open(self.group).__exit__(None, None, None)
+        work = TorchWork(coalesced.begun, coalesced.outputs, coalesced.after, coalesced.blocks_cpu, self.group)
+        coalesced.work = work
+        for each in coalesced.deferred_callbacks:
             each(work)
         return work
 
     @contextlib.contextmanager
-    def _as_one(self, timeout: float | None) -> Iterator[list[TorchWork]]:
+    def _one_launch(self, timeout: float | None) -> Iterator[list[TorchWork]]:
         """Make one launch of a block, unless it is within another block; give a list, to which the work is added."""
         works: list[TorchWork] = []
-        together = self._block()
-        if together is not None:
+        coalesced = self._block()
+        if coalesced is not None:
             yield works
-            together.open(self.group)
-            works.append(PartWork(together, together.begun, [], together.blocks, self.group))
+            coalesced.open(self.group)
+            works.append(PartWork(coalesced, coalesced.begun, [], coalesced.blocks_cpu, self.group))
             return
         self.start_coalescing(timeout)
         try:
@@ -298,7 +298,7 @@ class TorchBackend:
 
         reduction, factor = operator_of(op)
         if reduction is not ReduceOp.SUM:
-            raise NcclUnsupported(f"op: sparse tensors know the sum only, not {reduction.name}")
+            raise NcclUnsupported(f"op: sparse tensors can only be summed, got {reduction.name}")
         staging = self._staging(tensor)
         entries = tensor.coalesce()
         indices, values = entries.indices(), entries.values()
@@ -311,8 +311,8 @@ class TorchBackend:
 
         def take() -> None:
             indices, values = (part.to(tensor.device) for part in begun.result())
-            # It has other ranks' indices and is checked here: torch does not check it later, and would write where
-            # they say.
+            # Checked here, as its indices are from other ranks: torch does not check them later, and would write
+            # outside the tensor.
             made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
             bring(made, tensor)
 
@@ -322,7 +322,7 @@ class TorchBackend:
     def allreduce_coalesced(self, tensors: list[Any], op: Any, timeout: float | None) -> TorchWork:
         """Reduce several tensors in place, in one launch; memory that two of them share is reduced once."""
         places = Places()
-        with self._as_one(timeout) as works:
+        with self._one_launch(timeout) as works:
             for tensor in tensors:
                 self._reduce_one(tensor, op, len(tensors) > 1 and not tensor.is_sparse and places.has(tensor))
         return works[0]
@@ -351,7 +351,7 @@ class TorchBackend:
         sent, parts = _only(inputs, "inputs"), _only(outputs, "outputs")
         _count(parts, self.size, "outputs")
         staging = self._staging(sent)
-        # Other ranks may gather parts of one size in one tensor: it has to be the same launch.
+        # Other ranks may gather parts of one size in one tensor: the launches have to match.
         held = staging.flat_received(parts) if are_even(sent, parts) else staging.all_received(parts)
         begun = self.group.all_gather(staging.sent(sent), held, timeout=self._limit(timeout))
         return self._work(begun, parts, staging, sent)
@@ -366,14 +366,14 @@ class TorchBackend:
     def allgather_coalesced(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
         """Gather several parts of each rank; ``outputs[rank][i]`` is the i-th of a rank."""
         _count(outputs, self.size, "outputs")
-        with self._as_one(timeout) as works:
+        with self._one_launch(timeout) as works:
             for i, sent in enumerate(inputs):
                 self.allgather([[each[i] for each in outputs]], [sent], None)
         return works[0]
 
     def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], timeout: float | None) -> TorchWork:
-        """Do the same as `all_gather_single` for several, in one launch."""
-        with self._as_one(timeout) as works:
+        """Run `all_gather_single` for several tensors, in one launch."""
+        with self._one_launch(timeout) as works:
             for output, sent in zip(outputs, inputs, strict=True):
                 self.all_gather_single(output, sent, None)
         return works[0]
@@ -423,8 +423,8 @@ class TorchBackend:
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], inputs: list[Any], op: Any, timeout: float | None
     ) -> TorchWork:
-        """Do the same as `reduce_scatter_single` for several, in one launch."""
-        with self._as_one(timeout) as works:
+        """Run `reduce_scatter_single` for several tensors, in one launch."""
+        with self._one_launch(timeout) as works:
             for output, sent in zip(outputs, inputs, strict=True):
                 self.reduce_scatter_single(output, sent, op, None)
         return works[0]
@@ -438,7 +438,7 @@ class TorchBackend:
         size = self.size
         if output_rows or sent_rows:
             counts = _elements(sent, sent_rows, size, "input"), _elements(output, output_rows, size, "output")
-        else:  # counts all the same: other ranks may pass numbers of rows, and it has to be the same launch
+        else:  # equal counts: other ranks may pass numbers of rows, and the launches have to match
             counts = _equal_parts(sent, output, size)
         begun = self.group.all_to_all(
             staging.sent(sent), staging.received(output), *counts, timeout=self._limit(timeout)
@@ -465,12 +465,12 @@ class TorchBackend:
 
             self._begin_with(None)
             producer = torch.cuda.current_stream(self._device)
-        together = self._open_block()
+        coalesced = self._open_block()
         begun = self.group.barrier(stream=producer, timeout=self._limit(timeout))
-        if together is None:
+        if coalesced is None:
             return TorchWork(begun, [], (), True, self.group)
-        together.note(True)
-        return PartWork(together, begun, [], True, self.group)
+        coalesced.note(True)
+        return PartWork(coalesced, begun, [], True, self.group)
 
     @_operation
     def monitored_barrier(self, timeout: float | None, wait_all_ranks: bool) -> None:
@@ -504,15 +504,15 @@ class TorchBackend:
 
     def sequence_number(self) -> int:
         """Return how many collectives were begun; this makes no group."""
-        return 0 if self._made is None else self._made.seq
+        return 0 if self._made_group is None else self._made_group.seq
 
     def set_timeout(self, seconds: float) -> None:
         """Set another timeout for operations that begin from now on."""
-        self._given = self.changed_timeout = seconds
+        self._timeout = self.changed_timeout = seconds
 
     def timeout_ms(self) -> int:
         """Return the group's timeout in milliseconds."""
-        return int(self._given * 1e3)
+        return int(self._timeout * 1e3)
 
     @_operation
     def connect(self, device: Any) -> None:
@@ -522,13 +522,13 @@ class TorchBackend:
 
     @_operation
     def wait_for_pending_works(self) -> None:
-        """Wait until all that was begun is done."""
-        if self._made is not None:
-            self._made.wait_for_pending_works()
+        """Wait until all operations that were begun are done."""
+        if self._made_group is not None:
+            self._made_group.wait_for_pending_works()
 
     def error_type(self) -> int:
         """Return c10d's number for the error that has ended the group, 0 if there is none."""
-        error = None if self._made is None else self._made.error
+        error = None if self._made_group is None else self._made_group.error
         if error is None:
             return _SUCCESS
         return _TIMEOUT if isinstance(error, TimeoutError) else _COMM_ERROR
@@ -536,25 +536,25 @@ class TorchBackend:
     @_operation
     def abort(self) -> None:
         """End the group on all ranks, and release everything."""
-        made = self._end()
-        if made is not None:
-            made.abort("its torch process group was aborted")
-            made.close()
+        group = self._end()
+        if group is not None:
+            group.abort("its torch process group was aborted")
+            group.close()
 
     @_operation
     def shutdown(self) -> None:
         """Wait for all operations, and release everything."""
-        made = self._end()
+        group = self._end()
         try:
-            if made is not None:
-                made.close()
+            if group is not None:
+                group.close()
         finally:
             if self.store_shutdown is not None:  # torch drops the store next, which ends its server if it is here
                 self.store_shutdown.end()
 
 
 def _only(tensors: Sequence[Any], argument: str) -> Any:
-    """Return the only tensor, or list, of a list: several were for processes with several devices."""
+    """Return the only element of a list; torch's lists with several were for processes with several devices."""
     if len(tensors) != 1:
         raise ValueError(f"{argument}: expected one, as a rank has one device, got {len(tensors)}")
     return tensors[0]

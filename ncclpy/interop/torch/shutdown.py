@@ -36,7 +36,7 @@ _POLLS_PER_SECOND = 500
 _CONNECT_TIMEOUT = 5.0
 
 # Keys, below the world's: each rank's process, and that it makes no more calls; which process serves, and its end.
-_PROCESS, _LEFT, _SERVER, _ENDS = "process/", "left/", "server", "ends"
+_PROCESS_PREFIX, _LEFT_PREFIX, _SERVER_KEY, _ENDS_KEY = "process/", "left/", "server", "ends"
 
 
 class IdleConnection:
@@ -74,37 +74,37 @@ _lock = threading.Lock()
 _connections: dict[tuple[str, int], IdleConnection] = {}
 
 
-def _tcp_store(theirs: Any) -> Any:
+def _tcp_store(torch_store: Any) -> Any:
     """Return the TCPStore below a store of torch, None if it is a store of another kind."""
-    while hasattr(theirs, "underlying_store"):
-        theirs = theirs.underlying_store
-    return theirs if hasattr(theirs, "host") and hasattr(theirs, "port") else None
+    while hasattr(torch_store, "underlying_store"):
+        torch_store = torch_store.underlying_store
+    return torch_store if hasattr(torch_store, "host") and hasattr(torch_store, "port") else None
 
 
-def connection_to(theirs: Any) -> IdleConnection | None:
+def connection_to(torch_store: Any) -> IdleConnection | None:
     """Return this process's connection to the server of a TCPStore; None for another store."""
-    tcp = _tcp_store(theirs)
+    tcp = _tcp_store(torch_store)
     if tcp is None:
         return None
-    place = (str(tcp.host), int(tcp.port))
+    address = (str(tcp.host), int(tcp.port))
     with _lock:
-        there = _connections.get(place)
-    if there is not None and not there.has_ended():  # if it has, another server may be there by now
-        return there
-    made = IdleConnection(*place)
+        existing = _connections.get(address)
+    if existing is not None and not existing.has_ended():  # if it has, another server may be there by now
+        return existing
+    made = IdleConnection(*address)
     with _lock:
-        now = _connections.get(place)
-        if now is there:
-            now = _connections[place] = made
-    for each in (there, made):
-        if each is not None and each is not now:
+        current = _connections.get(address)
+        if current is existing:
+            current = _connections[address] = made
+    for each in (existing, made):
+        if each is not None and each is not current:
             each.close()
-    return now
+    return current
 
 
-def _serves(theirs: Any) -> bool:
-    """Return whether the server is in this process: since 2.7 the text form of torch's store has it."""
-    return "server=TCPServer" in repr(_tcp_store(theirs))
+def _serves(torch_store: Any) -> bool:
+    """Return whether the server is in this process: since 2.7 the text form of torch's store tells."""
+    return "server=TCPServer" in repr(_tcp_store(torch_store))
 
 
 class StoreShutdown:
@@ -112,7 +112,7 @@ class StoreShutdown:
 
     Parameters
     ----------
-    theirs
+    torch_store
         The store of torch's world, on a TCPStore.
     store
         The same store, for this alone. The n-th world of one rank there is the n-th of the others.
@@ -120,22 +120,25 @@ class StoreShutdown:
         This process's rank in the world, and the number of ranks.
     """
 
-    def __init__(self, theirs: Any, store: Store, rank: int, size: int) -> None:
+    def __init__(self, torch_store: Any, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore(f"shutdown/{store.add(f'shutdown/made-by/{rank}', 1)}", store)
-        self._rank, self._size, self._serves = rank, size, _serves(theirs)
+        self._rank, self._size, self._serves = rank, size, _serves(torch_store)
         self._lock = threading.Lock()
         self._ncalls = self._nrecoveries = 0
         self._pid = os.getpid()
         self._has_ended = False
         #: Heartbeats, which call the store from their own threads; they are made between `begin_call` and `end_call`.
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Which process serves, for errors.
+        #: The process that serves the store, for error texts.
         self.server = "its server"
         self._server: tuple[int, str] | None = None  # pid and start of that process, if it is on this machine
-        me = process()
-        self._store.set(f"{_PROCESS}{rank}", f"{me['machine']}\n{me['pid']}\n{me['start']}".encode())
+        own_process = process()
+        self._store.set(
+            f"{_PROCESS_PREFIX}{rank}",
+            f"{own_process['machine']}\n{own_process['pid']}\n{own_process['start']}".encode(),
+        )
         if self._serves:
-            self._store.set(_SERVER, str(rank).encode())
+            self._store.set(_SERVER_KEY, str(rank).encode())
         else:
             threading.Thread(target=self._watch_server, name="ncclpy-torch-shutdown", daemon=True).start()
         atexit.register(self.end)
@@ -158,7 +161,7 @@ class StoreShutdown:
             self._ncalls -= 1
 
     def end(self) -> None:
-        """Make no more calls and announce it; in the process that serves, wait until the others make none either."""
+        """Make no more calls, and announce that; the process that serves waits until the others make none either."""
         if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
             return
         wait_for_ends()
@@ -173,18 +176,18 @@ class StoreShutdown:
             beat.close()
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
             if not self._serves:
-                # Its answer is sent before the server sees another call.
-                self._store.add(f"{_LEFT}{self._rank}", 1)
+                # The server answers this call before it reads another one.
+                self._store.add(f"{_LEFT_PREFIX}{self._rank}", 1)
                 return
-            self._store.set(_ENDS, b"1")
+            self._store.set(_ENDS_KEY, b"1")
             others = [rank for rank in range(self._size) if rank != self._rank]
             _until(lambda: all(self._is_gone(rank) for rank in others), deadline)
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """Go on making calls during a recovery, although the process that serves has left the world meanwhile.
+        """Continue to make calls during a recovery, even if the process that serves leaves the world meanwhile.
 
-        The ranks leave a recovery one after the other. The first of them may serve, and make the world end.
+        The ranks leave a recovery one after the other. The first of them may be the server, and end the world.
         """
         with self._lock:
             self._nrecoveries += 1  # a second thread's call is refused, and does not end the first one's
@@ -196,28 +199,28 @@ class StoreShutdown:
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank makes no calls: it announced so, has ended or is stopped here, or has not joined."""
-        if self._store.check([f"{_LEFT}{rank}"]):
+        if self._store.check([f"{_LEFT_PREFIX}{rank}"]):
             return True
-        there = self._process_of(rank)
-        return there is None or (there[0] == MACHINE and process_state(int(there[1]), there[2]) != "lives")
+        existing = self._process_of(rank)
+        return existing is None or (existing[0] == MACHINE and process_state(int(existing[1]), existing[2]) != "lives")
 
     def _process_of(self, rank: int) -> list[str] | None:
-        """Return machine, pid and start of a rank's process, None if it is not there yet."""
-        told = self._store.compare_set(f"{_PROCESS}{rank}", None, None)[1]
-        return None if told is None else told.decode().split("\n")
+        """Return machine, pid and start of a rank's process, None if it has not joined yet."""
+        published = self._store.compare_set(f"{_PROCESS_PREFIX}{rank}", None, None)[1]
+        return None if published is None else published.decode().split("\n")
 
     def _watch_server(self) -> None:
         """Wait until the server is about to end, and confirm it."""
         is_known = False
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):
             while not self._has_ended and not (self._server and has_begun_to_end(*self._server)):
-                if not is_known and self._store.check([_SERVER]):
+                if not is_known and self._store.check([_SERVER_KEY]):
                     is_known = True
-                    rank = int(self._store.get(_SERVER))
+                    rank = int(self._store.get(_SERVER_KEY))
                     machine, pid, start = self._process_of(rank) or ["", "", ""]
                     self.server = f"rank {rank}'s process, {pid}, which serves it,"
                     self._server = (int(pid), start) if machine == MACHINE else None
-                if not self._nrecoveries and self._store.check([_ENDS]):
+                if not self._nrecoveries and self._store.check([_ENDS_KEY]):
                     self.end()
                     return
                 time.sleep(max(_POLL_INTERVAL, self._size / _POLLS_PER_SECOND))

@@ -1,4 +1,4 @@
-"""What an operation of the torch backend returns, before torch's own Work wraps it."""
+"""The works that operations of the torch backend return; torch's own Work wraps them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend_error(error: BaseException) -> BaseException:
 def _stream_of(device: int, group: str, source: int) -> Any:
     """Return the stream on which futures of a group, or of receives from one of its ranks, are completed.
 
-    A future that waits must not hold up the others. Torch has 32 streams, which it hands out in turn.
+    A future that waits must not hold up the others. Torch has 32 streams; each call gets the next of them.
     """
     import torch
 
@@ -45,17 +45,17 @@ def _stream_of(device: int, group: str, source: int) -> Any:
 
 
 class TorchWork:
-    """An operation that was begun, with the tensors that it leaves its result in.
+    """An operation that was begun, with the tensors that receive its result.
 
     Parameters
     ----------
     begun : ncclpy.Work
         The operation.
     outputs : sequence of torch.Tensor
-        What torch's `Work.result` and its future give.
+        The tensors that torch's `Work.result` and its future return.
     after : list of callable
-        What has to be done once it has succeeded, before its result is used.
-    blocks : bool
+        Functions that have to be called once it has succeeded, before its result is used.
+    blocks_cpu : bool
         Whether a wait for it blocks the CPU: its data are in CPU memory, or it has none (a barrier). Otherwise a wait
         has the current stream wait.
     group : ncclpy.ProcessGroup
@@ -67,8 +67,8 @@ class TorchWork:
     """
 
     __slots__ = (
-        "_after", "_begun", "_blocks", "_done", "_explained", "_failure", "_group", "_lock", "_outputs", "_sequence",
-        "_source",
+        "_after", "_after_done", "_begun", "_blocks_cpu", "_explained", "_failure", "_group", "_lock", "_outputs",
+        "_sequence", "_source",
     )  # fmt: skip
 
     def __init__(
@@ -76,31 +76,31 @@ class TorchWork:
         begun: Work[Any],
         outputs: Sequence[Any],
         after: Sequence[Callable[[], object]],
-        blocks: bool,
+        blocks_cpu: bool,
         group: ProcessGroup,
         source: int = -1,
         sequence: int | None = None,
     ) -> None:
-        self._begun, self._outputs, self._blocks = begun, outputs, blocks
+        self._begun, self._outputs, self._blocks_cpu = begun, outputs, blocks_cpu
         self._group, self._source = group, source
         self._sequence = group.seq if sequence is None else sequence
         self._after = after
         self._lock = threading.Lock() if after else None
         self._explained = False
         self._failure: Exception | None = None  # the error of `after`
-        self._done: Any = None  # an event, if `after` was enqueued on a stream
+        self._after_done: Any = None  # an event, if `after` was enqueued on a stream
 
     def wait(self, seconds: float = 0.0) -> None:
-        """Wait for it as torch's works do, the CPU only where `blocks` says so or a number of seconds is given.
+        """Wait for it as torch's works do: on the CPU with `blocks_cpu` or a number of seconds, else on the stream.
 
         Raises
         ------
         DistBackendError
-            If it has failed, or is not done in so many seconds; in that case it goes on, and the text says what all
+            If it has failed, or is not done in so many seconds; in that case it continues, and the text says what all
             ranks do.
         """
         try:
-            if self._blocks or seconds > 0:
+            if self._blocks_cpu or seconds > 0:
                 self._wait_here(seconds)
                 if self._lock is not None:
                     self._finish()
@@ -113,7 +113,7 @@ class TorchWork:
         try:
             self._begun.wait(seconds if seconds > 0 else None)
         except NcclTimeout as error:
-            if self._begun.is_completed():  # just now; if it has failed, its own error says all
+            if self._begun.is_completed():  # it has just ended; if it has failed, this raises its own error
                 self._begun.wait()
                 return
             if not self._explained:  # once: a caller that polls must not ask all ranks each time
@@ -126,7 +126,7 @@ class TorchWork:
 
     def synchronize(self) -> None:
         """Have the current stream wait for it, and for `after`."""
-        if self._blocks:
+        if self._blocks_cpu:
             self.wait()
             return
         import torch
@@ -140,9 +140,9 @@ class TorchWork:
             self._finish()
 
     def _finish(self) -> None:
-        """Run `after` once, in the first thread that calls this; the others wait for that, and see its error.
+        """Run `after` once, in the first thread that calls this; other threads wait for the first and raise its error.
 
-        On a GPU the current stream of each caller waits for it.
+        On a GPU the current stream of each caller waits for the work that `after` has enqueued.
         """
         assert self._lock is not None
         with self._lock:
@@ -157,21 +157,21 @@ class TorchWork:
                 self._after, self._failure = (), error
                 raise
             self._after = ()  # not before: a signal handler may raise, and the next caller begins again
-        if self._done is not None:
+        if self._after_done is not None:
             import torch
 
-            torch.cuda.current_stream(self._begun.device).wait_event(self._done)
+            torch.cuda.current_stream(self._begun.device).wait_event(self._after_done)
 
     def _is_on_gpu(self) -> bool:
-        return not self._blocks or any(each.is_cuda for each in self._outputs)
+        return not self._blocks_cpu or any(each.is_cuda for each in self._outputs)
 
     def _note_done(self) -> None:
         """Note the position of the current stream; the CPU waits for it if it waits for the operation."""
         import torch
 
-        self._done = torch.cuda.current_stream(self._begun.device).record_event()
-        if self._blocks:
-            self._done.synchronize()
+        self._after_done = torch.cuda.current_stream(self._begun.device).record_event()
+        if self._blocks_cpu:
+            self._after_done.synchronize()
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error; `after` is done by then."""
@@ -181,8 +181,8 @@ class TorchWork:
             try:
                 self._finish()
             except Exception:
-                return True  # that is the work's error now
-            return self._done is None or bool(self._done.query())
+                return True  # `_failure` is the work's error now
+            return self._after_done is None or bool(self._after_done.query())
         return True
 
     def is_success(self) -> bool:
@@ -195,7 +195,7 @@ class TorchWork:
         return None if error is None else str(error)
 
     def result(self) -> Sequence[Any]:
-        """Return the tensors that have received."""
+        """Return the tensors that have received the result."""
         return self._outputs
 
     def abort(self) -> None:
@@ -218,21 +218,21 @@ class TorchWork:
         return self._source
 
     def future_devices(self) -> list[Any]:
-        """Return the devices with streams that a future of it uses."""
-        if self._blocks:
+        """Return the devices whose streams a future of this work uses."""
+        if self._blocks_cpu:
             return []
         import torch
 
         return [torch.device("cuda", self._begun.device)]
 
-    def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
-        """Call ``tell(tensors, None)``, or ``tell(None, text)`` of an error, once it has ended, in another thread.
+    def when_done(self, callback: Callable[[Any, str | None], object]) -> None:
+        """Have ``callback(tensors, None)``, or ``callback(None, text)`` of an error, called once it has ended.
 
-        For data on a GPU it is called at once, under a current stream that waits for the operation: what a callback of
-        torch's future enqueues follows the operation.
+        For data in CPU memory the call is made in another thread. For data on a GPU it is made at once, under a
+        current stream that waits for the operation: the callbacks of torch's future enqueue their work behind it.
         """
-        if self._blocks:
-            self._begun.add_done_callback(lambda begun: self._tell(tell, begun))
+        if self._blocks_cpu:
+            self._begun.add_done_callback(lambda begun: self._call_back(callback, begun))
             return
         import torch
 
@@ -240,27 +240,27 @@ class TorchWork:
             try:
                 self.synchronize()
             except Exception as error:
-                tell(None, str(error))
+                callback(None, str(error))
                 return
-            tell(list(self._outputs), None)
+            callback(list(self._outputs), None)
 
-    def _tell(self, tell: Callable[[Any, str | None], object], begun: Work[Any]) -> None:
+    def _call_back(self, callback: Callable[[Any, str | None], object], begun: Work[Any]) -> None:
         try:
             error = begun.exception()
             if error is None and self._lock is not None:
                 self._finish()
-        except Exception as failure:  # of a copy; a thread that waits for the future must not wait for ever
+        except Exception as failure:  # of a copy; without a result, a wait for the future would never end
             error = failure
         if error is not None:
-            tell(None, str(error))
+            callback(None, str(error))
         else:
-            tell(list(self._outputs), None)
+            callback(list(self._outputs), None)
 
 
 class CoalescedWork:
-    """Operations of one thread that are one launch: a block of the process group, and what torch has to know of it.
+    """Operations of one thread that are one launch: a block of the process group, with the results for torch.
 
-    The first tensor opens the block, as it tells on which GPU the group is.
+    The block is opened with the first tensor, which determines the GPU of the group.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -269,10 +269,10 @@ class CoalescedWork:
         self.begun: Work[Any]
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
-        self.work: TorchWork | None = None  # of all of them, once the block is over
-        self.thread = threading.get_ident()  # the thread of the block
-        self.told: list[Callable[[TorchWork], object]] = []  # callbacks that were set before there is `work`
-        self._kinds: set[bool] = set()
+        self.work: TorchWork | None = None  # of all operations, once the block has ended
+        self.thread = threading.get_ident()
+        self.deferred_callbacks: list[Callable[[TorchWork], object]] = []  # set before there was a `work`
+        self._wait_kinds: set[bool] = set()
 
     def open(self, group: ProcessGroup) -> Block:
         """Open the block, if it is not."""
@@ -283,46 +283,46 @@ class CoalescedWork:
         return self.block
 
     def leave(self, error: BaseException) -> None:
-        """Launch nothing: its works fail."""
+        """Leave the block without a launch: its works fail."""
         if self.block is not None:
             self.block.__exit__(type(error), error, None)
 
-    def note(self, blocks: bool) -> None:
+    def note(self, blocks_cpu: bool) -> None:
         """Note whether a wait for an operation blocks the CPU."""
-        self._kinds.add(blocks)
+        self._wait_kinds.add(blocks_cpu)
 
     @property
-    def blocks(self) -> bool:
-        """Whether a wait for all of them blocks the CPU."""
-        return self._kinds != {False}
+    def blocks_cpu(self) -> bool:
+        """Whether a wait for all operations of the block blocks the CPU."""
+        return self._wait_kinds != {False}
 
 
 class PartWork(TorchWork):
     """An operation of a block: it is launched, and ends, with all others of the block."""
 
-    __slots__ = ("_together",)
+    __slots__ = ("_coalesced",)
 
     def __init__(
         self,
-        together: CoalescedWork,
+        coalesced: CoalescedWork,
         begun: Work[Any],
         outputs: Sequence[Any],
-        blocks: bool,
+        blocks_cpu: bool,
         group: ProcessGroup,
         source: int = -1,
     ) -> None:
-        super().__init__(begun, outputs, (), blocks, group, source)
-        self._together = together
+        super().__init__(begun, outputs, (), blocks_cpu, group, source)
+        self._coalesced = coalesced
 
     def _whole(self) -> TorchWork | None:
-        """Return the work of all of them; None while the block is open, and if it was left."""
-        return self._together.work
+        """Return the work of the whole block; None while the block is open, and if it was left without a launch."""
+        return self._coalesced.work
 
     def wait(self, seconds: float = 0.0) -> None:
-        """Wait for all of them; within the block return at once, as torch's synchronous calls do there."""
+        """Wait for the whole block; within the block return at once, as torch's synchronous calls do there."""
         end = time.monotonic() + seconds if seconds > 0 else math.inf
         while self._whole() is None and not self._begun.is_completed():
-            if threading.get_ident() == self._together.thread:
+            if threading.get_ident() == self._coalesced.thread:
                 return
             if time.monotonic() >= end:
                 raise backend_error(NcclTimeout(f"its coalescing block is still open after {seconds:.3g} s"))
@@ -334,34 +334,34 @@ class PartWork(TorchWork):
             super().wait(seconds)
 
     def synchronize(self) -> None:
-        """Have the current stream wait for all of them."""
+        """Have the current stream wait for the whole block."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all of them have ended."""
+        """Return whether the whole block has ended."""
         whole = self._whole()
         return super().is_completed() if whole is None else whole.is_completed()
 
     def is_success(self) -> bool:
-        """Return whether all of them have ended well."""
+        """Return whether the whole block has succeeded."""
         whole = self._whole()
         return whole is not None and whole.is_success()
 
     def failure(self) -> str | None:
-        """Return the text of their error."""
+        """Return the text of the block's error."""
         whole = self._whole()
         return super().failure() if whole is None else whole.failure()
 
-    def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
-        """Call `tell` once all of them have ended; within the block, note that."""
+    def when_done(self, callback: Callable[[Any, str | None], object]) -> None:
+        """Have `callback` called once the whole block has ended; within the block, keep it for then."""
 
-        def told(whole: TorchWork) -> None:
-            whole.when_done(lambda _, error: tell(None if error else list(self._outputs), error))
+        def forward(whole: TorchWork) -> None:
+            whole.when_done(lambda _, error: callback(None if error else list(self._outputs), error))
 
         whole = self._whole()
         if whole is not None:
-            told(whole)
+            forward(whole)
         elif self._begun.is_completed():  # the block was left
-            super().when_done(tell)
+            super().when_done(callback)
         else:
-            self._together.told.append(told)
+            self._coalesced.deferred_callbacks.append(forward)

@@ -25,10 +25,11 @@ __all__ = ["Clocks"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Keys: which clock rank 0 has; where ranks ask what it shows; where rank 0 answers.
-_WHICH = "clock/of"
-_ASKED = "clock/asked/"
-_TOLD = "clock/told/"
+#: The key of the identity of rank 0's clock; the prefixes of the keys by which ranks ask for its time and rank 0
+#: answers.
+_CLOCK_KEY = "clock/of"
+_QUESTION_PREFIX = "clock/asked/"
+_ANSWER_PREFIX = "clock/told/"
 #: Round trips of one comparison, and seconds to wait for each answer.
 _ROUND_TRIPS = 8
 _PATIENCE = 2.0
@@ -64,60 +65,63 @@ class Clocks:
     ) -> None:
         self._store, self._rank, self._known = store, rank, known
         self._now, self._identity = now, identity
-        self._due, self._again = -math.inf, _FIRST_INTERVAL
-        self._asked = 0
+        self._next_comparison, self._retry_interval = -math.inf, _FIRST_INTERVAL
+        self._nquestions = 0
 
     def listen(self) -> list[Watch]:
         """Answer the other ranks from now on, if this is rank 0; return the watches to close with the group."""
-        mine = self._identity()
-        if self._rank != 0 or mine is None:
+        own_clock = self._identity()
+        if self._rank != 0 or own_clock is None:
             return []
-        watch = self._store.watch(_ASKED, self._tell)
-        self._store.set(_WHICH, mine.encode())
+        watch = self._store.watch(_QUESTION_PREFIX, self._answer)
+        self._store.set(_CLOCK_KEY, own_clock.encode())
         return [watch]
 
-    def _tell(self, change: Change) -> None:
+    def _answer(self, change: Change) -> None:
         if change.value is not None:
             with contextlib.suppress(StoreError, NcclTimeout):
-                who = f"{change.key[len(_ASKED) :]}/{change.value.decode(errors='replace')}"
-                self._store.set(_TOLD + who, repr(self._now()).encode())
+                question = f"{change.key[len(_QUESTION_PREFIX) :]}/{change.value.decode(errors='replace')}"
+                self._store.set(_ANSWER_PREFIX + question, repr(self._now()).encode())
 
     def look(self) -> None:
         """Compare this clock with rank 0's, in a thread of its own, if the last time was long ago."""
-        if self._rank == 0 or self._now() < self._due:
+        if self._rank == 0 or self._now() < self._next_comparison:
             return
-        which = self._store.compare_set(_WHICH, None, None)[1]
-        if which is None:  # rank 0 is not there yet, or cannot be asked
-            self._due, self._again = self._now() + self._again, min(_COMPARE_INTERVAL, 4 * self._again)
+        root_clock = self._store.compare_set(_CLOCK_KEY, None, None)[1]
+        if root_clock is None:  # rank 0 does not listen yet, or has no clock to compare
+            self._next_comparison, self._retry_interval = (
+                self._now() + self._retry_interval,
+                min(_COMPARE_INTERVAL, 4 * self._retry_interval),
+            )
             return
-        mine = self._identity()
-        if mine is None or which == mine.encode():
-            self._due = math.inf
+        own_clock = self._identity()
+        if own_clock is None or root_clock == own_clock.encode():
+            self._next_comparison = math.inf
             return
-        self._due = self._now() + _COMPARE_INTERVAL
+        self._next_comparison = self._now() + _COMPARE_INTERVAL
         threading.Thread(
-            target=self._compare, args=(which.decode(errors="replace"),), name="ncclpy-group-clock", daemon=True
+            target=self._compare, args=(root_clock.decode(errors="replace"),), name="ncclpy-group-clock", daemon=True
         ).start()
 
-    def _compare(self, which: str) -> None:
+    def _compare(self, root_clock: str) -> None:
         try:
             offset, error = self.compare()
         except NcclError as failure:  # the store is gone, or rank 0
             _log.debug("rank %d could not compare its clock with that of rank 0: %s", self._rank, failure)
             return
-        before, moment = self._known.clock, self._now()
+        previous, moment = self._known.clock, self._now()
         # An estimate from a busy moment may be worse than an older one with its drift.
-        if before is None or error <= before["error"] + _DRIFT * (moment - before["at"]):
-            self._known.clock = {"of": which, "offset": offset, "error": error, "at": moment}
+        if previous is None or error <= previous["error"] + _DRIFT * (moment - previous["at"]):
+            self._known.clock = {"of": root_clock, "offset": offset, "error": error, "at": moment}
 
     def compare(self) -> tuple[float, float]:
-        """Return how many seconds the clock of rank 0 is ahead of this one, and by how many that may be off."""
+        """Return by how many seconds the clock of rank 0 is ahead of this one, and the largest error of these."""
         found = []
         for _ in range(_ROUND_TRIPS):
-            self._asked += 1
-            key = f"{_TOLD}{self._rank}/{self._asked}"
+            self._nquestions += 1
+            key = f"{_ANSWER_PREFIX}{self._rank}/{self._nquestions}"
             begin = self._now()
-            self._store.set(f"{_ASKED}{self._rank}", b"%d" % self._asked)
+            self._store.set(f"{_QUESTION_PREFIX}{self._rank}", b"%d" % self._nquestions)
             shown = decode(float, self._store.get(key, _PATIENCE), self._store, key, 0)
             end = self._now()
             self._store.delete(key)

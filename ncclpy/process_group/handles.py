@@ -46,13 +46,13 @@ def _read(handle: object) -> _Handle:
     return _Handle(int(rank), token, address)
 
 
-def ordered(handles: Iterable[str], mine: str) -> list[str]:
-    """Return handles by rank: those of a list as they are, those of a set sorted by the rank that each had at first.
+def ordered(handles: Iterable[str], own_handle: str) -> list[str]:
+    """Return handles by rank: a list as it is, a set sorted by the rank that each handle's group had at first.
 
     Raises
     ------
     TypeError, ValueError
-        If one is not a handle, or is there twice, or this rank's is not among them.
+        If one is not a handle, or occurs twice, or this rank's is not among them.
     """
     if isinstance(handles, str):
         raise TypeError("handles: expected several texts of reconfigure_handle(), got one")
@@ -63,13 +63,13 @@ def ordered(handles: Iterable[str], mine: str) -> list[str]:
     if len(read) != len(found):
         twice = sorted({handle for handle in found if found.count(handle) > 1})
         raise ValueError(f"handles: {twice[0]!r} is there twice")
-    if mine not in read:
-        raise ValueError(f"handles: {mine!r}, the handle of this group, is not among these {len(found)}")
+    if own_handle not in read:
+        raise ValueError(f"handles: {own_handle!r}, the handle of this group, is not among these {len(found)}")
     return found
 
 
 def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
-    """Return a callable that names some ranks of the new group, also by the ranks that they were made with."""
+    """Return a callable that names some ranks of the new group, with the ranks that these had at first."""
 
     def called(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
@@ -88,24 +88,26 @@ def place_of(uuid: str) -> str:
     return f"ncclpy/reconfigure/{quote(uuid, safe='')}"
 
 
-def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: Callable[[], object]) -> None:
-    """Reserve a uuid for these handles, before anything is ended; `refuses` is called if others wait for this rank.
+def claim(store: Store, uuid: str, handles: Sequence[str], own_handle: str, refuse: Callable[[], object]) -> None:
+    """Reserve a uuid for these handles, before the group leaves its state.
+
+    `refuse` is called if the uuid is used with other handles whose ranks wait for this one.
 
     Raises
     ------
     ValueError
         If it was used before, by this group or for other handles.
     """
-    told = json.dumps(list(handles)).encode()
-    there = store.compare_set(f"{place_of(uuid)}/handles", None, told)[1]
-    if there != told:
-        if mine in decode(_handles, there or b"[]", store, f"{place_of(uuid)}/handles"):
-            refuses()
+    packed = json.dumps(list(handles)).encode()
+    recorded = store.compare_set(f"{place_of(uuid)}/handles", None, packed)[1]
+    if recorded != packed:
+        if own_handle in decode(_handles, recorded or b"[]", store, f"{place_of(uuid)}/handles"):
+            refuse()
         raise ValueError(
             f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, "
             "which is the same on all of its ranks"
         )
-    if not store.compare_set(f"{place_of(uuid)}/came/{_read(mine).token}", None, b"")[0]:
+    if not store.compare_set(f"{place_of(uuid)}/came/{_read(own_handle).token}", None, b"")[0]:
         raise ValueError(f"uuid: this group has used {uuid!r} before; each reconfigure() takes a new one")
 
 
@@ -117,33 +119,33 @@ def _handles(packed: bytes) -> list[str]:
 
 
 def store_of(handle: str, store: Store, seconds: float) -> Store:
-    """Return the store that a handle's group was made with: `store` if it is the same, else a connection made here.
+    """Return the store that a handle's group was made with: `store` if it is the same, else a new connection.
 
-    ``seconds`` limit the connection, and later the operations of that store.
+    ``seconds`` limit connecting, and later the operations of the new connection.
 
     Raises
     ------
     ValueError
-        If it is another store, and cannot be reached from here.
+        If the store is another one, and has no address.
     """
     address = _read(handle).address
     if address == _address(store):
         return store
     kind, _, rest = address.partition(":")
     place, _, prefix = rest.partition("/")
-    there: Store
+    opened: Store
     if kind == "tcp":
         host, port = place.split(":")
-        there = TCPStore(unquote(host), int(port), timeout=seconds)
+        opened = TCPStore(unquote(host), int(port), timeout=seconds)
     elif kind == "file":
-        there = FileStore(unquote(place), timeout=seconds)
+        opened = FileStore(unquote(place), timeout=seconds)
     else:
         raise ValueError(
             f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this one, "
             "and with one that cannot be reached by an address; make all groups with one store, or with TCPStores or "
             "FileStores"
         )
-    return PrefixStore(unquote(prefix), there) if prefix else there
+    return PrefixStore(unquote(prefix), opened) if prefix else opened
 
 
 def give_back(store: Store) -> None:

@@ -71,22 +71,22 @@ class Joiner(_JoinKeys):
         try:
             self._await("invited", deadline, timeout)
             self._put("comes", b"")
-            goes = self._await("goes", deadline, timeout)
-            told = decode(_told, goes, self.store, self.key("goes", self.number), 0)
+            reply_packed = self._await("goes", deadline, timeout)
+            reply = decode(_unpack_reply, reply_packed, self.store, self.key("goes", self.number), 0)
         finally:
             self.forget(self.number)
-        if "other" in told:
+        if "other" in reply:
             raise ValueError(
                 f"check: this process came to join process group {self.name!r} with {self.check!r}, its ranks have "
-                f"{told['other']!r}; all give the same"
+                f"{reply['other']!r}; all give the same"
             )
-        if "failed" in told:
-            raise NcclError(f"process group {self.name!r} has not admitted this process: {told['failed']}")
-        if self.handle not in told["handles"]:
+        if "failed" in reply:
+            raise NcclError(f"process group {self.name!r} has not admitted this process: {reply['failed']}")
+        if self.handle not in reply["handles"]:
             raise NcclError(
                 f"process group {self.name!r} has admitted others, and not this process, which it had invited"
             )
-        return told["handles"], told["uuid"]
+        return reply["handles"], reply["uuid"]
 
     def _put(self, what: str, value: bytes) -> None:
         set_while_alive(self.store, self.key(what, self.number), value)
@@ -106,21 +106,21 @@ class Joiner(_JoinKeys):
                     ) from None
 
 
-def _asked(packed: bytes) -> tuple[str, str]:
-    """Return the handle of a process that wants to join, and how it compares collectives."""
-    handle, theirs = packed.decode().split(" ")
-    if theirs not in ("off", "first", "always"):
-        raise ValueError(f"{theirs!r} is no way to compare collectives")
-    return handle, theirs
+def _unpack_request(packed: bytes) -> tuple[str, str]:
+    """Return the handle and the `check` of a process that asks to join."""
+    handle, joiner_check = packed.decode().split(" ")
+    if joiner_check not in ("off", "first", "always"):
+        raise ValueError(f"{joiner_check!r} is no way to compare collectives")
+    return handle, joiner_check
 
 
-def _told(packed: bytes) -> dict[str, Any]:
-    """Return what rank 0 of the group tells a process that wants to join."""
-    told = json.loads(packed)
+def _unpack_reply(packed: bytes) -> dict[str, Any]:
+    """Return the reply of rank 0 of the group to a process that asks to join."""
+    reply = json.loads(packed)
     for word in ("other", "failed"):
-        if word in told:
-            return {word: str(told[word])}
-    return {"handles": list(map(str, told["handles"])), "uuid": str(told["uuid"])}
+        if word in reply:
+            return {word: str(reply[word])}
+    return {"handles": list(map(str, reply["handles"])), "uuid": str(reply["uuid"])}
 
 
 class Admitter(_JoinKeys):
@@ -129,34 +129,34 @@ class Admitter(_JoinKeys):
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
         """Return the handles of the processes that ask and answer, by number; wait a second for them at most.
 
-        A process that compares collectives in another way than these ranks, which is `check`, is told so and is not
-        admitted: they would wait for each other.
+        A process whose `check` differs from that of these ranks is not admitted, and is told why: they would wait for
+        each other.
         """
-        asks = self.store.keys(self.key("asks", ""))
-        numbers = [key.rpartition("/")[2] for key in asks]
+        request_keys = self.store.keys(self.key("asks", ""))
+        numbers = [key.rpartition("/")[2] for key in request_keys]
         if not numbers:
             return {}
         self.store.multi_set([(self.key("invited", number), b"") for number in numbers])
         deadline = time.monotonic() + min(timeout, _ANSWER_TIMEOUT)
-        comes = [self.key("comes", number) for number in numbers]
+        answer_keys = [self.key("comes", number) for number in numbers]
         while wanted() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(NcclTimeout):
-                self.store.wait(comes, min(_SLICE, left))
+                self.store.wait(answer_keys, min(_SLICE, left))
                 break
         joiners = {}
         for number in numbers:
-            asked = self.store.compare_set(self.key("asks", number), None, None)[1]
-            if asked is not None and self.store.check([self.key("comes", number)]):
+            request = self.store.compare_set(self.key("asks", number), None, None)[1]
+            if request is not None and self.store.check([self.key("comes", number)]):
                 try:
-                    handle, theirs = decode(_asked, asked, self.store, self.key("asks", number))
+                    handle, joiner_check = decode(_unpack_request, request, self.store, self.key("asks", number))
                 except StoreDamaged as error:
                     self._tell({number: ""}, {"failed": str(error)})
                     continue
-                if theirs == check:
+                if joiner_check == check:
                     joiners[number] = handle
                 else:
                     self._tell({number: handle}, {"other": check})
-            else:  # the process is gone, or asks again
+            else:  # the process is gone, or has not answered and will ask again
                 self.store.delete(self.key("invited", number))
                 self.store.delete(self.key("asks", number))
         return joiners

@@ -686,7 +686,7 @@ cdef class Submission(BlockOwner):
                     )
                 if other.work.entry.tag != request.work.entry.tag:
                     raise ValueError(
-                        f"tag: rank {group.rank} sends to itself with another tag than it receives with: the tags are "
+                        f"tag: rank {group.rank} sends to itself with another tag than it receives with: tags "
                         f"{other.work.entry.tag} and {request.work.entry.tag}"
                     )
                 del group.unmatched[i]

@@ -1,14 +1,14 @@
 """Which ranks continue after a failure: the survivors of a group agree on it in its store.
 
 Each survivor sets a key of its own, which is deleted when its process ends. The lowest of them waits until every rank
-that is not known to be gone has set its key, or until its time is up. It writes down which ranks continue, under one
-key that can be written once; a rank that runs out of time before does the same. So all ranks get one decision, and a
-rank that is not in it cannot continue without the others. The decision has a name, at which the survivors have a new
-rendezvous; if one of them dies meanwhile, the ranks at that rendezvous decide again, there. So the decisions of a
-group are a chain, and two parts of a group can never both continue.
+that is not known to be gone has set its key, or until its timeout. Then it writes which ranks continue under one key
+that can be written once; a rank whose timeout is earlier writes the decision itself. So all ranks get one decision,
+and a rank that is not in it cannot continue without the others. The decision has a uuid, at which the survivors have a
+new rendezvous; if one of them dies meanwhile, the ranks at that rendezvous decide again, in its part of the store. So
+the decisions of a group are a chain, and two parts of a group can never both continue.
 
-Ranks that admit new ones (`admit`) write so under the same key before the first of them leaves: a rank that is
-interrupted after their rendezvous does not recover alone.
+Ranks that admit new ones (`admit`) write this under the same key, before the first of them leaves their rendezvous. So
+a rank that is interrupted after the rendezvous does not recover alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, s
 
 __all__ = ["PreviousMembership", "Recovery", "decide", "decide_to_move"]
 
-#: Seconds between two checks of the lowest rank for the others, and of the others for the decision; the third is added
-#: for each rank of the group, as all ask the store.
+#: Seconds between two checks: of the lowest rank for the others, and of the others for the decision. The third is
+#: added for each rank of the group, as all ranks ask the store.
 _POLL_INTERVAL = 0.02
-_SLICE = 0.2
-_SLICE_OF_A_RANK = 0.5e-3
+_WAIT_INTERVAL = 0.2
+_INTERVAL_PER_RANK = 0.5e-3
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Recovery:
         The ranks from before that are gone.
     last_finished
         The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished. Some of
-        them may have finished later ones. None if one of them had finished none, or does not know, as its recorder is
-        off.
+        them may have finished later ones. None if one of them had finished none, or does not know the number because
+        its recorder is off.
     """
 
     survivors: tuple[int, ...]
@@ -123,17 +123,17 @@ def decide(
     NcclError
         If too few are left, or the ranks have continued with new ones.
     """
-    attempt, told = _latest(store, None)
-    if not told:
-        told = _Election(store, name, rank, size, is_lost, min_size, attempt).hold(timeout, wanted)
-    if "failed" in told:
-        raise NcclError(told["failed"])
-    if "moved" in told:
+    attempt, decision = _latest_decision(store, None)
+    if not decision:
+        decision = _Election(store, name, rank, size, is_lost, min_size, attempt).run(timeout, wanted)
+    if "failed" in decision:
+        raise NcclError(decision["failed"])
+    if "moved" in decision:
         raise NcclError(
-            f"process group {name!r} has gone on with new ranks, and rank {rank} was not with them; it may join them "
-            "as a new one (ProcessGroup.join)"
+            f"process group {name!r} has continued with new ranks, without rank {rank}; it may join them as a new "
+            "rank (ProcessGroup.join)"
         )
-    return list(told["members"]), str(told["uuid"])
+    return list(decision["members"]), str(decision["uuid"])
 
 
 def decide_to_move(store: Store, name: str, rank: int) -> None:
@@ -144,11 +144,11 @@ def decide_to_move(store: Store, name: str, rank: int) -> None:
     NcclError
         If ranks have decided before to continue without some.
     """
-    _, told = _latest(store, json.dumps({"moved": True}).encode())
-    if "moved" not in told:
+    _, decision = _latest_decision(store, json.dumps({"moved": True}).encode())
+    if "moved" not in decision:
         raise NcclError(
-            f"process group {name!r} admits no rank: {ranks(spans(told['members']))} decided to recover it when rank "
-            f"{rank} had met the others"
+            f"process group {name!r} admits no rank: {ranks(spans(decision['members']))} decided to recover it when "
+            f"rank {rank} had met the others"
         )
 
 
@@ -168,15 +168,15 @@ class _Election:
         self.store, self.name, self.rank, self.size, self.is_lost = store, name, rank, size, is_lost
         self.min_size, self.attempt = min_size, attempt
 
-    def hold(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
+    def run(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        mine = f"{self._here()}{self.rank}"
-        leases = set_while_alive(self.store, mine, b"")  # with leases, the keys that are here are of live ranks
+        own_key = f"{self._place_of_arrivals()}{self.rank}"
+        leases = set_while_alive(self.store, own_key, b"")  # with leases, only live ranks have keys
         try:
             return self._await(leases, deadline, timeout, wanted)
         except BaseException:
             with contextlib.suppress(StoreError, NcclTimeout):  # the others must not wait for it
-                self.store.delete(mine)
+                self.store.delete(own_key)
             raise
 
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
@@ -184,56 +184,59 @@ class _Election:
         # instant while it makes its group.
         suspects: set[int] = set()
         while wanted():
-            here = (ranks_of(self.store.keys(self._here())) & set(range(self.size))) | {self.rank}
-            left = deadline - time.monotonic()
-            looks = self.rank == min(here)
-            if left <= 0 or looks:
-                asked = set(range(self.size)) - ((here if leases else set()) | {self.rank})
-                lost = {rank for rank in asked if self.is_lost(rank)}
-                late = asked - here - (lost & suspects)
+            arrived = (ranks_of(self.store.keys(self._place_of_arrivals())) & set(range(self.size))) | {self.rank}
+            remaining = deadline - time.monotonic()
+            is_decider = self.rank == min(arrived)
+            if remaining <= 0 or is_decider:
+                awaited = set(range(self.size)) - ((arrived if leases else set()) | {self.rank})
+                lost = {rank for rank in awaited if self.is_lost(rank)}
+                late = awaited - arrived - (lost & suspects)
                 suspects = lost
-                if left <= 0 or not late:
-                    told = json.dumps(self._outcome(sorted(here - lost), timeout)).encode()
-                    return _read(
-                        self.store, self.attempt, self.store.compare_set(_decided(self.attempt), None, told)[1]
-                    )
-            pause = (_POLL_INTERVAL if looks else _SLICE) + self.size * _SLICE_OF_A_RANK
+                if remaining <= 0 or not late:
+                    proposal = json.dumps(self._outcome(sorted(arrived - lost), timeout)).encode()
+                    decided = self.store.compare_set(_decision_key(self.attempt), None, proposal)[1]
+                    return _read_decision(self.store, self.attempt, decided)
+            pause = (_POLL_INTERVAL if is_decider else _WAIT_INTERVAL) + self.size * _INTERVAL_PER_RANK
             with contextlib.suppress(NcclTimeout):
-                told = self.store.get(_decided(self.attempt), max(0.0, min(pause, left)))
-                return _read(self.store, self.attempt, told)
+                decision = self.store.get(_decision_key(self.attempt), max(0.0, min(pause, remaining)))
+                return _read_decision(self.store, self.attempt, decision)
         raise NcclAborted(f"process group {self.name!r} has ended")
 
-    def _outcome(self, there: list[int], timeout: float) -> dict[str, Any]:
-        if len(there) >= self.min_size:
-            return {"members": there, "uuid": f"recovery {secrets.token_hex(8)}"}
+    def _outcome(self, survivors: list[int], timeout: float) -> dict[str, Any]:
+        if len(survivors) >= self.min_size:
+            return {"members": survivors, "uuid": f"recovery {secrets.token_hex(8)}"}
         return {
-            "failed": f"process group {self.name!r} is not recovered: {len(there)} of its {self.size} ranks have come "
-            f"within {seconds(timeout)} ({ranks(spans(there))}), and min_size={self.min_size} asks for more"
+            "failed": f"process group {self.name!r} is not recovered: {len(survivors)} of its {self.size} ranks "
+            f"arrived within {seconds(timeout)} ({ranks(spans(survivors))}), and min_size={self.min_size} requires "
+            "more"
         }
 
-    def _here(self) -> str:
+    def _place_of_arrivals(self) -> str:
         return f"recover/{self.attempt}/here/"
 
 
-def _latest(store: Store, ours: bytes | None) -> tuple[int, dict[str, Any]]:
-    """Return the first attempt that has not failed, and its decision; `ours` becomes the decision if there is none."""
+def _latest_decision(store: Store, proposal: bytes | None) -> tuple[int, dict[str, Any]]:
+    """Return the first attempt that has not failed, and its decision; without one, `proposal` becomes the decision."""
     attempt = 0
-    while "failed" in (told := _read(store, attempt, store.compare_set(_decided(attempt), None, ours)[1])):
+    while True:
+        packed = store.compare_set(_decision_key(attempt), None, proposal)[1]
+        decision = _read_decision(store, attempt, packed)
+        if "failed" not in decision:
+            return attempt, decision
         attempt += 1
-    return attempt, told
 
 
-def _decided(attempt: int) -> str:
+def _decision_key(attempt: int) -> str:
     return f"recover/{attempt}/decided"
 
 
-def _read(store: Store, attempt: int, told: bytes | None) -> dict[str, Any]:
+def _read_decision(store: Store, attempt: int, decision: bytes | None) -> dict[str, Any]:
     """Return a decision, {} if there is none yet."""
-    return {} if told is None else decode(_outcome_of, told, store, _decided(attempt))
+    return {} if decision is None else decode(_unpack_decision, decision, store, _decision_key(attempt))
 
 
-def _outcome_of(told: bytes) -> dict[str, Any]:
-    found = json.loads(told)
+def _unpack_decision(decision: bytes) -> dict[str, Any]:
+    found = json.loads(decision)
     if "failed" in found:
         return {"failed": str(found["failed"])}
     if "moved" in found:

@@ -125,7 +125,7 @@ class Member:
         except ncclpy.NcclTimeout:
             return True  # the next call of the caller recovers again
         except ncclpy.NcclError as error:
-            if "goes on without" in str(error) and self.fate is not None and self.fate[0] == "stays":
+            if "continues without" in str(error) and self.fate is not None and self.fate[0] == "stays":
                 return False
             raise
         finished = -1 if found.last_finished is None else found.last_finished

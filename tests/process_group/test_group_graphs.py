@@ -468,7 +468,9 @@ def test_stuck_earlier_operation_leaves_capture_valid(host_engine):
         with Graph(side.stream) as graph:
             with side.capture(graph):
                 early = side.group.all_reduce(np.ones(4))
-                with pytest.raises(ncclpy.NcclTimeout, match=r"begun before this operation.* is not launched yet"):
+                with pytest.raises(
+                    ncclpy.NcclTimeout, match=r"begun before the operation to be captured.* is not launched yet"
+                ):
                     side.all_reduce(array, timeout=0.05)
                 assert early.state == "pending" and side.group.seq == 1 and side.group.error is None
                 assert graph.is_capturing()

@@ -284,7 +284,7 @@ def test_thread_does_not_wait_for_its_own_block(arrays):
         with group.coalescing() as work:
             group.all_reduce(arrays.argument(array))
             for wait in (work.wait, work.result, work.synchronize, work.exception):
-                with pytest.raises(RuntimeError, match="wait for it behind the block"):
+                with pytest.raises(RuntimeError, match="wait for it after the block"):
                     wait()
             waits = pool.submit(work.wait, DEADLINE)  # another thread may wait
             with pytest.raises(ncclpy.NcclTimeout, match="it waits for the end of its coalescing block"):

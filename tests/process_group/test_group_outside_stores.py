@@ -61,7 +61,7 @@ def test_store_in_rank_ends_with_it(tmp_path):
     )
     for rank in (1, 2):
         assert f"rank {rank} ends: NcclError rank {rank} of process group 'default' cannot recover it" in said
-        assert "Have the store outlive each rank: in the launcher (ncclpy run), or Redis" in said
+        assert "Use a store that outlives each rank: that of the launcher (ncclpy run), or Redis" in said
 
 
 def test_any_rank_may_die_with_redis(tmp_path):

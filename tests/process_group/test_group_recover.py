@@ -164,8 +164,8 @@ def test_too_few_survivors_do_not_continue(ranks):
     for gone in (1, 2):
         four.kill(gone)
     for error in four.each(recover(SHORT, 3), [0, 3]):
-        assert "process group 'default' is not recovered: 2 of its 4 ranks have come" in str(error)
-        assert "(ranks 0, 3), and min_size=3 asks for more" in str(error)
+        assert "process group 'default' is not recovered: 2 of its 4 ranks arrived" in str(error)
+        assert "(ranks 0, 3), and min_size=3 requires more" in str(error)
     assert four.groups[0].error is not None
     found = four.each(recover(SHORT, 2), [0, 3])  # the next call decides anew
     assert [each.survivors for each in found] == [(0, 3)] * 2
@@ -245,7 +245,7 @@ def test_lost_store_is_named_in_error(ranks):
     two.served.close()
     for error in two.each(recover(SHORT)):
         assert re.search(r"rank \d of process group 'default' cannot recover it: the store is gone", str(error))
-        assert "Have the store outlive each rank" in str(error)
+        assert "Use a store that outlives each rank" in str(error)
         assert isinstance(error.__cause__, StoreError)
 
 

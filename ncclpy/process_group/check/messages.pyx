@@ -247,7 +247,7 @@ cdef class PendingMessages:
         cdef RingSet rings = self.rings
         cdef Connection one
         cdef Launch lent = None
-        cdef int heard, first
+        cdef int seen, first
         cdef bint launched = False, others = True
         cdef double until
         if rings is None:
@@ -258,9 +258,9 @@ cdef class PendingMessages:
         failure = None
         until = now() + _POLL
         rings.watch()
-        first = rings.heard()
+        first = rings.change_count()
         while True:
-            heard = rings.heard()
+            seen = rings.change_count()
             group.lock.enter()
             try:
                 if group.pending_messages is not self or not connection.held or connection.held[0] is not request:
@@ -275,10 +275,10 @@ cdef class PendingMessages:
                 failure = error
             finally:
                 group.lock.leave()
-            if launched or failure is not None or self.urgent or not rings.is_rung(heard, until):
+            if launched or failure is not None or self.urgent or not rings.is_rung(seen, until):
                 break
         try:
-            rings.leave(first if others else rings.heard())  # notes that arrived may be for other requests
+            rings.leave(first if others else rings.change_count())  # notes that arrived may be for other requests
         finally:
             launch_here(lent)
         if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
@@ -306,12 +306,12 @@ cdef class PendingMessages:
         cdef Lifecycle group = self.group
         cdef Connection one
         cdef RingSet rings
-        cdef int heard
+        cdef int seen
         if self.rings is None:
             self.rings = RingSet(group.size)
         rings = self.rings
         while True:
-            heard = rings.heard()
+            seen = rings.change_count()
             with group.lock:
                 over = group.pending_messages is not self  # the group has ended or was reconfigured
                 heads = [one for one in group.connections.values() if one.held]
@@ -320,8 +320,8 @@ cdef class PendingMessages:
                 self.group = None
                 return
             if not heads:
-                rings.wait(heard, _IDLE_TIME)
-                if rings.heard() == heard:
+                rings.wait(seen, _IDLE_TIME)
+                if rings.change_count() == seen:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
                             self.is_serving, self.group = False, None
@@ -340,7 +340,7 @@ cdef class PendingMessages:
                 left = self._patience(group, heads, pause)
                 del heads
                 one = None
-                rings.wait(heard, left)
+                rings.wait(seen, left)
 
     def _tell(self, Lifecycle group, RingSet rings not None):
         """Tell peers the messages that could not be told in their calls; return whether anything changed."""

@@ -39,7 +39,7 @@ cdef extern from * nogil:
     void* map_shared "ncclpy_shared_map"(int fd, size_t offset, size_t size)
     int munmap(void* at, size_t size)
 
-# Bytes of the random token that shared memory begins with, by which it is recognised.
+# The length in bytes of the random token at the begin of shared memory, by which processes recognise the memory.
 cdef enum:
     TOKEN = 16
 
@@ -53,7 +53,7 @@ cdef struct Note:
     int tag
     char type[MAX_NAME + 1]  # the name of the data type
 
-# The futex word that a rank sleeps on, with its counters.
+# The futex word `changes` that a rank sleeps on, and its counters.
 cdef struct WakeupWord:
     char token[16]
     int changes
@@ -74,19 +74,20 @@ cdef class RingSet:
     cdef int owner  # the process that made it, the only one to close `fd`
     cdef bytes token
     cdef Ring head
-    cdef WakeupWord alone  # stands in for `wakeup_word` if the rank has no shared memory
+    cdef WakeupWord own_word  # stands in for `wakeup_word` if the rank has no shared memory
     cdef WakeupWord* wakeup_word
 
     # What peers need to open it; empty if they cannot.
     cdef dict offered(self)
-    cdef int heard(self) noexcept
+    # How many times the rank was woken or got a note.
+    cdef int change_count(self) noexcept
     cdef void ring(self) noexcept
-    # Sleep until `changes` differs from `heard`, for so many seconds at most.
-    cdef int wait(self, int heard, double seconds) except -1
+    # Sleep until `changes` differs from `seen`, for so many seconds at most.
+    cdef int wait(self, int seen, double seconds) except -1
     # Poll `changes` instead of sleeping, from `watch` to `leave`.
     cdef void watch(self) noexcept
-    cdef bint is_rung(self, int heard, double until) noexcept
-    cdef void leave(self, int heard) noexcept
+    cdef bint is_rung(self, int seen, double until) noexcept
+    cdef void leave(self, int seen) noexcept
     # Set whether notes of the peers wake a sleeping thread.
     cdef void expect(self, bint expects) noexcept
     cdef int close(self) except -1

@@ -7,14 +7,14 @@ Each rank has memory of its own: a page with a word that it sleeps on, and then 
 of notes that only that other rank writes. So a rank sleeps in one place, whichever peer it waits for, and two ranks
 can exchange messages before the other ranks have arrived. Pages that were never written take no memory.
 
-A note is there once its number is, which is written last: a process that is killed in between leaves no note. The
-memory of a process that has ended stays with the processes that have mapped it. Only the thread that holds messages
-back sleeps in it, and that thread has a reference meanwhile.
+A note is valid once its number is written, which is written last: a process that is killed before that leaves no note.
+The memory of a process that has ended stays with the processes that have mapped it. Only the group's thread for held
+messages sleeps in it, and that thread has a reference meanwhile.
 
-The exchange has for each rank a ring of short notes by number, with a digest each, which the rank writes for every
-collective; a rank that is ahead of the others overwrites its oldest ones. It also has two places for a rank's whole
-notes, of the comparisons that the rank waits in. Two are enough: the rank reaches the comparison after the next one
-only when all other ranks are at the next one, and so have finished with this one.
+The exchange has for each rank a ring of short notes by number. The rank writes one, with a digest, for every
+collective; a rank that is ahead of the others overwrites its oldest ones. The exchange also has two places for a
+rank's full notes, for the comparisons in which the rank waits. Two are enough: the rank reaches the comparison after
+the next one only when all other ranks are at the next one, and so have finished this one.
 """
 
 import fcntl
@@ -40,10 +40,10 @@ def read_offer(packed):
     KeyError, TypeError, ValueError
         If it is not such an offer.
     """
-    told = json.loads(packed)
-    offer = {"machine": str(told["machine"]), "pid": int(told.get("pid", 0))}
-    if "fd" in told:
-        offer.update(fd=int(told["fd"]), token=bytes.fromhex(told["token"]))
+    fields = json.loads(packed)
+    offer = {"machine": str(fields["machine"]), "pid": int(fields.get("pid", 0))}
+    if "fd" in fields:
+        offer.update(fd=int(fields["fd"]), token=bytes.fromhex(fields["token"]))
     return offer
 
 
@@ -52,7 +52,7 @@ def create_memory(name, length):
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, length)
-        # A process that reads what another process has cut off is killed (SIGBUS).
+        # A process that reads memory which another process has cut off is killed (SIGBUS).
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         token = secrets.token_bytes(TOKEN)
         os.pwrite(fd, token, 0)
@@ -73,7 +73,7 @@ def reopen(pid, fd, token, length):
     own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(own)
-        # In a container the process and the descriptor may be others.
+        # In another container the pid and the descriptor may mean other ones.
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
         if not is_ours or os.pread(own, TOKEN, 0) != token:
             raise OSError(f"descriptor {fd} of process {pid} is not the group's")
@@ -99,7 +99,7 @@ cdef double _SPIN_BEFORE_YIELD = 4e-6
 
 cdef struct _Ring:
     uint64_t taken  # notes that the reader has taken
-    int writer_waits  # the writer has to be woken when a note is taken
+    int writer_waits  # whether the writer has to be woken when a note is taken
     char rest[52]
     Note notes[_NOTES]
 
@@ -135,9 +135,9 @@ cdef void _ring(WakeupWord* wakeup_word) noexcept:
         wake_shared(&wakeup_word.changes)
 
 
-cdef bint _is_rung(WakeupWord* wakeup_word, int heard, double until) noexcept nogil:
+cdef bint _is_rung(WakeupWord* wakeup_word, int seen, double until) noexcept nogil:
     cdef double begin = now()
-    while word_of(&wakeup_word.changes) == heard:
+    while word_of(&wakeup_word.changes) == seen:
         if now() >= until:
             return False
         if now() - begin > _SPIN_BEFORE_YIELD:
@@ -158,15 +158,15 @@ cdef class RingSet:
 
     def __init__(self, int size):
         if self.wakeup_word != NULL:
-            raise RuntimeError("a mailbox is made once")
+            raise RuntimeError("a RingSet is initialised once")
         self.size, self.owner, self.fd = size, os.getpid(), -1
-        self.wakeup_word = &self.alone
-        memset(&self.alone, 0, sizeof(WakeupWord))
+        self.wakeup_word = &self.own_word
+        memset(&self.own_word, 0, sizeof(WakeupWord))
         try:
             self.fd, self.token = create_memory("ncclpy-check-messages", _length(size))
             self.head = Ring(self.fd, 0)
             self.wakeup_word = <WakeupWord*>self.head.base
-        except OSError:  # messages go through the store then
+        except OSError:  # the messages are exchanged through the store
             self.close()
 
     def __dealloc__(self):
@@ -175,34 +175,34 @@ cdef class RingSet:
     cdef dict offered(self):
         return {} if self.fd < 0 else {"pid": self.owner, "fd": self.fd, "token": self.token.hex()}
 
-    cdef int heard(self) noexcept:
+    cdef int change_count(self) noexcept:
         return word_of(&self.wakeup_word.changes)
 
     cdef void ring(self) noexcept:
         _ring(self.wakeup_word)
 
-    cdef int wait(self, int heard, double seconds) except -1:
+    cdef int wait(self, int seen, double seconds) except -1:
         cdef WakeupWord* wakeup_word = self.wakeup_word
         add(&wakeup_word.sleepers, 1)
         with nogil:
-            if word_of(&wakeup_word.changes) == heard:
-                sleep_shared(&wakeup_word.changes, heard, seconds)
+            if word_of(&wakeup_word.changes) == seen:
+                sleep_shared(&wakeup_word.changes, seen, seconds)
         add(&wakeup_word.sleepers, -1)
         return 0
 
     cdef void watch(self) noexcept:
         add(&self.wakeup_word.watchers, 1)
 
-    cdef bint is_rung(self, int heard, double until) noexcept:
+    cdef bint is_rung(self, int seen, double until) noexcept:
         cdef bint rung
         with nogil:
-            rung = _is_rung(self.wakeup_word, heard, until)
+            rung = _is_rung(self.wakeup_word, seen, until)
         return rung
 
-    cdef void leave(self, int heard) noexcept:
+    cdef void leave(self, int seen) noexcept:
         cdef WakeupWord* wakeup_word = self.wakeup_word
         add(&wakeup_word.watchers, -1)
-        if word_of(&wakeup_word.changes) != heard:  # a peer that saw this watcher has woken no sleeper
+        if word_of(&wakeup_word.changes) != seen:  # a peer that saw this watcher has woken no sleeper
             _ring(wakeup_word)
 
     cdef void expect(self, bint expects) noexcept:
@@ -217,7 +217,7 @@ cdef class RingSet:
         return 0
 
 
-def attach_rings(RingSet mine not None, int rank, int peer, pid, fd, token):
+def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
     """Return a rank's `RingWriter` to a peer, from what the peer has `offered`.
 
     Raises
@@ -226,12 +226,12 @@ def attach_rings(RingSet mine not None, int rank, int peer, pid, fd, token):
         If the peer's memory cannot be opened, or is other memory.
     """
     cdef RingWriter post = RingWriter.__new__(RingWriter)
-    if mine.fd < 0:
+    if rings.fd < 0:
         raise OSError("there is no memory of this rank's")
-    own = reopen(pid, fd, token, _length(mine.size))
+    own = reopen(pid, fd, token, _length(rings.size))
     try:
         post.wakeup, post.outbox = Ring(own, 0), Ring(own, 1 + rank * _PAGES, _PAGES)
-        post.inbox = Ring(mine.fd, 1 + peer * _PAGES, _PAGES)
+        post.inbox = Ring(rings.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
     return post
@@ -279,8 +279,8 @@ cdef enum:
     _RING = 1024
     _HEAD = 4096
     #: Results of `look`: ranks are missing; all bring the same; a rank brings something else, or messages.
-    _WAITS = 0
-    _ALIKE = 1
+    _MISSING = 0
+    _SAME = 1
     _TO_COMPARE = 2
     #: How a rank takes part in a collective: it does not wait; it compares; it compares messages too; it has left.
     _PASSED = 0
@@ -288,16 +288,16 @@ cdef enum:
     _HAS_MESSAGES = 2
     _LEFT = 3
 
-#: Seconds that a rank polls before it sleeps, as other ranks have often just begun the same call. It yields the core
-#: meanwhile (`_SPIN_BEFORE_YIELD`), which they may need for that.
+#: Seconds that a rank polls before it sleeps, as other ranks often begin the same call at the same time. Meanwhile it
+#: yields the core (`_SPIN_BEFORE_YIELD`), which these ranks may need.
 cdef double _SPIN = 60e-6
 
-cdef struct _Short:
+cdef struct _ShortNote:
     uint64_t number  # plus 1; 0 while it is written
     uint64_t digest
     uint64_t how
 
-cdef struct _Whole:
+cdef struct _FullNote:
     uint64_t number  # plus 1
     uint64_t length
 
@@ -309,11 +309,11 @@ cdef struct _Head:
 
 cdef size_t _note_bytes(size_t size):
     """Return how many bytes a whole note may have: space for two messages and one part count per rank."""
-    return 4096 - sizeof(_Whole) + 64 * size
+    return 4096 - sizeof(_FullNote) + 64 * size
 
 
 cdef size_t _stride(size_t size):
-    return _RING * sizeof(_Short) + 2 * (sizeof(_Whole) + _note_bytes(size))
+    return _RING * sizeof(_ShortNote) + 2 * (sizeof(_FullNote) + _note_bytes(size))
 
 
 cdef uint64_t digest_of(bytes calls):
@@ -358,7 +358,7 @@ cdef class SharedExchange:
 
     def __init__(self, int fd, int rank, int size):
         if self.base != NULL:
-            raise RuntimeError("a board is made once")
+            raise RuntimeError("a SharedExchange is initialised once")
         self.rank, self.size = rank, size
         self.length = _HEAD + size * _stride(size)
         self.base = <char*>map_shared(fd, 0, self.length)
@@ -369,36 +369,36 @@ cdef class SharedExchange:
         if self.base != NULL:
             munmap(self.base, self.length)
 
-    cdef _Short* short_of(self, int rank, uint64_t number) noexcept nogil:
-        cdef size_t stride = _RING * sizeof(_Short) + 2 * (4096 + 64 * <size_t>self.size)
-        return <_Short*>(self.base + _HEAD + rank * stride) + number % _RING
+    cdef _ShortNote* short_note_of(self, int rank, uint64_t number) noexcept nogil:
+        cdef size_t stride = _RING * sizeof(_ShortNote) + 2 * (4096 + 64 * <size_t>self.size)
+        return <_ShortNote*>(self.base + _HEAD + rank * stride) + number % _RING
 
-    cdef _Whole* whole_of(self, int rank, int which) noexcept nogil:
+    cdef _FullNote* full_note_of(self, int rank, int which) noexcept nogil:
         cdef size_t place = 4096 + 64 * <size_t>self.size
-        return <_Whole*>(<char*>self.short_of(rank, 0) + _RING * sizeof(_Short) + which * place)
+        return <_FullNote*>(<char*>self.short_note_of(rank, 0) + _RING * sizeof(_ShortNote) + which * place)
 
     def put(self, uint64_t number, bytes calls not None, bytes note, bint has_messages):
         """Write this rank's note for a collective; with a whole note the rank waits for the others there."""
-        cdef _Short* short = self.short_of(self.rank, number)
-        cdef _Whole* whole
+        cdef _ShortNote* short_note = self.short_note_of(self.rank, number)
+        cdef _FullNote* full_note
         if note is not None:
-            whole = self.whole_of(self.rank, self.comparisons & 1)
+            full_note = self.full_note_of(self.rank, self.comparisons & 1)
             self.comparisons += 1
-            store_shared(&whole.number, 0)
-            whole.length = len(note)
-            if whole.length <= _note_bytes(self.size):
-                memcpy(<char*>whole + sizeof(_Whole), <char*>note, whole.length)
-            store_shared(&whole.number, number + 1)
-        store_shared(&short.number, 0)
-        short.digest = digest_of(calls)
-        short.how = _PASSED if note is None else _HAS_MESSAGES if has_messages else _COMPARES
-        store_shared(&short.number, number + 1)
+            store_shared(&full_note.number, 0)
+            full_note.length = len(note)
+            if full_note.length <= _note_bytes(self.size):
+                memcpy(<char*>full_note + sizeof(_FullNote), <char*>note, full_note.length)
+            store_shared(&full_note.number, number + 1)
+        store_shared(&short_note.number, 0)
+        short_note.digest = digest_of(calls)
+        short_note.how = _PASSED if note is None else _HAS_MESSAGES if has_messages else _COMPARES
+        store_shared(&short_note.number, number + 1)
         self._tell()
 
     def leave(self, uint64_t number, note):
-        """Mark that this rank waits for the others no longer."""
-        cdef _Short* short = self.short_of(self.rank, number)
-        store_shared(&short.how, _LEFT)
+        """Mark that this rank does not wait for the others any more."""
+        cdef _ShortNote* short_note = self.short_note_of(self.rank, number)
+        store_shared(&short_note.how, _LEFT)
         self._tell()
 
     cdef int _tell(self) except -1:
@@ -410,15 +410,15 @@ cdef class SharedExchange:
         return 0
 
     cdef int state(self, uint64_t number, uint64_t digest) noexcept nogil:
-        cdef int rank, found = _ALIKE
-        cdef _Short* short
-        cdef uint64_t there
+        cdef int rank, found = _SAME
+        cdef _ShortNote* short_note
+        cdef uint64_t stored
         for rank in range(self.size):
-            short = self.short_of(rank, number)
-            there = load_shared(&short.number)
-            if there < number + 1:
-                return _WAITS
-            if there > number + 1 or short.digest != digest or short.how >= _HAS_MESSAGES or load_shared(&short.number) != there:
+            short_note = self.short_note_of(rank, number)
+            stored = load_shared(&short_note.number)
+            if stored < number + 1:
+                return _MISSING
+            if stored > number + 1 or short_note.digest != digest or short_note.how >= _HAS_MESSAGES or load_shared(&short_note.number) != stored:
                 found = _TO_COMPARE  # it differs, or is being overwritten
         return found
 
@@ -432,24 +432,24 @@ cdef class SharedExchange:
         cdef int found, seen
         cdef double begin, waited
         found = self.state(number, digest)
-        if found != _WAITS:
+        if found != _MISSING:
             return found
         with nogil:
             begin = now()
             while True:
                 found = self.state(number, digest)
                 waited = now() - begin
-                if found != _WAITS or waited > _SPIN:
+                if found != _MISSING or waited > _SPIN:
                     break
                 if waited > _SPIN_BEFORE_YIELD:
                     sched_yield()
                 else:
                     relax()
             add(&head.sleepers, 1)
-            while found == _WAITS and now() - begin < seconds:
+            while found == _MISSING and now() - begin < seconds:
                 seen = word_of(&head.changes)
                 found = self.state(number, digest)
-                if found == _WAITS:
+                if found == _MISSING:
                     sleep_shared(&head.changes, seen, seconds - (now() - begin))
             add(&head.sleepers, -1)
         return found
@@ -460,35 +460,35 @@ cdef class SharedExchange:
         That is its note, empty if it was too long; the digest of its calls if it did not wait; None if it is too far
         ahead; False if it is missing or has left.
         """
-        cdef _Short* short
-        cdef _Whole* whole
+        cdef _ShortNote* short_note
+        cdef _FullNote* full_note
         cdef int rank, which
-        cdef uint64_t there
+        cdef uint64_t stored
         found = []
         for rank in range(self.size):
-            short = self.short_of(rank, number)
-            there = load_shared(&short.number)
-            if there != number + 1:
-                found.append(None if there > number + 1 else False)
-            elif short.how == _LEFT:
+            short_note = self.short_note_of(rank, number)
+            stored = load_shared(&short_note.number)
+            if stored != number + 1:
+                found.append(None if stored > number + 1 else False)
+            elif short_note.how == _LEFT:
                 found.append(False)
-            elif short.how == _PASSED:
-                found.append(int(short.digest))
+            elif short_note.how == _PASSED:
+                found.append(int(short_note.digest))
             else:
                 note = None
                 for which in range(2):
-                    whole = self.whole_of(rank, which)
-                    if load_shared(&whole.number) == number + 1:
+                    full_note = self.full_note_of(rank, which)
+                    if load_shared(&full_note.number) == number + 1:
                         note = (
-                            b"" if whole.length > _note_bytes(self.size)
-                            else (<char*>whole + sizeof(_Whole))[:whole.length]
+                            b"" if full_note.length > _note_bytes(self.size)
+                            else (<char*>full_note + sizeof(_FullNote))[:full_note.length]
                         )
                 found.append(note)
         return found
 
     def absent(self, uint64_t number):
         """Return the ranks that are missing."""
-        return [rank for rank in range(self.size) if load_shared(&self.short_of(rank, number).number) < number + 1]
+        return [rank for rank in range(self.size) if load_shared(&self.short_note_of(rank, number).number) < number + 1]
 
     def too_long(self, bytes note not None):
         """Return whether a note is longer than its place."""

@@ -114,7 +114,7 @@ def test_process_that_stood_still_and_lost_its_store_continues_with_a_warning(ho
 for work in begun_after_a_stop(StoreLost("the server is gone")):
     work.wait(10)
 assert [array.tolist() for array in arrays] == [[4.0] * 4] * 2, arrays
-words = "cannot ask whether it was ended meanwhile: they take what they see for success"
+words = "cannot ask whether it was ended meanwhile: they take completed operations for successful"
 testing.wait_for(lambda: len(said) >= 2, "the warnings", 10)
 assert all(words in each for each in said), said
 """,

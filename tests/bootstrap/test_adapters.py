@@ -143,7 +143,7 @@ def test_exception_of_a_signal_handler_leaves_no_lock_in_torch_store(torch_store
     if not taken:
         torch_store.set("\0ncclpy/lock/key", b"4711/x")
     with as_store(torch_store) as store:
-        nothing, store._theirs = store._absent, Interrupted()
+        nothing, store._torch_store = store._absent, Interrupted()
         with pytest.raises(KeyboardInterrupt):
             store.compare_set("key", None, b"1")
     assert torch_store.check(["\0ncclpy/lock/key"]) is not taken

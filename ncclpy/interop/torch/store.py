@@ -108,10 +108,10 @@ def connect(address: str | None, port: int | None, timeout: float) -> Store:
         ) from error
     seconds = datetime.timedelta(seconds=min(timeout, 1e6))
     try:
-        theirs = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=seconds)
+        torch_store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=seconds)
     except RuntimeError as error:
         raise StoreLost(f"torchrun's store at {address}:{port} cannot be reached: {error}") from error
-    return TorchStore(theirs, timeout)
+    return TorchStore(torch_store, timeout)
 
 
 def _first_words(error: BaseException) -> str:
@@ -128,7 +128,7 @@ class TorchStore(Store):
 
     Parameters
     ----------
-    theirs
+    torch_store
         The store of torch.
     timeout
         Seconds that an operation may take by default; None means the store's own timeout.
@@ -136,17 +136,18 @@ class TorchStore(Store):
         The shutdown of the store's world; once it has ended, no call is made.
     """
 
-    def __init__(self, theirs: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
-        super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
-        self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
-        self._connection, self._shutdown = connection_to(theirs), shutdown
+    def __init__(self, torch_store: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
+        super().__init__(torch_store.timeout.total_seconds() if timeout is None else timeout)
+        self._shown = f"{type(torch_store).__module__}.{type(torch_store).__qualname__}"
+        self._connection, self._shutdown = connection_to(torch_store), shutdown
         self._absent = secrets.token_bytes(16)
         self._has_own_client = True  # a clone: the program's calls do not hold up calls of this store
         try:
-            self._theirs = theirs.clone()
+            self._torch_store = torch_store.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
-            self._theirs, self._has_own_client = theirs, False  # a store that cannot be cloned, as before torch 2.8
-        self._can_list = hasattr(self._theirs, "list_keys")
+            self._torch_store = torch_store  # it cannot be cloned, like all stores before torch 2.8
+            self._has_own_client = False
+        self._can_list = hasattr(self._torch_store, "list_keys")
 
     def __repr__(self) -> str:
         return f"as_store({self._shown})"
@@ -212,15 +213,16 @@ class TorchStore(Store):
         Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` returns
         the value in one step or, if there is none, the expected value.
         """
-        found = bytes(self._ask(self._theirs.compare_set, name, self._absent, self._absent))
+        found = bytes(self._ask(self._torch_store.compare_set, name, self._absent, self._absent))
         return None if found == self._absent else found
 
     def _finish(self, name: str) -> None:
-        """Wait until the server has carried out what this connection has sent.
+        """Wait until the server has executed the calls that this connection has sent.
 
-        TCPStore's `set` and `append` return once they have sent: another client may read before the server has it.
+        TCPStore's `set` and `append` return when the call is sent: another client may read before the server executes
+        it.
         """
-        self._ask(self._theirs.check, [name])
+        self._ask(self._torch_store.check, [name])
 
     def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
         """Return what `look` returns once that is not None, or None at the deadline."""
@@ -240,19 +242,19 @@ class TorchStore(Store):
         The lock is released even if this store is closed, its world ends, the process ends or a signal handler raises
         meanwhile: otherwise other processes would wait for it until their deadlines.
         """
-        lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
+        lock, own_id = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
 
         def take() -> contextlib.ExitStack | None:
             with contextlib.ExitStack() as held:
                 held.enter_context(self._exit_waits())
-                found = self._ask(self._theirs.compare_set, lock, b"", mine)
-                return held.pop_all() if bytes(found) == mine else None
+                found = self._ask(self._torch_store.compare_set, lock, b"", own_id)
+                return held.pop_all() if bytes(found) == own_id else None
 
         try:
             held = self._until(take, deadline)
         except BaseException:  # also of a signal handler, just after the server has given this client the lock
             with contextlib.suppress(StoreError), self._exit_waits():
-                if self._read(lock) == mine:
+                if self._read(lock) == own_id:
                     self._release(lock)
             raise
         if held is None:
@@ -271,7 +273,7 @@ class TorchStore(Store):
         """Release a lock, also in a closed store."""
         if self._connection is None or not self._connection.has_ended():
             with self._errors():
-                self._theirs.delete_key(lock)
+                self._torch_store.delete_key(lock)
 
     @contextlib.contextmanager
     def _exit_waits(self) -> Iterator[None]:
@@ -293,11 +295,11 @@ class TorchStore(Store):
         name = self._name(key)
         self._record_key(name, deadline)
         if value:
-            self._ask(self._theirs.set, name, self._value(key, value))
+            self._ask(self._torch_store.set, name, self._value(key, value))
             self._finish(name)
         else:
             with self._key_lock(name, deadline):  # for torch's compare_set, an empty value and no key are the same
-                self._ask(self._theirs.set, name, value)
+                self._ask(self._torch_store.set, name, value)
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         name = self._name(key)
@@ -308,7 +310,7 @@ class TorchStore(Store):
         # Raises for a value that torch's server cannot read as a number, and for a sum that would overflow there.
         summed(self, key, self._read(name), number)
         self._record_key(name, deadline)
-        return int(self._ask(self._theirs.add, name, number))
+        return int(self._ask(self._torch_store.add, name, number))
 
     def _compare_set(
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
@@ -326,18 +328,18 @@ class TorchStore(Store):
                     return False, found
                 if desired is None:
                     if found is not None:
-                        self._ask(self._theirs.delete_key, name)
+                        self._ask(self._torch_store.delete_key, name)
                     return True, None
-                now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
+                stored = bytes(self._ask(self._torch_store.compare_set, name, found or b"", self._value(key, desired)))
                 # Also equal if another program has set the same value without the lock: its write counts as later.
-                if now == desired:
+                if stored == desired:
                     return True, desired
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
-        if value and self._theirs.has_extended_api():
+        if value and self._torch_store.has_extended_api():
             self._record_key(name, deadline)
-            self._ask(self._theirs.append, name, self._value(key, value))
+            self._ask(self._torch_store.append, name, self._value(key, value))
             self._finish(name)
             return
         while True:
@@ -349,23 +351,23 @@ class TorchStore(Store):
         left = list(dict.fromkeys(keys))
 
         def look() -> bool | None:
-            while left and self._ask(self._theirs.check, [self._name(left[-1])]):
+            while left and self._ask(self._torch_store.check, [self._name(left[-1])]):
                 left.pop()
             return None if left else True
 
         left.reverse()
         if self._until(look, deadline):
             return []
-        return [key for key in reversed(left) if not self._ask(self._theirs.check, [self._name(key)])]
+        return [key for key in reversed(left) if not self._ask(self._torch_store.check, [self._name(key)])]
 
     def _check(self, keys: list[str], deadline: float) -> bool:
-        return not keys or bool(self._ask(self._theirs.check, [self._name(key) for key in keys]))
+        return not keys or bool(self._ask(self._torch_store.check, [self._name(key) for key in keys]))
 
     def _delete(self, key: str, deadline: float) -> bool:
         name = self._name(key)
         with self._key_lock(name, deadline):
             existed = self._read(name) is not None  # FileStore's delete_key does not return it
-            self._ask(self._theirs.delete_key, name)
+            self._ask(self._torch_store.delete_key, name)
         self._record_key(name, deadline, exists=False)
         return existed
 
@@ -377,11 +379,11 @@ class TorchStore(Store):
         with self._key_lock(listing, deadline):
             found = self._read(listing) or b""
             if exists and line not in found:
-                self._ask(self._theirs.set, listing, found + line)
+                self._ask(self._torch_store.set, listing, found + line)
             elif not exists and found == line:
-                self._ask(self._theirs.delete_key, listing)
+                self._ask(self._torch_store.delete_key, listing)
             elif not exists and line in found:
-                self._ask(self._theirs.set, listing, found.replace(line, b""))
+                self._ask(self._torch_store.set, listing, found.replace(line, b""))
 
     def _recorded(self, prefix: str) -> list[str]:
         """Return the recorded keys of a folder that exist."""
@@ -389,15 +391,15 @@ class TorchStore(Store):
             raise StoreError(f"{self}: this release of torch cannot list keys, except those in a folder, 'name/'")
         lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
         names = [bytes.fromhex(line).decode() for line in dict.fromkeys(lines)]
-        return [name for name in names if self._ask(self._theirs.check, [name])]
+        return [name for name in names if self._ask(self._torch_store.check, [name])]
 
     def _keys(self, prefix: str, deadline: float) -> list[str]:
         found = []
-        for name in self._ask(self._theirs.list_keys) if self._can_list else self._recorded(prefix):
+        for name in self._ask(self._torch_store.list_keys) if self._can_list else self._recorded(prefix):
             if name.startswith(_ESCAPED):
                 name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
             if name.startswith(prefix) and not name.startswith(_LOCKS):
-                if name not in _NOT_KEYS or self._ask(self._theirs.check, [name]):
+                if name not in _NOT_KEYS or self._ask(self._torch_store.check, [name]):
                     found.append(name)
         return found
 
@@ -410,10 +412,10 @@ class TorchStore(Store):
             return None
         name = self._name(key)
         self._record_key(name, time.monotonic() + self.timeout)
-        theirs = self._theirs.clone()  # so that heartbeats do not wait for this store's calls
+        torch_store = self._torch_store.clone()  # so that heartbeats do not wait for this store's calls
 
         def begin() -> StatusPublication:
-            beat: StatusPublication = extension.Heartbeat(theirs, name, before.decode(), period, idle)
+            beat: StatusPublication = extension.Heartbeat(torch_store, name, before.decode(), period, idle)
             _calls.beats.add(beat)
             if self._shutdown is not None:
                 self._shutdown.beats.add(beat)

@@ -26,20 +26,20 @@ from ncclpy.types import Result
 
 __all__ = ["MpiCall", "MpiThread", "is_running"]
 
-#: The tags of messages that relay frames, and of agreements on new communicators. They must differ: Open MPI makes
-#: these agreements by ordinary messages, whatever the standard says, and would take frames for its own.
-_FRAMES, _AGREEMENTS = 1, 2
+#: The tags of messages that relay frames, and of agreements on new communicators. They must differ: contrary to the
+#: standard, Open MPI uses ordinary messages for these agreements, and would take frames for its own messages.
+_FRAME_TAG, _AGREEMENT_TAG = 1, 2
 #: The most bytes of a frame in one message.
-_PIECE = 64 << 10
+_MAX_MESSAGE_BYTES = 64 << 10
 #: Seconds between two polls of MPI, which has nothing to sleep on: this fraction of the time since something moved
 #: last, so that a wait ends late by as much, within these bounds. The upper one determines the cost of an idle rank: a
 #: poll takes up to 150 us if all that it needs has left the caches, so that is 0.06% of a core.
 _PAUSE_FRACTION, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 50e-6, 0.25
-#: Seconds without sleep after something has moved: usually an answer is on its way by then, and data move only while
-#: MPI is called. Otherwise an operation takes a third longer, from the last rank's call to its end.
+#: Seconds without sleep after a step that made progress: usually an answer follows soon, and MPI transfers data only
+#: while it is called. With sleeps an operation takes a third longer, from the last rank's call to its end.
 _SPIN = 200e-6
 #: Seconds for the end messages of the neighbours, and at exit for messages to arrive.
-_FAREWELL, _AT_EXIT = 10.0, 2.0
+_END_TIMEOUT, _EXIT_TIMEOUT = 10.0, 2.0
 
 
 class MpiCall:
@@ -58,7 +58,7 @@ class MpiCall:
     finish
         Does what is left once they are complete.
     failed
-        Called with an error, with which the works end; MPI may go on.
+        Called with an error, with which the works end; MPI may still execute the operation.
     done
         Called once MPI has completed it.
     limit
@@ -83,18 +83,18 @@ class MpiCall:
         self.is_dead = False  # its works have failed; MPI may still touch its memory
 
 
-class _Line:
+class _NeighbourConnection:
     """The connection to one neighbour on the control plane."""
 
     def __init__(self, rank: int, end: socket.socket) -> None:
         self.rank, self.end = rank, end
         self.arriving: deque[tuple[Any, bytearray]] = deque()
         self.unwritten = bytearray()
-        self.said = self.heard = False  # whether this rank, and the neighbour, has sent its end message
+        self.end_sent = self.end_received = False  # whether this rank, and the neighbour, has sent its end message
 
 
-class _Making:
-    """A communicator of some ranks that this rank has to make, or that other ranks make without it."""
+class _CommCreation:
+    """The creation of a communicator of some ranks; this rank may not be among them."""
 
     def __init__(self, members: Sequence[int] | None, made: Callable[[Any, BaseException | None], None]) -> None:
         self.members, self.made = members, made
@@ -114,19 +114,19 @@ class MpiThread:
 
     def __init__(self, comm: Any, ends: dict[int, socket.socket]) -> None:
         self.comm = comm
-        self._lines = {rank: _Line(rank, end) for rank, end in ends.items()}
-        for line in self._lines.values():
-            line.end.setblocking(False)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._tasks: deque[MpiCall | _Making] = deque()
+        self._connections = {rank: _NeighbourConnection(rank, end) for rank, end in ends.items()}
+        for connection in self._connections.values():
+            connection.end.setblocking(False)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._tasks: deque[MpiCall | _CommCreation] = deque()
         self._sends: list[tuple[Any, bytes]] = []
-        self._active: list[deque[MpiCall]] = []  # lanes in which something runs
-        self._making: deque[_Making] = deque()
+        self._active: list[deque[MpiCall]] = []  # lanes with started operations
+        self._creations: deque[_CommCreation] = deque()
         self._status = MPI.Status()
-        self._ending = self._exiting = self._over = False
-        self._lock = threading.Lock()  # guards `_wake`: nothing may write to it once it is closed
-        self._until = 0.0
-        self._orderly = False
+        self._ending = self._exiting = self._has_stopped = False
+        self._lock = threading.Lock()  # guards `_wake_fd`: nothing may write to it once it is closed
+        self._end_deadline = 0.0
+        self._is_orderly = False
         self._comms: list[Any] = [comm]
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ncclpy-mpi", daemon=True)
@@ -137,14 +137,14 @@ class MpiThread:
 
     def launch(self, launch: MpiCall) -> None:
         """Have the thread start an operation, after those before it."""
-        self._give(launch)
+        self._add_task(launch)
 
     def make(self, members: Sequence[int] | None, made: Callable[[Any, BaseException | None], None]) -> None:
-        """Have the thread make a communicator of some ranks; all ranks call this alike, other ranks with None.
+        """Have the thread make a communicator of some ranks. All ranks call this in the same order, others with None.
 
-        On its members ``made(comm, error)`` is called then.
+        On its members ``made(comm, error)`` is called when it is made.
         """
-        self._give(_Making(members, made))
+        self._add_task(_CommCreation(members, made))
 
     def own(self, comm: Any) -> None:
         """Have the thread free a communicator at an orderly end."""
@@ -155,31 +155,31 @@ class MpiThread:
 
         Communicators are freed only after an orderly end: `MPI_Comm_free` is collective.
         """
-        self._orderly = orderly
-        self._until = time.monotonic() + _FAREWELL
+        self._is_orderly = orderly
+        self._end_deadline = time.monotonic() + _END_TIMEOUT
         self._ending = True
-        self._nudge()
-        self._thread.join(_FAREWELL + _AT_EXIT)
+        self._wake_thread()
+        self._thread.join(_END_TIMEOUT + _EXIT_TIMEOUT)
         return not self._thread.is_alive()
 
     def leave_at_exit(self) -> None:
         """Have the thread leave MPI before it is finalised."""
-        self._until = time.monotonic() + _AT_EXIT
+        self._end_deadline = time.monotonic() + _EXIT_TIMEOUT
         self._exiting = self._ending = True
-        self._nudge()
-        self._thread.join(2 * _AT_EXIT)
+        self._wake_thread()
+        self._thread.join(2 * _EXIT_TIMEOUT)
 
-    def _give(self, task: MpiCall | _Making) -> None:
+    def _add_task(self, task: MpiCall | _CommCreation) -> None:
         self._tasks.append(task)
-        if not self._nudge():
+        if not self._wake_thread():
             self._refuse()
 
-    def _nudge(self) -> bool:
+    def _wake_thread(self) -> bool:
         """Wake the thread; return whether it runs."""
         with self._lock:
-            if not self._over:
-                os.eventfd_write(self._wake, 1)
-            return not self._over
+            if not self._has_stopped:
+                os.eventfd_write(self._wake_fd, 1)
+            return not self._has_stopped
 
     # The thread.
 
@@ -187,15 +187,15 @@ class MpiThread:
         be_punctual()
         try:
             self._loop()
-        except BaseException as error:  # an error of MPI, as its error handler returns: nothing can go on without it
+        except BaseException as error:  # an error of MPI, as its error handler returns: the thread cannot continue
             self.error = error
-        for line in self._lines.values():  # for the control plane the neighbours are gone
-            line.end.close()
-        _kept.extend(self._sends)
+        for connection in self._connections.values():  # for the control plane the neighbours are gone
+            connection.end.close()
+        _kept_for_mpi.extend(self._sends)
         _running.discard(self)
         with self._lock:
-            self._over = True
-            os.close(self._wake)
+            self._has_stopped = True
+            os.close(self._wake_fd)
         self._refuse()
 
     def _refuse(self) -> None:
@@ -204,126 +204,132 @@ class MpiThread:
         error.__cause__ = self.error
         lanes, self._active = self._active, []
         for launch in [launch for lane in lanes for launch in lane]:
-            _kept.append(launch)  # MPI may still write there
+            _kept_for_mpi.append(launch)  # MPI may still write into its memory
             launch.failed(launch, error)
         for task in _drained(self._tasks):  # a thread that gives a task may be here too
             if isinstance(task, MpiCall):
                 task.failed(task, error)
             else:
                 task.made(None, error)
-        for making in _drained(self._making):
+        for making in _drained(self._creations):
             making.made(None, error)
 
     def _loop(self) -> None:
         ready: list[int] = []
         moment = last = time.monotonic()
         while True:
-            moved = bool(ready) and self._read(ready)
-            if self._tasks or self._making:
-                moved |= self._start()
-            if self._lines:
-                moved |= self._receive()
-                moved |= self._write()
+            progressed = bool(ready) and self._read(ready)
+            if self._tasks or self._creations:
+                progressed |= self._start()
+            if self._connections:
+                progressed |= self._receive()
+                progressed |= self._write()
             if self._sends or self._active:
-                moved |= self._complete(moment)
+                progressed |= self._complete(moment)
             moment = time.monotonic()
-            if moved:
+            if progressed:
                 last = moment
             if self._ending and self._is_over(moment):
                 break
-            watched = [self._wake, *(line.end.fileno() for line in self._lines.values() if not line.said)]
+            open_connections = [each for each in self._connections.values() if not each.end_sent]
+            watched = [self._wake_fd, *(each.end.fileno() for each in open_connections)]
             waited = moment - last
-            if moved or waited < _SPIN:
+            if progressed or waited < _SPIN:
                 ready = await_readable(watched, 0.0)
-                if not moved and not ready:
+                if not progressed and not ready:
                     os.sched_yield()
             else:
                 ready = await_readable(watched, min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited * _PAUSE_FRACTION)))
-        if self._orderly and not self._sends and not self._active and all(line.heard for line in self._lines.values()):
+        all_ended = all(each.end_received for each in self._connections.values())
+        if self._is_orderly and all_ended and not self._sends and not self._active:
             for comm in reversed(self._comms):
                 comm.Free()
 
     def _is_over(self, moment: float) -> bool:
         if self._exiting:  # the control plane has not ended: the neighbours are told that this rank is gone
-            for line in self._lines.values():
-                self._say_end(line)
-            return not self._sends or moment >= self._until
-        done = not (self._sends or self._active or self._tasks or self._making)
-        done = done and all(line.said and line.heard for line in self._lines.values())
-        return done or moment >= self._until
+            for connection in self._connections.values():
+                self._send_end(connection)
+            return not self._sends or moment >= self._end_deadline
+        done = not (self._sends or self._active or self._tasks or self._creations)
+        done = done and all(
+            connection.end_sent and connection.end_received for connection in self._connections.values()
+        )
+        return done or moment >= self._end_deadline
 
     # The control plane's frames.
 
     def _read(self, ready: list[int]) -> bool:
         """Send what the control plane has written for its neighbours."""
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        moved = False
-        for line in self._lines.values():
-            if line.said or line.end.fileno() not in ready:
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        progressed = False
+        for connection in self._connections.values():
+            if connection.end_sent or connection.end.fileno() not in ready:
                 continue
-            moved = True
+            progressed = True
             try:
-                piece = line.end.recv(_PIECE)
+                piece = connection.end.recv(_MAX_MESSAGE_BYTES)
             except BlockingIOError:
                 continue
             except OSError:  # closed with data that were never read
                 piece = b""
             if piece:
-                self._send(line, piece)
+                self._send(connection, piece)
             else:
-                self._say_end(line)
-        return moved
+                self._send_end(connection)
+        return progressed
 
-    def _send(self, line: _Line, piece: bytes) -> None:
-        self._sends.append((self.comm.Isend([piece, MPI.BYTE], line.rank, _FRAMES), piece))
+    def _send(self, connection: _NeighbourConnection, piece: bytes) -> None:
+        self._sends.append((self.comm.Isend([piece, MPI.BYTE], connection.rank, _FRAME_TAG), piece))
 
-    def _say_end(self, line: _Line) -> None:
-        if not line.said:
-            line.said = True
-            self._send(line, b"")
+    def _send_end(self, connection: _NeighbourConnection) -> None:
+        if not connection.end_sent:
+            connection.end_sent = True
+            self._send(connection, b"")
 
     def _receive(self) -> bool:
         """Receive what the neighbours have sent."""
-        moved = False
-        while self._lines and (message := self.comm.Improbe(MPI.ANY_SOURCE, _FRAMES, self._status)) is not None:
-            moved = True
-            line = self._lines[self._status.source]
+        progressed = False
+        while (
+            self._connections and (message := self.comm.Improbe(MPI.ANY_SOURCE, _FRAME_TAG, self._status)) is not None
+        ):
+            progressed = True
+            connection = self._connections[self._status.source]
             buffer = bytearray(self._status.Get_count(MPI.BYTE))
-            line.arriving.append((message.Irecv([buffer, MPI.BYTE]), buffer))
-        return moved
+            connection.arriving.append((message.Irecv([buffer, MPI.BYTE]), buffer))
+        return progressed
 
     def _write(self) -> bool:
         """Write what has arrived to the control plane."""
-        moved = False
-        for line in self._lines.values():
-            while line.arriving and line.arriving[0][0].Test():
-                moved = True
-                _, piece = line.arriving.popleft()
-                line.unwritten += piece
-                line.heard = line.heard or not piece
-            if line.unwritten:
+        progressed = False
+        for connection in self._connections.values():
+            while connection.arriving and connection.arriving[0][0].Test():
+                progressed = True
+                _, piece = connection.arriving.popleft()
+                connection.unwritten += piece
+                connection.end_received = connection.end_received or not piece
+            if connection.unwritten:
                 try:
-                    sent = line.end.send(line.unwritten)
+                    sent = connection.end.send(connection.unwritten)
                 except BlockingIOError:
                     continue
                 except OSError:  # the control plane has ended, and does not read any more
-                    sent = len(line.unwritten)
-                del line.unwritten[:sent]
-                moved = True
-            if moved and line.heard and not line.unwritten:
+                    sent = len(connection.unwritten)
+                del connection.unwritten[:sent]
+                progressed = True
+            if progressed and connection.end_received and not connection.unwritten:
                 with contextlib.suppress(OSError):
-                    line.end.shutdown(socket.SHUT_WR)
-        return moved
+                    connection.end.shutdown(socket.SHUT_WR)
+        return progressed
 
     # Operations on data.
 
     def _start(self) -> bool:
-        moved = bool(self._tasks)
+        progressed = bool(self._tasks)
         while self._tasks:
             task = self._tasks.popleft()
-            if isinstance(task, _Making):
-                self._making.append(task)
+            if isinstance(task, _CommCreation):
+                self._creations.append(task)
                 continue
             if task.is_dead:
                 task.done(task)
@@ -333,57 +339,57 @@ class MpiThread:
             try:
                 task.requests = task.start()
             except Exception as error:
-                _kept.append(task)  # requests that it has begun may go on
+                _kept_for_mpi.append(task)  # requests that it has begun may still run
                 task.failed(task, _as_error(task.what, error))
                 continue
             task.deadline = time.monotonic() + task.limit
             if not task.lane:
                 self._active.append(task.lane)
             task.lane.append(task)
-        if self._making:
-            moved |= self._make()
-        return moved
+        if self._creations:
+            progressed |= self._make()
+        return progressed
 
     def _make(self) -> bool:
         """Take the next step in making the first communicator that waits.
 
-        Making a communicator blocks until all of its members do so, and meanwhile this thread relays no frame, which
-        they may wait for. So it begins when all ranks have reached it, which a nonblocking barrier tells. All ranks
-        make the communicators in one order.
+        Making a communicator blocks until all of its members make it. Meanwhile this thread relays no frames, for
+        which they may wait. So the creation begins when all ranks have reached it, as a nonblocking barrier shows. All
+        ranks make the communicators in one order.
         """
-        first = self._making[0]
+        first = self._creations[0]
         if first.barrier is None:
             first.barrier = self.comm.Ibarrier()
         if not first.barrier.Test():
             return False
-        self._making.popleft()
+        self._creations.popleft()
         if first.members is not None:
-            everyone = self.comm.Get_group()
-            some = everyone.Incl(list(first.members))
-            made = self.comm.Create_group(some, _AGREEMENTS)
-            some.Free()
-            everyone.Free()
+            all_ranks = self.comm.Get_group()
+            subgroup = all_ranks.Incl(list(first.members))
+            made = self.comm.Create_group(subgroup, _AGREEMENT_TAG)
+            subgroup.Free()
+            all_ranks.Free()
             self._comms.append(made)
             first.made(made, None)
         return True
 
     def _complete(self, moment: float) -> bool:
-        """Take what MPI has completed to its end."""
-        moved = False
+        """End the operations that MPI has completed."""
+        progressed = False
         if self._sends:
             waiting = [each for each in self._sends if not each[0].Test()]
-            moved = len(waiting) < len(self._sends)
+            progressed = len(waiting) < len(self._sends)
             self._sends = waiting
         for lane in list(self._active):
-            while lane and self._ends(lane[0], moment):
-                moved = True
+            while lane and self._has_ended(lane[0], moment):
+                progressed = True
                 lane.popleft()
             if not lane:
                 self._active.remove(lane)
-        return moved
+        return progressed
 
-    def _ends(self, launch: MpiCall, moment: float) -> bool:
-        """Return whether MPI has completed an operation, which then ends."""
+    def _has_ended(self, launch: MpiCall, moment: float) -> bool:
+        """Return whether MPI has completed an operation; if so, end it."""
         try:
             if not MPI.Request.Testall(launch.requests):
                 if moment >= launch.deadline and not launch.is_dead:
@@ -420,9 +426,9 @@ def _overdue(launch: MpiCall) -> NcclTimeout:
     )
 
 
-#: Threads that call MPI now and then; and memory that MPI may access for ever.
+#: Threads that call MPI; and memory that MPI may access until the process ends.
 _running: weakref.WeakSet[MpiThread] = weakref.WeakSet()
-_kept: list[Any] = []
+_kept_for_mpi: list[Any] = []
 
 
 def is_running() -> bool:

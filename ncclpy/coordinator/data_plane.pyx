@@ -74,7 +74,7 @@ cdef class LaunchQueue:
     ----------
     name : str
         The thread's name.
-    trouble : callable
+    on_error : callable
         ``on_error(error)`` is called with what a step raises, which is a defect; the other steps are taken
         nevertheless.
     """

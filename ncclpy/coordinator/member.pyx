@@ -162,9 +162,9 @@ cdef class ProcessSetWorker:
         Whether arrays of CPU memory are copied to the device.
     counts : OperationStats
         The counters to add to.
-    trouble : callable
-        ``on_error(error)`` is called with the error of a launch, for which the other ranks would otherwise wait for
-        ever.
+    on_error : callable
+        ``on_error(error)`` is called with the error of a launch, for which the other ranks would otherwise wait
+        without end.
     cache : int
         How many names, or groups of names, are remembered.
     host_plane : DataPlane, optional
@@ -253,7 +253,7 @@ cdef class ProcessSetWorker:
             failure = self._plane_of(step).cause_of(error) if isinstance(error, NcclError) else _not_launched(error)
             try:
                 self._plane_of(step).abandon(failure)  # first: arrays that are being copied must not be freed
-            except BaseException as another:  # then it is unknown when the copies end
+            except BaseException as another:  # when the copies end is not known: the arrays are never freed
                 _kept.append(brought)
                 self.on_error(another)
             for part in brought:
@@ -272,13 +272,13 @@ cdef class ProcessSetWorker:
 
     cdef int _count(self, Step step, list brought) except -1:
         cdef TensorEntry part
-        cdef long long there = 0, nbytes = 0
+        cdef long long nparts = 0, nbytes = 0
         for part in brought:
             if part is not None:
-                there += 1
+                nparts += 1
                 nbytes += <long long>part.view.nbytes
-        if there:  # if not, this rank has joined
-            self.counts.launched(_NAMES[step.signature.kind], there, nbytes)
+        if nparts:  # otherwise this rank has joined
+            self.counts.launched(_NAMES[step.signature.kind], nparts, nbytes)
         self.counts.add("launches", 1)
         if len(brought) > 1:
             self.counts.add("fused", len(brought))

@@ -4,8 +4,8 @@ Each rank puts its contribution under a key of its own, an ephemeral one where t
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
 number of a rank's operations does not depend on the number of ranks, and a rank waits in slices: it may leave once the
 rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can be set only once:
-either all have met, or none has. No rank waits for one that has announced that it will not come, or that has lost its
-process, where the store or the caller can tell.
+either all have met, or none has. No rank waits for one that has announced that it will not arrive, or whose process is
+lost, if the store or the caller can detect that.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _failed(text: str, missing: list[int] | None, kind: str = "") -> bytes:
 
 def _error_of(outcome: bytes) -> NcclError:
     """Return the error that `_failed` has encoded."""
-    told = json.loads(outcome.removeprefix(_FAILED))
-    text, missing, kind = told["text"], told["missing"], told["kind"]
+    fields = json.loads(outcome.removeprefix(_FAILED))
+    text, missing, kind = fields["text"], fields["missing"], fields["kind"]
     if not outcome.startswith(_FAILED) or not isinstance(text, str):
-        raise ValueError("it tells of no error")
+        raise ValueError("it describes no error")
     if kind == _DAMAGED:
         return StoreDamaged(text)
     if missing is None:
@@ -86,7 +86,7 @@ def _error_of(outcome: bytes) -> NcclError:
 
 
 class _Lost(Exception):
-    """Ranks that are waited for will not come; `why` has the reason for each rank."""
+    """Some missing ranks will not arrive; `why` has the reason for each of these."""
 
     def __init__(self, why: dict[int, str]) -> None:
         super().__init__(why)
@@ -107,11 +107,11 @@ class _Lookout:
         some = {*missing[begin : begin + _CHECKS_PER_SLICE], *(rank for rank in missing if rank in self._suspects)}
         self._turn = begin + _CHECKS_PER_SLICE
         try:
-            found = {rank: told for rank in sorted(some) if (told := self._is_lost(rank)) is not None}
+            found = {rank: reason for rank in sorted(some) if (reason := self._is_lost(rank)) is not None}
         except NcclTimeout:  # the store was late, not the rendezvous
             return
         self._suspects = {rank: self._suspects.get(rank, 0) + 1 for rank in found}
-        lost = {rank: why for rank, (why, looks) in found.items() if self._suspects[rank] >= looks}
+        lost = {rank: why for rank, (why, nchecks) in found.items() if self._suspects[rank] >= nchecks}
         if lost:
             raise _Lost(lost)
 

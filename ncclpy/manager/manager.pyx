@@ -415,7 +415,7 @@ Gather the participants of collectives by key and launch each collective when al
         with self.lock:
             comm_set.state = GONE
             self._note_failures(comm_set.failures)
-            if comm_set.self_aborting:  # `ending` is not known yet
+            if comm_set.self_aborting:  # `end_thread` is not set yet
                 self.lost = [each for each in self.lost if each.end_thread is None or each.end_thread.is_alive()] + [comm_set]
             if comm_set.end_error is not None and not comm_set.launches:
                 self.end_errors[comm_set.key] = comm_set.end_error

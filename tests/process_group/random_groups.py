@@ -34,10 +34,10 @@ class Slow:
     choose = random.Random(0)
     watches = True
 
-    def _look(self):
+    def _check_usable(self):
         if self.choose.random() < 0.1:
             time.sleep(0.05)
-        super()._look()
+        super()._check_usable()
 
     def _watch(self, prefix):
         if not self.watches:

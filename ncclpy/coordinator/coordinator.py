@@ -402,7 +402,7 @@ class Coordinator(Operations):
             self.abort(f"{type(error).__name__}: {error}")
 
     def __del__(self) -> None:
-        if getattr(self, "_shut", True) or os.getpid() != self._process or sys.is_finalizing():
+        if getattr(self, "_is_closed", True) or os.getpid() != self._process or sys.is_finalizing():
             return
         if self.error is None:
             text = f"{self!r}, made at {self._site}, was never closed"

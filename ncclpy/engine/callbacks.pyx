@@ -147,6 +147,41 @@ cdef object with_end(object words, cut, str after):
     return made
 
 
+# The ends of the text of an operation that is not done in time.
+ADVICE = (
+    "A rank is missing or stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
+    "`ncclpy trace`"
+)
+
+OUTCOME_ABORTED, OUTCOME_CONTINUES = "its communicator is aborted", "its communicator continues"
+
+
+def without_advice(text):
+    """Return an error's text without its advice about other ranks, for callers that know what those ranks do."""
+    if text.endswith(ADVICE):
+        for outcome in (OUTCOME_ABORTED, OUTCOME_CONTINUES):
+            head, found, _ = text.partition(f"{outcome}. ")
+            if found:
+                return head + outcome
+    return text.rstrip(". ")
+
+
+def add_answer(error, sentence, states):
+    """Replace an error's advice by what the ranks do, as a sentence and as data.
+
+    Parameters
+    ----------
+    error : Exception
+        If its text names a key, the key's ``__repr__`` is not called.
+    sentence : str
+        The sentence.
+    states : tuple of RankState, or None
+        The data.
+    """
+    error.args = (with_end(words_of(error), without_advice, f". {sentence}"),)
+    error.ranks = states
+
+
 cdef object with_sentence(object error, str sentence):
     """Return a copy of an error with another sentence at its end; the error itself if it has the sentence already.
 

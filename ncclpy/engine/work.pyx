@@ -49,6 +49,7 @@ from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry, where_called
 
 from ncclpy.core.runtime.stream_readers import note_delivery
+from ncclpy.engine.callbacks import ADVICE, OUTCOME_ABORTED, OUTCOME_CONTINUES
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
 
 
@@ -153,13 +154,6 @@ def listen(listener):
     _listeners.add(listener)
 
 
-_ADVICE = (
-    "A rank is missing or stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
-    "`ncclpy trace`"
-)
-
-_ABORTED, _CONTINUES = "its communicator is aborted", "its communicator continues"
-
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
 
@@ -238,37 +232,11 @@ cdef object _error_of(Work work, ncclResult_t result):
         return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else missing_ranks(handle.error_source())
     missing += ". " if missing else ""
-    outcome = _CONTINUES if launch is not None and launch.is_report_only() else _ABORTED
+    outcome = OUTCOME_CONTINUES if launch is not None and launch.is_report_only() else OUTCOME_ABORTED
     limit = f" of {seconds(work.shown_timeout)}" if work.shown_timeout > 0 else ""
     return NcclTimeout(work.with_name(
-        f"was not done within its timeout{limit}; {outcome}. {missing}{_ADVICE}"
+        f"was not done within its timeout{limit}; {outcome}. {missing}{ADVICE}"
     ))
-
-
-def without_advice(text):
-    """Return an error's text without its advice about other ranks, for callers that know what those ranks do."""
-    if text.endswith(_ADVICE):
-        for outcome in (_ABORTED, _CONTINUES):
-            head, found, _ = text.partition(f"{outcome}. ")
-            if found:
-                return head + outcome
-    return text.rstrip(". ")
-
-
-def add_answer(error, sentence, states):
-    """Replace an error's advice by what the ranks do, as a sentence and as data.
-
-    Parameters
-    ----------
-    error : Exception
-        If its text names a key, the key's ``__repr__`` is not called.
-    sentence : str
-        The sentence.
-    states : tuple of RankState, or None
-        The data.
-    """
-    error.args = (with_end(words_of(error), without_advice, f". {sentence}"),)
-    error.ranks = states
 
 
 cdef object _launch_error(Work work, const Watched* watched):

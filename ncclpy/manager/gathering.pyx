@@ -35,7 +35,7 @@ from ncclpy.engine import work
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import method_name, show, text_of
-from ncclpy.engine.work import add_answer
+from ncclpy.engine.callbacks import add_answer
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
 from ncclpy.types import ReduceOp
 

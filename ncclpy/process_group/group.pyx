@@ -338,7 +338,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             for sent, places in parts:
                 self.all_gather(sent, places)
         work = begun
-        work.maker_thread, work.output = brought, None
+        work.maker, work.output = brought, None
         return work
 
     # Communicators.

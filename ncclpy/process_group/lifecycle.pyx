@@ -27,7 +27,7 @@ from ncclpy.core.runtime import device as _device
 from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import work
-from ncclpy.engine.work import add_answer, without_advice
+from ncclpy.engine.callbacks import add_answer, without_advice
 from ncclpy.core.runtime.stream import StreamPool
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at

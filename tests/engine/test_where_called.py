@@ -132,7 +132,7 @@ def test_group_that_reports_logs_where_the_operation_was_called(caplog):
         if group.rank == 0:
             work = reduces(group, np.ones(2), timeout=0.2)
             assert places(work.exception(DEADLINE)) == [said("all_reduce #0", reduces)]
-            testing.wait_for(lambda: "goes on" in caplog.text, "the log")
+            testing.wait_for(lambda: "continues" in caplog.text, "the log")
         done.wait(DEADLINE)
         group.abort("it is over")
 

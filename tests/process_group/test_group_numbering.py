@@ -475,7 +475,7 @@ def test_second_process_of_rank_is_refused_at_sight_of_first(host_engine):
     store = LocalStore()
     first, second = numbering(), numbering()
     parent = os.getppid()
-    second._mine = second._mine | {"pid": parent, "start": reports._stat(parent)[1]}
+    second._process = second._process | {"pid": parent, "start": reports._stat(parent)[1]}
     put = first._put
 
     def put_and_meet_the_second(*arguments):

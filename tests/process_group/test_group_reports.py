@@ -46,7 +46,7 @@ def test_late_operation_is_logged_and_completes(arrays, told):
     late = threading.Event()
     assert run_groups(2, body, on_error="report") == [(8, 3)] * 2
     testing.wait_for(told)
-    assert len(told()) == 1 and told()[0].startswith("rank 0 of process group 'default' goes on")
+    assert len(told()) == 1 and told()[0].startswith("rank 0 of process group 'default' continues")
 
 
 def test_late_operation_keeps_its_arrays_until_it_completes(host_engine):

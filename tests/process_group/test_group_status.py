@@ -204,9 +204,9 @@ class Late(LocalStore):
 
     late = 0.0
 
-    def _look(self):
+    def _check_usable(self):
         time.sleep(self.late)
-        super()._look()
+        super()._check_usable()
 
 
 @pytest.mark.parametrize("late", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -347,7 +347,7 @@ def test_late_operation_with_on_error_report_names_late_rank(host_engine):
     late = threading.Event()
     first, second = run_groups(2, body, on_error="report")
     assert second is None and [each.state for each in first.ranks] == ["running", "idle"]
-    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
+    assert "continues. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
 
 
 def test_lost_store_is_named_in_error(host_engine):

@@ -56,6 +56,6 @@ def test_every_work_ends_under_random_faults(host_engine, first, cores, processe
             assert after.pop("descriptors") <= before.pop("descriptors") + unused
             assert after == before
             clean += 1
-    assert clean, "no process in which all ends have succeeded"
+    assert clean or processes == 1, "no process in which all ends have succeeded"  # a fault may be in the only one's
     assert seen > processes * runs_each / 2
     assert len(fired) > min(20, processes * runs_each / 4), fired  # of many kinds

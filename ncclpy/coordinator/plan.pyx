@@ -352,7 +352,7 @@ cdef class UsedMemory:
         return low
 
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept:
-        """Return whether memory may be read (or written, if `writes`) while what is in flight is."""
+        """Return whether memory may be read (or written, if `writes`) beside the uses in flight."""
         cdef Py_ssize_t first = self._first(start), at = first
         while at < self.count and self.rows[at].start < start + nbytes:
             if writes or self.rows[at].writes:
@@ -445,7 +445,7 @@ cdef class Pending:
         if taken is not None:
             raise ValueError(
                 f"name: {taken!r} is in flight on this rank already: a name can be brought again once its "
-                "operation was launched, which waiting for its work tells. Nothing of this call was sent"
+                "operation was launched: wait for its work first. Nothing of this call was sent"
             )
         clash = self._use(call.parts)
         if clash is None:
@@ -454,9 +454,9 @@ cdef class Pending:
             self.calls[call.key] = call
         else:
             raise ValueError(
-                f"array: memory of that of {clash.name!r} is in flight on this rank already, as that of "
-                f"{self._other(call, clash)!r}, and one of them is written: bring memory under one name at a time. "
-                "Nothing of this call was sent"
+                f"array: the array of {clash.name!r} overlaps the array of {self._other(call, clash)!r}, which is in "
+                "use on this rank already, and one of them is written: bring memory under one name at a time. Nothing "
+                "of this call was sent"
             )
         call.place = self
         for part in call.parts:

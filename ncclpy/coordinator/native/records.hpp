@@ -10,6 +10,8 @@
 
 namespace ncclpy::coordinator {
 
+// The kinds of records. kUpClosed: after kDownClosing, no rank below brings anything more. kDownEnded: the coordinator
+// has ended. kUpEnd and kDownEnd are no kinds: they bound the numbers that a reader accepts.
 enum Up : uint64_t { kUpFull, kUpBits, kUpJoin, kUpShutDown, kUpClosed, kUpLost, kUpHint, kUpEnd };
 enum Down : uint64_t {
   kDownBits,

@@ -125,7 +125,7 @@ class GradientAverage:
     def _hook(self, key: str) -> Any:
         def accumulated(parameter: Any) -> None:
             with self._lock:
-                self._is_done = False  # a step that was synchronised has been left out
+                self._is_done = False  # also if no step has followed the last synchronize()
                 seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen == self._passes:
                 self._bring(key, parameter)
@@ -165,8 +165,8 @@ class GradientAverage:
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the average, and begin the next step.
 
-        All ranks call it equally often. With an optimiser the optimiser's step does, unless it was called since the
-        last step. A parameter that got no gradient in this step counts as zeros: other ranks may have used it.
+        All ranks call it equally often. With an optimiser, each step calls it, unless the program has called it since
+        the last step. A parameter that got no gradient in this step counts as zeros: other ranks may have used it.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-// Reads a plain tensor where torch has its values: DLPack's exchange takes a tensor of its own, and Python, for that.
+// Reads a plain tensor from torch's own fields: DLPack's exchange would make another tensor and call Python.
 // A tensor is plain by its dispatch keys: those of dense memory on a CPU or a GPU, with autograd's, and no other. So
 // lazy negations and conjugations, zeros without memory, sparse, quantized, nested and named tensors, and the wrappers
 // of torch.func and __torch_dispatch__ are left to the caller, also those of later releases.
@@ -19,8 +19,8 @@ constexpr c10::DispatchKeySet kPlain =
     c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
                          c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 
-// DLPack's type for a type of torch. Torch tells it only for a tensor, and throws for some types. It tells types of a
-// few bits as if they had eight: for these, and for types with several lanes, there is none here.
+// DLPack's type for a type of torch. Torch tells it only for a tensor, and throws for some types. Torch reports
+// types of less than a byte as if they had eight bits: these, and types with several lanes, are kNone.
 struct DLPackType {
   enum : uint8_t { kUnknown, kKnown, kNone } state = kUnknown;
   uint8_t code = 0;

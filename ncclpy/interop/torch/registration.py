@@ -90,8 +90,8 @@ def _made(
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
     if on_gpu:
-        # On GPUs the first operation makes the group, and some ranks may have none. Each rank has to know all the same
-        # how often the group was made, as names are used again in a store.
+        # On GPUs the first operation makes the group. A rank without operations must also count how often the group
+        # was made, as names are used again in a store.
         import torch.distributed
 
         number = store.add(f"ncclpy/made/{name}/{rank}", 1)

@@ -26,7 +26,8 @@ def _plainly(tensor: Any) -> Iterator[Any]:
     import torch
 
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        yield tensor if tensor.is_sparse else tensor.detach()  # a sparse one has to get the other's parts itself
+        # `copy_` gives a sparse tensor new parts: through a detached alias the tensor itself would keep the old ones.
+        yield tensor if tensor.is_sparse else tensor.detach()
 
 
 def bring(made: Any, tensor: Any) -> None:
@@ -67,7 +68,7 @@ def times(tensor: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any) -> Any:
-    """Return a factor that leaves a tensor its type; a tensor of no dimension may be in CPU memory."""
+    """Return a factor, a tensor with 0 dimensions: so it promotes no type and may be in CPU memory."""
     return factor.reshape(()) if hasattr(factor, "reshape") else factor
 
 

@@ -91,7 +91,7 @@ def place_of(uuid: str) -> str:
 def claim(store: Store, uuid: str, handles: Sequence[str], own_handle: str, refuse: Callable[[], object]) -> None:
     """Reserve a uuid for these handles, before the group leaves its state.
 
-    `refuse` is called if the uuid is used with other handles whose ranks wait for this one.
+    `refuse` is called if other ranks have reserved the uuid for a different list that has this group's handle.
 
     Raises
     ------
@@ -142,8 +142,7 @@ def store_of(handle: str, store: Store, seconds: float) -> Store:
     else:
         raise ValueError(
             f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this one, "
-            "and with one that cannot be reached by an address; make all groups with one store, or with TCPStores or "
-            "FileStores"
+            "and that store has no address; make all groups with one store, or with TCPStores or FileStores"
         )
     return PrefixStore(unquote(prefix), opened) if prefix else opened
 

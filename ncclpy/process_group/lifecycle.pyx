@@ -49,7 +49,7 @@ _MAIN, _SPLIT = "all", "/split"  # the label of the communicator of all ranks, a
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
 #: Seconds after which a rank that was stopped asks again a store that did not answer.
 _RETRY_INTERVAL = 1.0
-#: Seconds after the end of a rank for operations to complete in which it took part before.
+#: Seconds that operations in which a rank took part have to complete after its end.
 _GRACE = 0.5
 cdef long long _last_number = 0  # of `next_number`
 
@@ -317,7 +317,7 @@ cdef class Lifecycle:
         del launched
         if error is None and wanted:
             for comm in comms:
-                if is_doubted(<Handle>comm):  # it was made after this rank asked, after a stop, whether the group ended
+                if is_doubted(<Handle>comm):  # made after the question that followed a stop: ask again
                     internal_executor.submit(self.ask_after_stop)
             connection.settled.set()
             return 0
@@ -539,7 +539,7 @@ cdef class Lifecycle:
         group_status.begin_end()
         try:
             group_status.known.failed(error)
-            # SystemExit: the process ends already, which has ended a daemon thread's call of torch's store.
+            # SystemExit: Python is ending, and has ended a daemon thread's call of torch's store.
             may_exit = may_exit and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if may_exit and self.on_error == "exit_now":
                 self._exit(error, group_status)
@@ -559,18 +559,18 @@ cdef class Lifecycle:
                     telling = None
                     group_status.tell(*end)
             is_abort = type(error) is NcclAborted
-            others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
-            error._informed = others._informed = informed
-            self.failures = [error, others] if in_flight else []
+            error_of_others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
+            error._informed = error_of_others._informed = informed
+            self.failures = [error, error_of_others] if in_flight else []
             if in_flight and not self.closed and threading.get_ident() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
             if hooks and call_hooks or readers:
                 error._delivered = True
             for one in connections:
                 if one is not failed:
-                    comms += one.abort(others)
+                    comms += one.abort(error_of_others)
             for request in unmatched:
-                (<Request>request).fail(others)
+                (<Request>request).fail(error_of_others)
             if not may_exit:
                 self._abort_later(group_status, telling, comms, text_of(error), tell_readers)
         finally:
@@ -707,7 +707,7 @@ cdef class Lifecycle:
         return 0
 
     cdef dict begun(self):
-        """Return how many operations this rank has begun, by communicator; also splits, and by peer blocks' messages."""
+        """Return how many operations (by communicator), splits and messages of blocks (by peer) this rank began."""
         cdef Connection one
         counts = {_SPLIT: self.divided} if self.divided else {}
         for one in list(self.connections.values()):
@@ -737,7 +737,7 @@ cdef class Lifecycle:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not in a signal handler there
+        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not in a handler in `_end_by`
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             tell_readers = functools.partial(self._tell_readers, readers, error, error._informed)

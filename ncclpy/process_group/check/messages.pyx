@@ -2,8 +2,8 @@
 
 Two ranks exchange their notes both ways through shared memory, or both ways through the store. To choose, each rank
 writes into the store where its memory is, opens the peer's memory, and writes whether it could; both ranks read both
-answers. The groups' threads for held messages make this choice when the two ranks first have a message. Messages that
-are begun meanwhile wait for the outcome; the threads that begin them do not.
+answers. The groups' threads that check messages make this choice when the two ranks first have a message. Messages
+that are begun meanwhile wait for the outcome; the threads that begin them do not.
 
 Each message is identified by its channel and its number in the channel. Two ranks have these channels: the blocks from
 the lower rank to the higher one, the blocks from the higher to the lower, and each communicator that the two have had

@@ -8,8 +8,8 @@ of notes that only that other rank writes. So a rank sleeps in one place, whiche
 can exchange messages before the other ranks have arrived. Pages that were never written take no memory.
 
 A note is valid once its number is written, which is written last: a process that is killed before that leaves no note.
-The memory of a process that has ended stays with the processes that have mapped it. Only the group's thread for held
-messages sleeps in it, and that thread has a reference meanwhile.
+The memory of a process that has ended stays with the processes that have mapped it. Only threads that check held-back
+messages wait in it, and each of them has a reference meanwhile.
 
 The exchange has for each rank a ring of short notes by number. The rank writes one, with a digest, for every
 collective; a rank that is ahead of the others overwrites its oldest ones. The exchange also has two places for a

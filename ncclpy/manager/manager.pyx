@@ -92,7 +92,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef Lock lock  # guards all below
     cdef dict gatherings  # the gatherings, by key
     cdef list failures  # of lost communicators: for each set, the errors of its works
-    # By communicator key: the error by which another process has ended communicators here on which nothing ran.
+    # By communicator key: the error of another process that ended this process's communicators while they were idle.
     cdef dict end_errors
     cdef dict comm_sets  # by communicator key or devices; with max_communicators the least recently used first
     cdef dict signalled  # keys that were signalled before their first participant; each key is its own value
@@ -108,7 +108,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint closed
     cdef double sweep_at  # when the monitor next checks the gatherings
     cdef object abort_thread
-    cdef list lost  # sets of communicators with other processes that have ended while the Manager has not
+    cdef list lost  # sets of communicators shared with other processes, which ended before the Manager
     cdef int aborting  # threads inside abort()
     cdef object gatherer
     cdef str site  # the source line that made it
@@ -717,8 +717,8 @@ Gather the participants of collectives by key and launch each collective when al
             lost, self.lost = self.lost, []
         for comm_set in busy:
             comms += comm_set.abort(NcclAborted(f"the Manager was closed, {why}"))
-        # Also those of sets that other processes have ended: the threads raise the error in readers, and that of the last
-        # process clears the store.
+        # Wait also for the end threads of lost sets: they raise the error in readers, and the last process's thread
+        # clears the store.
         end_threads = _end_threads_of([*lost, *comm_sets])
         thread = self.abort_thread
         if comms or end_threads:

@@ -72,7 +72,7 @@ class Heartbeats:
     own, size
         The ranks of this process, and the number of all ranks. The first of them beats for all.
     processes
-        The ranks of this machine, where the system tells of ends.
+        The processes of the ranks of this machine, whose ends the operating system reports.
 
     Raises
     ------
@@ -144,7 +144,7 @@ class Heartbeats:
             self.close()
 
     def _count_made(self) -> None:
-        nmade = number_of(self._value(_MADE_KEY))  # those of this machine had told their processes before
+        nmade = number_of(self._value(_MADE_KEY))  # first: ranks publish their process before they count themselves
         self._processes.look()
         self._all_have_made = nmade >= self._size
         if not self._begun and nmade > len(self._processes.here):

@@ -15,11 +15,11 @@ from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
-#: The most clauses that describe ranks. Of more, clauses for which no other rank waits become counts, except for
-#: `_MIN_DESCRIBED` of them.
+#: The most clauses that describe ranks. Those of `_AWAITED_STATES`, and of ranks in the operation that is asked about,
+#: are always there. The others fill the rest, or `_MIN_DESCRIBED` if that is more; beyond that, ranks are counted.
 _MAX_DESCRIBED = 8
 _MIN_DESCRIBED = 3
-#: The most spans of ranks that are named for ranks in operations.
+#: The most spans of ranks in one list: in a clause of `_SHORTENED_STATES`, of peers, or of ranks with one stack.
 _MAX_SPANS = 6
 #: Clauses that differ only in their peers become one if there are at least this many; fewer clauses name their peers.
 _MIN_MERGED = 3
@@ -118,7 +118,7 @@ def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> t
     states
         The states of all ranks.
     subject
-        The operation: no rank waits for a rank that waits in it.
+        The operation: ranks that wait in it hold no other rank up.
     """
     found, left = [], _MAX_STACKS
     for each in states:

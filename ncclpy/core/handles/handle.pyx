@@ -521,8 +521,8 @@ cdef class Handle:
             missing += ". " if missing else ""
             return NcclTimeout(
                 f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
-                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the "
-                "call",
+                f"as NCCL makes children through it. {missing}A rank is missing: every rank of the parent must "
+                "make this call",
                 function=what,
             )
         described = repr(self)
@@ -546,7 +546,7 @@ cdef class Handle:
             return 0
         if reports_suppressed():  # the caller that suppresses them tells of the outcome
             return 0
-        # The ranks are asked only once: not for an error of this rank alone, after which the communicator is usable.
+        # The ranks are asked only once, so not for a local error that leaves the communicator usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
             self.peer_status.explain(error)
@@ -604,7 +604,7 @@ cdef class Handle:
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
-        while not locked and not self.in_flight.marks.open and now() < until:  # the lock's owner may only wait for a core
+        while not locked and not self.in_flight.marks.open and now() < until:  # the owner may just be descheduled
             locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
         # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
         # after an abort has begun: the marks can be read without the lock.

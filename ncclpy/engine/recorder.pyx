@@ -355,7 +355,7 @@ cdef Entry new_entry():
 
 
 cdef int note_site(Entry entry) except -1:
-    """Note the innermost line of this thread's Python code outside the packages that call for the user.
+    """Note the innermost line of this thread's Python code outside ncclpy, torch and cupyx.
 
     It runs no Python code. It keeps the code object and no frame, since frames keep the user's arrays.
     """

@@ -148,7 +148,7 @@ class _Attempt:
         elif has_token and not self._token:
             self._refuse(selector, "asks for a token, and there is none here: pass `token` or set NCCLPY_STORE_TOKEN")
         elif self._token and not has_token:
-            self._refuse(selector, "does not know the token that was given here: it may be another one's")
+            self._refuse(selector, "does not know the token, as it uses none: it may be another program's store")
         else:
             self._greetings = self._greeting + self._said
             self._agreed = heartbeat / 1e3

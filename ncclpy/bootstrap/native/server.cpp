@@ -199,8 +199,7 @@ void Server::run() {
   connections_.clear();
 }
 
-// Has the listeners wake the thread or not: one with a connection that cannot be accepted yet would wake it all the
-// time.
+// Turns the listeners' events on or off: a connection that cannot be accepted yet would wake the thread all the time.
 void Server::heed_listeners(bool heed) {
   paused_ = !heed;
   if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
@@ -487,7 +486,7 @@ void Server::tell_refused(double time) {
   refused_told_ = time;
 }
 
-// The server is closing: clients that are not let in yet find the one that is served here next.
+// The server is closing: clients that are not let in yet connect again, to the next server on this port.
 void Server::send_unproved_away() {
   for (auto& [id, connection] : connections_) {
     if (connection->stage != Stage::open) doom(*connection, "the server is closing");

@@ -47,7 +47,8 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
     """Return how another user could change or replace a folder, as a sentence; "" if none could.
 
     Each folder on the way must belong to root or to this user, and no other user may write to it, unless it is sticky
-    as /tmp is. So must each link, which is followed. The folder itself must be this user's, and no link.
+    as /tmp is. Each link on the way must have such an owner, and is followed. The folder itself must be this user's,
+    and no link.
     """
     at, left, links = "/", _parts(os.path.abspath(path)), 0
     while left:
@@ -73,7 +74,7 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
 def why_of_another(path: str | os.PathLike[str]) -> str:
     """Return the end of a sentence that begins with a folder's path and names its owner; "" if the owner is trusted.
 
-    This user and root are; a process of root trusts every user.
+    Trusted are this user and root; a process of root trusts every user.
     """
     status = os.stat(path)
     return "" if os.geteuid() == 0 or status.st_uid in (0, os.geteuid()) else _of_another(status)
@@ -85,7 +86,7 @@ def _parts(path: str) -> list[str]:
 
 def _of_another(status: os.stat_result) -> str:
     me = os.geteuid()
-    squashed = " (NFS with root_squash makes another user's what root makes)" if me == 0 else ""
+    squashed = " (NFS with root_squash gives root's files to another user)" if me == 0 else ""
     return f"belongs to user {status.st_uid}, and this process runs as user {me}{squashed}"
 
 

@@ -77,7 +77,7 @@ def _circle(
 
 
 def _is_at(entry: Entry, place: Last) -> bool:
-    """Return whether an entry belongs to the rank at a place of the same process, as far as that is known."""
+    """Return whether an entry may be of the rank at a place of its process: same device, or one is unknown."""
     return None in (place.device, entry.device) or place.device == entry.device
 
 

@@ -116,7 +116,8 @@ def _set(ident: int, pending: list[tuple[threading.Thread, set[int], BaseExcepti
 
 def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
     """Return a class for which CPython raises errors: asynchronous exceptions are given as classes, not objects."""
-    kind, made = type(errors[-1]), []
+    kind = type(errors[-1])
+    made: list[BaseException] = []
 
     def raised(cls: type[BaseException], *_: object) -> BaseException:
         # Python up to 3.11 may call this once more, with the error as an argument, which is not of this class.

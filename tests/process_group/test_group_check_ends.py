@@ -93,10 +93,11 @@ def test_capture_behind_held_block_ends_with(end):
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
     """The first thread, which waits for rank 1, keeps its own deadline."""
-    late = threading.Event()
+    late, both_ready = threading.Event(), threading.Barrier(2)
 
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
+        both_ready.wait(DEADLINE)  # an abort would also end rank 1's wait for this
         if group.rank == 1:
             assert late.wait(DEADLINE)
             return group.all_reduce(np.ones(2)).exception(DEADLINE) if end == "deadline" else None

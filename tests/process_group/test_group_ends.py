@@ -87,6 +87,7 @@ def test_reader_of_a_stream_that_a_call_has_told_is_not_interrupted(host_engine,
 def test_reader_of_a_stream_that_another_operations_failure_has_told_is_not_interrupted(host_engine, monkeypatch):
     """Two operations fail at once: the second ends the group, a call raises the error of the first."""
     asks, second, failed, told, tells = itertools.count(), *(threading.Event() for _ in range(4))
+    both_ready = threading.Barrier(2)
     abort_when_confirmed, begin_end = lifecycle.abort_when_confirmed, GroupStatus.begin_end
 
     def ask(*_):
@@ -113,6 +114,7 @@ def test_reader_of_a_stream_that_another_operations_failure_has_told_is_not_inte
 
     def body(group):
         group.all_reduce(np.ones(3)).wait(DEADLINE)
+        both_ready.wait(DEADLINE)  # the end would also end rank 1's wait for this
         if group.rank == 0:
             first, synchronized = group.all_reduce(np.ones(3), timeout=0.5), threading.Event()
             # The error is raised in this thread, which has made the group, as `threading` does not know the other one.

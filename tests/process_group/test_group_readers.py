@@ -47,6 +47,21 @@ def is_told_nothing():
         time.sleep(0.001)
 
 
+def run_until_abort(body, nthreads=2):
+    """Call ``body(group, meet)`` on rank 0; rank 1 aborts the group once it has met the other threads at `meet`."""
+    meet = threading.Barrier(nthreads)
+
+    def rank(group):
+        group.all_reduce(np.ones(4)).wait(DEADLINE)
+        if group.rank == 0:
+            body(group, meet)
+        else:
+            meet.wait(DEADLINE)
+            group.abort("a test")
+
+    run_groups(2, rank)
+
+
 @pytest.fixture
 def tells(monkeypatch):
     """Return an event: until it is set, no reader is told, and nothing is aborted."""
@@ -145,14 +160,9 @@ def test_rank_that_does_not_exit_because_its_group_is_reconfigured_tells_readers
 @pytest.mark.parametrize("call", ["synchronize", "wait"])
 def test_thread_that_begins_to_read_while_readers_are_noted_gets_the_error(host_engine, noted, call):
     is_noted, goes_on = noted
-    meet, outcomes = threading.Barrier(2), []
+    outcomes = []
 
-    def body(group):
-        group.all_reduce(np.ones(4)).wait(DEADLINE)
-        if group.rank == 1:
-            meet.wait(DEADLINE)
-            group.abort("a test")
-            return
+    def body(group, meet):
         other = group.all_reduce(np.ones(4))
         with reading(group, outcomes) as (work, stream):
             threading.Timer(3, goes_on.set).start()
@@ -165,20 +175,15 @@ def test_thread_that_begins_to_read_while_readers_are_noted_gets_the_error(host_
                 with contextlib.suppress(ncclpy.NcclTimeout):
                     other.wait(2)
 
-    run_groups(2, body)
+    run_until_abort(body)
     assert [type(each) for each in outcomes] == [ncclpy.NcclAborted]
 
 
 def test_each_thread_that_has_a_stream_wait_gets_the_error(host_engine):
-    meet, outcomes = threading.Barrier(3), []
+    outcomes = []
 
-    def body(group):
-        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
-        if group.rank == 1:
-            meet.wait(DEADLINE)
-            group.abort("a test")
-            return
-        work = group.all_reduce(array)
+    def body(group, meet):
+        work = group.all_reduce(array := np.ones(4))
 
         def reads():
             stream = ncclpy.Stream(0)
@@ -192,40 +197,28 @@ def test_each_thread_that_has_a_stream_wait_gets_the_error(host_engine):
         threads = thread_ranks.start([reads] * 2, "reader ")
         thread_ranks.join(threads, time.monotonic() + DEADLINE)
 
-    run_groups(2, body)
+    run_until_abort(body, 3)
     assert [type(each) for each in outcomes] == [ncclpy.NcclAborted] * 2
 
 
 def test_future_of_a_failed_work_tells_its_thread_nothing(host_engine, tells):
-    meet, outcomes = threading.Barrier(2), []
+    outcomes = []
 
-    def body(group):
-        group.all_reduce(np.ones(4)).wait(DEADLINE)
-        if group.rank == 1:
-            meet.wait(DEADLINE)
-            group.abort("a test")
-            return
+    def body(group, meet):
         first = group.all_reduce(np.ones(4))
         with reading(group, outcomes) as (work, stream):
             work.synchronize(stream)
             meet.wait(DEADLINE)
             testing.wait_for(first.is_completed, "the end of the group", DEADLINE)
-            first.future()  # nobody asks it
+            first.future()  # the program does not read it
             tells.set()
 
-    run_groups(2, body)
+    run_until_abort(body)
     assert [type(each) for each in outcomes] == [ncclpy.NcclAborted]
 
 
 def test_no_thread_stands_in_for_one_that_a_call_has_told(host_engine, tells):
-    meet = threading.Barrier(2)
-
-    def body(group):
-        group.all_reduce(np.ones(4)).wait(DEADLINE)
-        if group.rank == 1:
-            meet.wait(DEADLINE)
-            group.abort("a test")
-            return
+    def body(group, meet):
         done, errors = threading.Event(), []
 
         def reads():  # in a thread that `threading` does not know
@@ -244,7 +237,7 @@ def test_no_thread_stands_in_for_one_that_a_call_has_told(host_engine, tells):
         tells.set()
         is_told_nothing()
 
-    run_groups(2, body)
+    run_until_abort(body)
 
 
 def test_thread_that_aborts_a_group_is_not_told_that_it_failed_meanwhile(host_engine, monkeypatch, tells):

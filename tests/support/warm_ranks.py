@@ -60,8 +60,8 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None
     path = Path(folder) / "program.py"
     path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
     outputs = [Path(folder) / f"output-{rank}" for rank in range(size)]
-    for each in outputs:
-        each.unlink(missing_ok=True)
+    for each in outputs:  # here: a rank may be killed before it opens its own
+        each.write_text("")
     with launched(size) as environments:
         ranks = [({**each, **(variables or {})}, out, out) for each, out in zip(environments, outputs, strict=True)]
         codes = [code for code, _ in run_forks([path], ranks, timeout, only=only)]
@@ -92,7 +92,7 @@ def launched(size):
 def run_program(path, variables, timeout=100.0):
     """Run a program in its folder, with warnings as errors; return its exit code and output."""
     output = Path(path).with_suffix(".output")
-    output.unlink(missing_ok=True)
+    output.write_text("")  # here: the program may be killed before it opens the file
     [(code, _)] = run_forks([path], [({**os.environ, **variables}, output, output)], timeout, how="strict")
     return code, output.read_text(errors="replace")
 

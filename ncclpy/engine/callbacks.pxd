@@ -149,6 +149,7 @@ cdef class Executor:
     cdef int _wake_or_start(self) except -1
     cdef void _rest(self, int seen, double seconds) noexcept nogil
     cdef int _serve(self, Member me) except -1
+    cdef int _run(self, object task) except -1
     cdef int run_here(self) except -1
 
 

@@ -667,10 +667,7 @@ cdef class Executor:
             me.since = now()
             if self.queue:
                 _check_at(me.since + self._grace())
-            try:
-                task()
-            except BaseException:
-                report_exception()
+            self._run(task)
             task = None  # dropping it may run a finaliser
         if self.leading is me:
             self.leading = None
@@ -679,10 +676,15 @@ cdef class Executor:
     cdef int run_here(self) except -1:
         """Run all queued tasks in this thread."""
         while self.queue:
-            task = self.queue.popleft()
-            try:
-                task()
-            except BaseException:
+            self._run(self.queue.popleft())
+        return 0
+
+    cdef int _run(self, object task) except -1:
+        try:
+            task()
+        except BaseException as error:
+            # A store that calls C++ ends daemon threads by SystemExit while Python ends.
+            if self is user_executor or not isinstance(error, SystemExit):
                 report_exception()
         return 0
 

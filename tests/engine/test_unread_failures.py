@@ -173,3 +173,25 @@ def test_participant_that_was_never_launched(numbers, words):
     )
     assert done.returncode == (0 if words is None else 70), done
     assert [words in line for line in lines(done)] == ([] if words is None else [True]), done
+
+
+def test_operation_that_the_end_of_python_ends_is_no_failure():
+    """Torch's store ends the calls of daemon threads by SystemExit: those of the program, and the package's own."""
+    done = testing.run_python(
+        """
+        import sys, threading, time
+        from ncclpy.engine import unread_failures
+        from ncclpy.engine.monitor import call_at
+
+        unread_failures.note_failures("rank 0 of process group 'x'", [SystemExit()])
+        called = threading.Event()
+
+        def end():
+            called.set()
+            sys.exit(1)
+
+        call_at(time.monotonic(), end)
+        assert called.wait(30)
+        """
+    )
+    assert (done.stdout, done.stderr) == ("", "")

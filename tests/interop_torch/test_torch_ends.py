@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def devices(rank, size):
 @pytest.mark.parametrize(
     "backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy", "cpu:gloo,cuda:ncclpy", "cpu:ncclpy", "NCCLPY"]
 )
-def test_names_of_backends(ranks2, backend):
+def test_names_of_backends(host_engine, ranks2, backend):
     found, types = ranks2.run(devices, backend=backend)[0]
     assert found == [2.0, 2.0] and types == (["cpu", "cuda"] if "cuda" in backend else ["cpu"])
 
@@ -196,7 +197,7 @@ def disagree(rank, size):
     return error_of(future.wait), error_of(chained.wait), error_of(lambda: dist.all_reduce(tensor))
 
 
-def test_future_fails_with_its_operation(ranks2):
+def test_future_fails_with_its_operation(host_engine, ranks2):
     for said in ranks2.run(disagree):
         assert all("2 float32" in each and "3 float32" in each for each in said[:2]), said
         assert said[0].startswith("DistBackendError") and said[2].startswith("DistBackendError")
@@ -349,19 +350,40 @@ def test_callbacks_of_futures_may_wait_for_collectives(ranks2):
     assert ranks2.run(callbacks) == [([3.0, 3.0], [False])] * 2
 
 
-def forgotten(rank, size):
-    tensors = [torch.ones(1000) for _ in range(50)]
+def forgotten(rank, size, columns, end):
+    tensors = [torch.ones(1000, columns)[:, 0] for _ in range(50)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     del works[::2]  # neither torch nor Python has a reference to these
     gc.collect()
     for work in works:
         assert work.wait() and work.is_completed() and work.is_success() and len(work.result()) == 1
-    dist.barrier()
+    if end == "coalesced barrier":
+        with _coalescing_manager():
+            dist.barrier()
+    else:
+        {"barrier": dist.barrier, "destroy": dist.destroy_process_group}[end]()
     return {tensor.sum().item() for tensor in tensors}
 
 
-def test_works_without_references_complete(ranks2):
-    assert ranks2.run(forgotten) == [{2000.0}, {2000.0}]
+@pytest.mark.parametrize("end", ["barrier", "coalesced barrier", "destroy"])
+@pytest.mark.parametrize("columns", [1, 2])  # a tensor that is not contiguous receives a copy of the result
+def test_works_without_references_complete(ranks2, columns, end):
+    assert ranks2.run(forgotten, columns, end) == [{2000.0}, {2000.0}]
+
+
+def never_waited_for(rank, size):
+    results = []
+    for _ in range(30):
+        parts = [torch.zeros(2) for _ in range(size)]  # torch's parts are not adjacent: the result is copied to them
+        dist.all_gather(parts, torch.full((2,), rank + 1.0), async_op=True)
+        results.append(weakref.ref(parts[0]))
+        dist.all_reduce(torch.ones(1))
+    gc.collect()
+    return sum(each() is not None for each in results)
+
+
+def test_works_without_waits_keep_no_tensors(ranks2):
+    assert max(ranks2.run(never_waited_for)) <= 2
 
 
 def profiled(rank, size):
@@ -421,7 +443,7 @@ def test_split_group(ranks4):
         assert found == [expected] * (1 + rank % 2) and timeout == 7000 and of_world == 20
 
 
-def test_pools_of_torch_need_gpus(ranks2):
+def test_pools_of_torch_need_gpus(host_engine, ranks2):
     assert "host engine" in ranks2.run(pool_of_cpu)[0]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ncclpy.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.interop.torch import memory as torch_memory
 from ncclpy.interop.torch.tensors import OPERATORS, Places, Staging, are_even, bring, operator_of, times
-from ncclpy.interop.torch.work import CoalescedWork, PartWork, TorchWork, backend_error
+from ncclpy.interop.torch.work import CoalescedWork, PartWork, PendingCopies, TorchWork, backend_error
 from ncclpy.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class TorchBackend:
         self.changed_timeout: float | None = None  # of new operations, if it was changed
         self._device: Any = None
         self._blocks: dict[int, CoalescedWork] = {}  # open blocks, by thread; mostly there is none
+        self._copies = PendingCopies()
         self._preferred_device: Any = None  # the device for a group if no tensor has named one
         self._has_ended = False  # whether the torch group has ended before its `ProcessGroup` was made
         self.split, self.store, self.options = split, store, dict(options or {})
@@ -154,7 +155,10 @@ class TorchBackend:
         blocks_cpu = not self._on_gpu or like.is_cpu
         coalesced = self._block() if self._blocks else None
         if coalesced is None:
-            return TorchWork(begun, outputs, staging.after, blocks_cpu, self.group, source)
+            work = TorchWork(begun, outputs, staging.after, blocks_cpu, self.group, source)
+            if staging.after:
+                self._copies.add(work, staging.after)
+            return work
         coalesced.outputs += outputs
         coalesced.after += staging.after
         coalesced.note(blocks_cpu)
@@ -245,6 +249,8 @@ class TorchBackend:
         coalesced.open(self.group).__exit__(None, None, None)
         work = TorchWork(coalesced.begun, coalesced.outputs, coalesced.after, coalesced.blocks_cpu, self.group)
         coalesced.work = work
+        if coalesced.after:
+            self._copies.add(work, coalesced.after)
         for each in coalesced.deferred_callbacks:
             each(work)
         return work
@@ -467,8 +473,10 @@ class TorchBackend:
             producer = torch.cuda.current_stream(self._device)
         coalesced = self._open_block()
         begun = self.group.barrier(stream=producer, timeout=self._limit(timeout))
+        after = [self._copies.finish] if self._copies else []
         if coalesced is None:
-            return TorchWork(begun, [], (), True, self.group)
+            return TorchWork(begun, [], after, True, self.group)
+        coalesced.after += after
         coalesced.note(True)
         return PartWork(coalesced, begun, [], True, self.group)
 
@@ -525,6 +533,7 @@ class TorchBackend:
         """Wait until all operations that were begun are done."""
         if self._made_group is not None:
             self._made_group.wait_for_pending_works()
+            self._copies.finish()
 
     def error_type(self) -> int:
         """Return c10d's number for the error that has ended the group, 0 if there is none."""
@@ -548,6 +557,7 @@ class TorchBackend:
         try:
             if group is not None:
                 group.close()
+                self._copies.finish()
         finally:
             if self.store_shutdown is not None:  # torch drops the store next, which ends its server if it is here
                 self.store_shutdown.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ncclpy.process_group.blocks import Block
     from ncclpy.process_group.group import ProcessGroup
 
-__all__ = ["CoalescedWork", "PartWork", "TorchWork", "backend_error"]
+__all__ = ["CoalescedWork", "PartWork", "PendingCopies", "TorchWork", "backend_error"]
 
 #: Seconds between two checks whether another thread's block has ended.
 _POLL_INTERVAL = 1e-3
@@ -185,6 +186,15 @@ class TorchWork:
             return self._after_done is None or bool(self._after_done.query())
         return True
 
+    def copy_if_done(self) -> bool:
+        """Run `after` if it has succeeded; return whether it has ended."""
+        if not self._begun.is_completed():
+            return False
+        if self._begun.state == "completed":
+            with contextlib.suppress(Exception):  # `_failure` is the work's error now
+                self._finish()
+        return True
+
     def is_success(self) -> bool:
         """Return whether it has succeeded."""
         return self.is_completed() and self._begun.state == "completed" and self._failure is None
@@ -255,6 +265,32 @@ class TorchWork:
             callback(None, str(error))
         else:
             callback(list(self._outputs), None)
+
+
+class PendingCopies:
+    """The works of a group that have still to copy what they received to the program's tensors.
+
+    A wait for the work does so. Other backends of torch receive into the tensors themselves: there, a program that has
+    dropped a work has its result after a barrier, and after the end of the group.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[int, TorchWork] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def add(self, work: TorchWork, after: list[Callable[[], object]]) -> None:
+        """Add a work, whose functions are `after`."""
+        self.finish()  # the program may never call a barrier
+        after.append(lambda: self._works.pop(id(work), None))
+        self._works[id(work)] = work
+
+    def finish(self) -> None:
+        """Make the copies of all works that have succeeded."""
+        for key, work in list(self._works.items()):
+            if work.copy_if_done():
+                self._works.pop(key, None)
 
 
 class CoalescedWork:

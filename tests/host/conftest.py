@@ -4,7 +4,15 @@ import pytest
 from host_ranks import Processes
 from nccl_calls import Nccl
 
+import ncclpy
 from ncclpy.core.runtime.search import host_engine_path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def host_engine_is_loaded():
+    """Skip all tests of this folder where NCCL is loaded: none depends on it, and some load ncclpy in processes."""
+    if ncclpy.library().engine != "host":
+        pytest.skip("needs the host engine (NCCLPY_LIBRARY=host)")
 
 
 @pytest.fixture(scope="module")

@@ -478,7 +478,7 @@ for each in threads:
         pytest.param("group", 4.0, marks=pytest.mark.slow),
     ],
 )
-def test_idle_ranks_use_no_processor_time(over, seconds):
+def test_idle_ranks_use_no_processor_time(host_engine, over, seconds):
     """Two idle ranks of a process, heartbeats included: some wake-ups, and no polling.
 
     For a plane alone, and for coordinators with their readers, groups and the groups' monitors.

@@ -126,7 +126,7 @@ def overlapping(rank, size):
     return found, total.item()
 
 
-def test_memory_that_overlaps_is_refused(ranks2):
+def test_memory_that_overlaps_is_refused(host_engine, ranks2):
     for found, total in ranks2.run(overlapping):
         assert list(found) == list(OVERLAPPING) and total == 2.0
         for name, (error, memory) in found.items():

@@ -73,6 +73,7 @@ def job(rank, size, folder):
 
 
 def test_three_ranks_continue_without_the_fourth(extension, tmp_path):
+    testing.need_processes(4)
     with contextlib.closing(Ranks(4)) as ranks:
         found = ranks.run(job, tmp_path, backend=None, ends=[LOST_RANK])
     assert found.pop(LOST_RANK) is None

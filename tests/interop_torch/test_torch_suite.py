@@ -61,7 +61,7 @@ def failed(found):
 
 
 @pytest.mark.timeout(200)
-def test_few_tests_of_torch_pass(extension, tmp_path):
+def test_few_tests_of_torch_pass(host_engine, extension, tmp_path):
     """Starting a process for each rank of each test takes most of the time."""
     found = run("ncclpy", 2, tmp_path, FEW)
     assert sum(each["outcome"] == "passed" for each in found.values()) >= 15

@@ -46,8 +46,12 @@ def begins():  # what this rank does instead, before the others' short deadlines
 """
 )
 
-#: Both ranks make a communicator with a short timeout for its operations, and for making it.
-SOON = "store.barrier('all are there', rank, size)\nmake(timeout=1.0)"
+
+def made_with_short_timeout():
+    """Return code with which both ranks make a communicator with a short timeout for its making and its operations."""
+    seconds = 1.0 if ncclpy.library().engine == "host" else 6.0  # NCCL may take seconds to make it
+    return f"store.barrier('all are there', rank, size)\nmake(timeout={seconds})"
+
 
 #: Program of the ranks that wait for the last one. Arrays may be on a GPU, where a call does not wait.
 TROUBLE = """
@@ -224,7 +228,7 @@ def test_deadline_kept_by_watcher_is_explained(tmp_path, abort):
     except ncclpy.NcclError as error:
         say(error)
     """
-    made = SOON
+    made = made_with_short_timeout()
     [(kind, states, text)] = lines_of(tmp_path, 2, SLEEPS, slow + textwrap.dedent(trouble), made)
     assert (kind, states) == ("NcclTimeout", "['running', 'idle']"), text
     assert "rank 0 waits in all_reduce #1 since" in text and LATE.format(last=1) in text
@@ -296,7 +300,7 @@ MOMENTS = {
 def test_error_tells_states_outside_plain_calls(tmp_path, moment):
     before, does, instead, states, of_this, of_the_other = MOMENTS[moment]
     trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
-    made = SOON if moment == "a graph" else "make(timeout=60)"
+    made = made_with_short_timeout() if moment == "a graph" else "make(timeout=60)"
     [(_, found, text)] = lines_of(tmp_path, 2, instead, trouble, made, before=before)
     assert found == states and of_this in text and of_the_other in text, text
 

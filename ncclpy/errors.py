@@ -7,7 +7,7 @@ What NCCL reports is an `NcclError` or a subclass. A mistake of the caller in Py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -165,12 +165,23 @@ def same_class_as(kind: str) -> type[NcclError]:
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
-def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
-    """Return the first of the errors of several operations; None if the program was given one of them.
+#: Called, without arguments, once the program was given an error.
+on_delivery: list[Callable[[], object]] = []
 
-    Code that gives an error to the program sets `_delivered` on it. `close()` of a group or a Manager raises an
-    undelivered error: otherwise the program would take its arrays' contents for results. An error's `_informed`, if it
-    is set, has the threads that were given the error, see `core.runtime.stream_readers`.
+
+def deliver(error: BaseException) -> None:
+    """Note that the program is given an error of operations."""
+    error._delivered = True  # type: ignore[attr-defined]
+    for call in on_delivery:
+        call()
+
+
+def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
+    """Return the first of the errors of several operations; None if the program was given one of them, see `deliver`.
+
+    `close()` of a group or a Manager raises an undelivered error: otherwise the program would take the contents of its
+    arrays for results. An error's `_informed`, if it is set, has the threads that were given the error, see
+    `core.runtime.stream_readers`.
     """
     return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
 

@@ -6,7 +6,17 @@ import difflib
 from collections.abc import Sequence
 
 from ncclpy.coordinator.keys import names_of, shown
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, same_class_as, seconds, spans
+from ncclpy.errors import (
+    NcclAborted,
+    NcclError,
+    NcclRemoteError,
+    NcclTimeout,
+    deliver,
+    ranks,
+    same_class_as,
+    seconds,
+    spans,
+)
 from ncclpy.types import Result
 
 __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"]
@@ -56,7 +66,7 @@ def has_ended(name: str, error: BaseException) -> NcclError:
     made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
     made.__cause__ = error
-    error._delivered = True  # type: ignore[attr-defined]
+    deliver(error)
     return made
 
 

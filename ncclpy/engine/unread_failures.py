@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
 from ncclpy.engine.recorder import text_of
-from ncclpy.errors import undelivered
+from ncclpy.errors import on_delivery, undelivered
 
 __all__ = ["EXIT_CODE", "forget_failures", "note_failures"]
 
@@ -41,16 +41,24 @@ def note_failures(name: str, errors: Sequence[BaseException]) -> None:
     errors
         A list with one error or more, see `undelivered`; it may become longer.
     """
-    for number, (_, others) in list(_noted.items()):
-        if undelivered(others) is None:
-            _noted.pop(number, None)
     if len(_noted) < _MAX_KEPT:
         _noted[id(errors)] = (name, errors)
+        _forget_delivered()  # another thread may have been given them already
 
 
 def forget_failures(errors: Sequence[BaseException]) -> None:
     """Forget errors that were noted: the program is told in another way, or wants no results."""
     _noted.pop(id(errors), None)
+
+
+def _forget_delivered() -> None:
+    """Forget delivered errors: their tracebacks keep the frames, and with them the arrays, of the program."""
+    for number, (_, errors) in list(_noted.items()):
+        if undelivered(errors) is None:
+            _noted.pop(number, None)
+
+
+on_delivery.append(_forget_delivered)
 
 
 @atexit.register

@@ -50,7 +50,7 @@ from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDI
 
 from ncclpy.core.runtime.stream_readers import note_delivery
 from ncclpy.engine.callbacks import ADVICE, OUTCOME_ABORTED, OUTCOME_CONTINUES
-from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, not_copied, seconds
+from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, deliver, not_copied, seconds
 
 
 # At index 2 * device, plus one for events that measure time. The GIL guards them.
@@ -439,7 +439,7 @@ What an asynchronous operation returns.
         error = self.error
         if error is None:
             return None
-        error._delivered = True  # see `errors.undelivered`
+        deliver(error)
         informed = getattr(error, "_informed", None) if informs else None
         if informed is not None:
             note_delivery(informed)

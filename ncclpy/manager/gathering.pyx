@@ -36,7 +36,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import method_name, show, text_of
 from ncclpy.engine.callbacks import add_answer
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, same_class_as
 from ncclpy.types import ReduceOp
 
 
@@ -612,7 +612,7 @@ cdef class DeviceSet(CommunicatorSet):
         peer_status, self.peer_status = self.peer_status, None
         readers.discard(threading.get_ident())
         if readers:
-            error._delivered = True
+            deliver(error)
         if peer_status is not None:
             peer_status.begin_end()
         thread = threading.Thread(

@@ -12,7 +12,7 @@ from ncclpy.process_group.membership cimport new_membership
 from ncclpy.process_group.membership cimport bring, can_divide, connect_peers, disconnect, divide, wrong_colors
 
 from ncclpy.core.lifecycle import device_of
-from ncclpy.errors import NcclError, NcclTimeout, not_copied
+from ncclpy.errors import NcclError, NcclTimeout, deliver, not_copied
 from ncclpy.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.process_group.blocks import Deadline
@@ -163,7 +163,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """The exception that has ended the group, None while it works."""
         failure = self.lifecycle.failure
         if failure is not None:
-            failure._delivered = True
+            deliver(failure)
         return failure
 
     @property

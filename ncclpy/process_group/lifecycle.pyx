@@ -24,7 +24,7 @@ from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
 from ncclpy.bootstrap.store import LeaseEnded, as_store
 from ncclpy.core.runtime import device as _device
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as, undelivered
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, same_class_as, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import work
 from ncclpy.engine.callbacks import add_answer, without_advice
@@ -203,7 +203,7 @@ cdef class Lifecycle:
         if self.failure is not None:
             note_delivery(self.informed)
             error = has_ended(self.name, self.failure, self._class_of_later())
-            self.failure._delivered = True
+            deliver(self.failure)
             raise error
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
@@ -565,7 +565,7 @@ cdef class Lifecycle:
             if in_flight and not self.closed and threading.get_ident() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
             if hooks and call_hooks or readers:
-                error._delivered = True
+                deliver(error)
             for one in connections:
                 if one is not failed:
                     comms += one.abort(error_of_others)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
+import weakref
 
 import pytest
 
 import testing
+from ncclpy.engine import unread_failures
+from ncclpy.errors import NcclError, deliver
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -195,3 +199,26 @@ def test_operation_that_the_end_of_python_ends_is_no_failure():
         """
     )
     assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("noted", ["before", "after"])
+def test_error_that_was_given_to_the_program_keeps_no_frames(noted):
+    class Array:
+        """Something that a frame of the program has."""
+
+    def fail():
+        array = Array()
+        refs.append(weakref.ref(array))
+        errors = [NcclError("lost")]
+        if noted == "before":
+            unread_failures.note_failures("rank 0 of process group 'x'", errors)
+        deliver(errors[0])
+        if noted == "after":
+            unread_failures.note_failures("rank 0 of process group 'x'", errors)
+        raise errors[0]
+
+    refs: list = []
+    with pytest.raises(NcclError, match="lost"):
+        fail()
+    gc.collect()
+    assert refs[0]() is None

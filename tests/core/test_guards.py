@@ -17,8 +17,13 @@ def part_of(arrays, comm, value=1.0, count=1 << 16):
 
 
 def connected(nranks=2, **options):
-    """Return communicators that have exchanged data, so that later calls only enqueue."""
+    """Return communicators that have exchanged data, so that later calls only enqueue.
+
+    With NCCL a timeout is at least 5 s: it also limits making them, which takes seconds on a busy machine.
+    """
     testing.need_devices(nranks)
+    if "timeout" in options and ncclpy.library().engine != "host":
+        options["timeout"] = max(options["timeout"], 5)
     comms = ncclpy.Communicator.init_all(range(nranks), **options)
     testing.connect(comms)
     return comms

@@ -424,8 +424,10 @@ Gather the participants of collectives by key and launch each collective when al
 
     cdef int _note_failures(self, list errors) except -1:
         """Note errors of works, with the lock held: for close(), or else for the end of the program."""
+        if self.reason is not None:  # after abort() the program wants no results
+            return 0
         self.failures = [each for each in self.failures if undelivered(each) is not None] + [errors]
-        if errors and not self._is_ended():
+        if errors and not self.closed:
             note_failures(f"the Manager made at {self.site.partition(', by its Manager')[0]}", errors)
         return 0
 

@@ -218,6 +218,20 @@ def test_ranks_missing_in_the_store_are_named():
     assert all(isinstance(work.exception(30), ncclpy.NcclError) for work in works)
 
 
+def test_close_raises_no_failure_that_follows_an_abort(host_engine):
+    """The communicators cannot be made of such an id, which is found out before, during or after the abort."""
+    for pause in range(40):
+        store, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
+        managers = [ncclpy.Manager(store=store) for _ in range(3)]
+        works = [one_of(manager, rank, 3, bytes(reversed(key))) for rank, manager in enumerate(managers)]
+        time.sleep(1e-4 * pause)
+        for manager in managers:
+            manager.abort("the test ends")
+        for manager in managers:
+            manager.close()
+        assert all(isinstance(work.exception(30), ncclpy.NcclError) for work in works)
+
+
 @pytest.mark.parametrize("waits", ["by a stream", "not yet"])
 def test_close_raises_the_error_by_which_another_process_ended_a_work(waits):
     testing.need_devices(2)

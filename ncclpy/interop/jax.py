@@ -17,7 +17,7 @@ from ncclpy.core.calls.group import Group, in_group
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.runtime.library import library
 from ncclpy.core.runtime.stream import Stream
-from ncclpy.errors import NcclError
+from ncclpy.errors import NcclError, NcclTimeout
 from ncclpy.memory.registry import alloc
 from ncclpy.types import SUM, OpLike, Result
 
@@ -35,6 +35,8 @@ __all__ = [
 
 #: The alignment in bytes that XLA needs of CPU memory to take it over without a copy.
 _ALIGNMENT = 64
+#: Seconds of a wait between two looks for an asynchronous error.
+_LOOK = 0.25
 
 
 def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: float | None = None) -> Any:
@@ -276,11 +278,26 @@ def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout:
     with Stream(comm.device) as stream:
         call({"stream": stream, **options})
         try:
-            stream.synchronize()
+            _complete(comm, stream)
         except BaseException:
             comm.abort()  # or it would write into memory that was freed
             raise
-    # The stream continues when the operation on it is aborted.
+
+
+def _complete(comm: Communicator, stream: Stream) -> None:
+    """Wait for a stream, and raise an asynchronous error of the communicator, whose operations may never end."""
+    while True:
+        try:
+            stream.synchronize(_LOOK)
+            break
+        except NcclTimeout:
+            if comm.closed:  # the operation's own timeout has passed
+                raise
+            _raise_failure(comm)
+    _raise_failure(comm)  # the stream continues when the operation on it is aborted
+
+
+def _raise_failure(comm: Communicator) -> None:
     found = comm.async_error()
     if found != Result.SUCCESS:
         raise NcclError(f"{comm!r} has failed while an array of JAX was on its way", result=int(found))

@@ -168,7 +168,7 @@ def test_missing_rank_times_out(road):
 
 
 def test_error_on_the_stream_is_raised(monkeypatch):
-    """The stream continues as if there were no error, but the communicator knows of it."""
+    """The operation stays on its stream, and the communicator knows of the error."""
     monkeypatch.setattr(functions, "library", lambda: types.SimpleNamespace(engine="cuda"))
     with ncclpy.faults("rank=0 call=AllReduce at=run do=error:ncclRemoteError"):
         comms = ncclpy.Communicator.init_all([0, 1])

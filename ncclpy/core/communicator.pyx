@@ -443,7 +443,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         send : buffer
-            The data to write. The buffer must lie in a symmetric window of this communicator, the same or another one;
+            The data to write. The buffer must lie in a symmetric window of this communicator, `window` or another;
             once the work is done, it may be written to again.
         window : Window
             A window of this communicator.

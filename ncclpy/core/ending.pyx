@@ -83,7 +83,7 @@ cdef class CommCall(Call):
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:
-        """Finalize, which waits for what the communicator has issued, and destroy; then do so with the guard."""
+        """Finalize, which waits for what the communicator has issued, and destroy; then destroy the guard likewise."""
         cdef ncclResult_t result = ncclSuccess
         cdef ncclComm_t raw, guard
         if self.abort_only:
@@ -91,7 +91,8 @@ cdef class CommCall(Call):
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
         # NULL after an abort. The handle is detached because NCCL would free it twice if it were aborted while it is
-        # destroyed. The host engine would not, and its abort makes this thread's call return.
+        # destroyed. The host engine would not: there the handle stays, so that an abort can make this thread's call
+        # return.
         raw = self.comm.raw if abort_preempts else self.comm.detach_handle()
         if result != ncclInProgress:  # else NCCL still works on the communicator
             drop_ranges(<void*>self.comm, raw)  # registrations that users have not closed
@@ -110,7 +111,7 @@ cdef class CommCall(Call):
         guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-        guard = self.comm.guard_handle(not abort_preempts)  # an abort by NCCL would free it under this thread
+        guard = self.comm.guard_handle(not abort_preempts)  # NCCL's abort would free it while this thread uses it
         if guard == NULL:
             return result
         if result == ncclSuccess:
@@ -173,7 +174,7 @@ _END_PATIENCE = 3.0
 cdef int FINALIZE_BARRIER_VERSION = 23100
 
 # Seconds that the end of a communicator may take before ncclpy checks whether it waits for ranks of this process that
-# are still open: with an NCCL that waits for them, and with one that is not known to.
+# are still open: LOCAL_PEERS_PATIENCE with an NCCL that waits for such ranks, _UNKNOWN_PATIENCE with any other.
 cdef double LOCAL_PEERS_PATIENCE = 0.02
 _UNKNOWN_PATIENCE = 1.0
 
@@ -186,12 +187,12 @@ cdef class Destruction(CommCall):
     """Finalize and destroy a communicator, and wait for that, but not for ranks of this process that are still open.
 
     A thread that closes the communicators of several devices one after the other would block in the first close. So
-    once all that was issued is done, as the device is idle, NCCL is left waiting in its own thread; the close of the
-    last of these communicators waits for the others to end. If one of them was aborted, it never joins NCCL's barrier,
-    and this communicator is aborted as well.
+    once the device is idle, which means that all that was issued is done, the call is left behind in its own thread,
+    where NCCL waits; the close of the last of these communicators waits for the others to end. If one of them was
+    aborted, it never joins NCCL's barrier, and this communicator is aborted as well.
     """
 
-    cdef bint returned  # `returned` and `left_behind` are set under the GIL, each with its check in one step
+    cdef bint returned  # both are set under the GIL, each in one step with a check of the other
     cdef bint left_behind
 
     cdef int make(self) except -1:
@@ -310,7 +311,7 @@ cdef int _close(Handle handle, double limit) except -1:
             abort_now(handle, ABORT_DEADLINE)
             _release(handle)
             return 0
-        finish(handle, "initialisation", deadline_after(limit))  # NCCL must not lose the child's cell
+        finish(handle, "initialisation", deadline_after(limit))  # an abort now would abort the parent too, see `tied`
     if handle.state in (READY, FINALIZED, SUSPENDED):
         failures += _end(handle, limit)
     elif handle.state == FAILED and (handle.raw != NULL or handle.guard != NULL):
@@ -409,7 +410,7 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
 
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
-    """Wait for operations with a deadline: the watchdog cannot enforce it while NCCL ends the communicator."""
+    """Wait for operations with a deadline, which the watchdog cannot enforce while NCCL ends the communicator."""
     cdef bint unfinished = handle.in_flight.marks != NULL
     while unfinished:
         with nogil:

@@ -86,9 +86,9 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.abortable = bool(abortable)
     blocking = None if config is None else config.blocking
     if blocking is None and inherits:
-        blocking = not parent.nonblocking  # of a from_handle() communicator nothing more is known
-    # A communicator that can be ended at any time needs a guard. NCCL before 2.18 makes none: every call is polled
-    # then.
+        blocking = not parent.nonblocking  # a parent from from_handle() has no Config that would say it
+    # A communicator that can be ended at any time needs a guard. With NCCL before 2.18, which can make none, the
+    # communicator is nonblocking instead, and every call is polled.
     endable = blocking is not False and (made.limit != FOREVER or made.abortable)
     guarded = endable and version_code() >= 21801
     made.nonblocking = blocking is False or (endable and not guarded)
@@ -97,7 +97,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not endable
     if guarded:
-        warn_of_overrides()  # before NCCL is called, as far as the environment shows overrides by then
+        warn_of_overrides()  # before NCCL is called; what its configuration file overrides is known only later
     if parent is not None:
         made.parent = parent
         made.parent_pointer = <void*>parent
@@ -436,8 +436,8 @@ cdef class Lifecycle(Handle):
             If not all processes have joined in time. The message names them, and tells which processes have ended, if
             the store knows; ``missing`` lists them. All ranks get the same message.
         NcclRemoteError
-            If another rank has failed, with the error of that rank, which raises it itself. A wait inside NCCL is
-            ended this way only for a communicator that can be ended at any time, see ``abortable``.
+            If another rank has failed; the message has the error that the failed rank itself raises. A wait inside
+            NCCL is ended this way only for a communicator that can be ended at any time, see ``abortable``.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return comm_from_env(cls, device, options)
@@ -697,7 +697,7 @@ cdef class Lifecycle(Handle):
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
-        before, self.revoked = self.revoked, True  # first: waits for revoked operations must not take them for done
+        before, self.revoked = self.revoked, True  # first: no wait may report a revoked operation as done
         try:
             call_blocking(self, REVOKE)
         except BaseException:

@@ -36,7 +36,8 @@ cdef int start_pair(
 ) except -1
 
 
-# Check a send or a receive without a peer, whose buffer may be None: the buffer alone, or all arguments.
+# Check a send or a receive without a peer, the buffer of which may be None: `check_unused` checks only the buffer,
+# `start_nothing` all arguments.
 cdef int check_unused(int device, object buf, str name, bint receives) except -1
 cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1
 

@@ -158,7 +158,8 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
-                    run_hook_if_wanted(comm.precall_hook, comm.raw)  # it may register a larger range, to share
+                    # The hook may register a larger range that contains this buffer and is then shared.
+                    run_hook_if_wanted(comm.precall_hook, comm.raw)
                 result = comm.registrations.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )

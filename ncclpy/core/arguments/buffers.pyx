@@ -186,7 +186,7 @@ cdef object _method(object kind, str name):
 cdef inline int _read_natively(
     const ncclpy_read_tensor* tensor, _Protocol protocol, View* view, str argument
 ) except -1:
-    """Fill `view` from a tensor that the native function has read; it refuses lazy and non-contiguous tensors."""
+    """Fill `view` from a tensor that the native function has read, which refuses lazy and non-contiguous tensors."""
     cdef ElementType found
     view.framework = EXCHANGE_API if protocol.api != NULL else TORCH
     view.api = protocol.api
@@ -252,7 +252,7 @@ cdef inline int _read_exchange_api(object obj, _Protocol protocol, View* view, s
     view.framework = EXCHANGE_API
     view.api = protocol.api
     _read_dltensor(&tensor, view, argument)
-    # DLPack does not show a lazy view, and its memory holds other values than the tensor.
+    # DLPack does not show that a tensor is a lazy view, for which the memory holds other values than the tensor.
     if protocol.is_neg is not None and protocol.is_neg(obj) is not False:
         raise _lazy(argument, "negative", "neg")
     if view.flavour == COMPLEX and protocol.is_conj is not None and protocol.is_conj(obj) is not False:
@@ -454,7 +454,7 @@ cdef int _read_jax(object obj, View* view, str argument) except -1:
     _read_dltensor(
         &(<DLManagedTensor*>PyCapsule_GetPointer(capsule, b"dltensor")).dl_tensor, view, argument
     )
-    view.readonly = True  # its arrays never change
+    view.readonly = True  # JAX's arrays never change
     return 0
 
 

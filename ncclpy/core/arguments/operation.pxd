@@ -15,7 +15,7 @@ cdef enum:
     PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
     SIGNAL  # to the peer `root`, signal `op`
     # A send, and the receive that it points to, in an NCCL group: made at once, never recorded. The receive has this
-    # kind too: status and recorder show it for the whole.
+    # kind too, since status and recorder show only the receive.
     SENDRECV
     WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`

@@ -27,7 +27,7 @@ cdef void fill_fingerprint(Fingerprint* made, const Operation* operation, const 
 # The first property in which two calls differ.
 cdef Difference difference(const Fingerprint* one, const Fingerprint* other) noexcept nogil
 
-# The same for type and count only: for a send and the receive that matches it.
+# The first of type and count in which two calls differ: for a send and the receive that matches it.
 cdef Difference difference_of_data(const Fingerprint* one, const Fingerprint* other) noexcept nogil
 
 # The name of the array's type, which processes compare.
@@ -77,7 +77,7 @@ cdef inline int check_overlap(
 
 # `check_overlap` for two ranges of one size, in fewer instructions.
 cdef inline int check_same_size(int kind, const void* send, const void* recv, size_t nbytes) except -1:
-    if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: else they overlap
+    if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: true only if the ranges lie apart
         return 0
     return refuse_overlap(kind, send, nbytes, recv, nbytes, 0)
 

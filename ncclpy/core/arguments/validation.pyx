@@ -169,7 +169,7 @@ cdef int _by_start(const void* one, const void* other) noexcept nogil:
 
 
 cdef void _sort(Extent* rows, size_t count) noexcept:
-    """Sort by the start; a few by insertion, as they are mostly in order already."""
+    """Sort by the start; a few rows by insertion, as they are mostly in order already."""
     cdef size_t i, at
     cdef Extent row
     if count > _INSERTION_SORT_MAX:
@@ -209,7 +209,7 @@ cdef class Extents:
         return 0
 
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1:
-        """Add the memory of one operation; if it works in place, the part that it only reads as separate ranges."""
+        """Add the memory of one operation; if it works in place, add what it only reads as separate ranges."""
         cdef const void* send
         cdef const void* recv
         cdef size_t sent, received, before
@@ -301,7 +301,7 @@ cdef class Lowered:
         return 0
 
     cdef void empty_self_operations(self, int rank) noexcept:
-        """Empty the operations of a rank with itself: in place its data are at their destination."""
+        """Empty the operations of a rank with itself: as it works in place, their data are there already."""
         cdef size_t i
         for i in range(self.count):
             if self.operations[i].root == rank:

@@ -567,8 +567,8 @@ def comm_grow(uintptr_t comm, int nranks, unique_id, int rank, config=None):
     if unique_id is not None:
         read_unique_id(unique_id, &raw_id)
         id_or_null = &raw_id
-    # NCCL writes the handle at once and again when the communicator is ready: a value does not mean that the cell is
-    # free.
+    # NCCL writes the handle at once and again when the communicator is ready: even if the cell has a value, NCCL may
+    # still write it.
     cdef PendingHandle child = new_pending(written_once=False)
     cdef ncclComm_t* cell = <ncclComm_t*>child.cell
     with nogil:

@@ -45,7 +45,7 @@ cdef extern from *:
     """
     PyObject* ncclpy_current_group
 
-# How many operations of a group an error tells the call sites of.
+# The most operations of a group for which an error names the call site.
 cdef int MAX_EXPLAINED = 3
 
 
@@ -516,7 +516,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         if group.may_block:
             _call_in_thread(group)
         else:
-            if nlocked > 1:  # with one handle the steps are in that order
+            if nlocked > 1:  # the steps of a single handle need no order of locks
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
@@ -537,7 +537,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             _raise_failed(group)
         except BaseException as error:
             abort_and_report([child for _, child in group.inits if is_stray(<Handle>child)], "its group failed", error)
-            if abort_preempts:  # as in is_stray()
+            if abort_preempts:  # only the host engine has made communicators by then, as in is_stray()
                 orphan_errors = []
                 end_orphans([child for _, child in group.inits], orphan_errors)
                 attach(error, orphan_errors)
@@ -588,7 +588,7 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
         together = children + handles
     try:
         if children:
-            for child in children:  # adopt all before any is waited for: NCCL may write into the cell of any
+            for child in children:  # adopt all before waiting for one: NCCL may already be writing any of them
                 adopt(errors, child, group.calls.result)
             end_orphans(children, errors)
             polled = [each for each in children if (<Handle>each).returns_when_made or (<Handle>each).nranks == 0]

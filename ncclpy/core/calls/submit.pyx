@@ -89,7 +89,7 @@ cdef int _submit_traced(
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
-    """Make a call on CPU memory and wait for it. `waiters` counts the wait before the call: a close waits for both."""
+    """Make a call on CPU memory and wait for it. `waiters` counts from before the call: a close waits for both."""
     cdef ncclResult_t result
     cdef Waiting waiting
     if handle.state != READY:  # another thread may have begun to close it while the buffers were checked
@@ -224,7 +224,7 @@ cdef int _hold_unfinished(Handle handle, Operation* operation, object send, obje
 
 
 cdef int _record_behind_late_call(Handle handle, CUstream stream) except -1:
-    """Report an operation to the pre-call hook that NCCL has issued only after the call had returned."""
+    """Report to the pre-call hook an operation that NCCL has issued only after its call had returned."""
     with nogil:
         if handle.lock_alive():
             record_behind_call(handle.precall_hook, stream, True)

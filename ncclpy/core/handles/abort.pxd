@@ -15,8 +15,8 @@ cdef int mark_local_peer_aborted(Handle handle) except -1
 # The error for operations of local peers when this communicator is aborted.
 cdef object error_of_local_peer(Handle handle)
 
-# Have the local peers take no end of an operation for a success any more: called in the aborting thread, before the
-# communicator is aborted.
+# Have the local peers count no operation that ends from now on as successful: called in the aborting thread, before
+# the communicator is aborted.
 cdef int fence_local_peers(Handle handle) except -1
 
 # Whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before.
@@ -58,7 +58,7 @@ cdef int abort_late(list handles, object reason, bint called=*) except -1
 # Deregister the ranges of a communicator, under its lock, before it is destroyed or aborted.
 cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 
-# Destroy a communicator's graphs, for which NCCL waits.
+# Destroy a communicator's graphs, which NCCL's abort waits for.
 cdef int destroy_graphs(Handle handle) except -1
 
 # All communicators that must be aborted to end this one, itself included.

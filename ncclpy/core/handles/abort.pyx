@@ -1,13 +1,14 @@
 """Aborts; the ranks of one communicator in one process, which end together; the status of a rank.
 
-NCCL requires that no thread is in a call on a communicator that is aborted; on a blocking one it does not wait for
-such a thread. So an abort first makes the call return: a communicator with a deadline has a *guard*, a nonblocking
-communicator from which it was split and with which it shares the abort flag. Aborting the guard ends what is stuck on
-the device and makes a stuck call return; then the lock is free, and the communicator itself can be aborted. Without a
-guard a stuck thread is left behind with its communicator; only the host engine's abort makes the call return.
+NCCL requires that no thread is in a call on a communicator when it is aborted; for a blocking communicator
+ncclCommAbort does not wait for such a thread. So an abort first makes the call return: a communicator with a deadline
+has a *guard*, a nonblocking communicator from which it was split and with which it shares the abort flag. Aborting the
+guard ends what is stuck on the device and makes a stuck call return; then the lock is free, and the communicator
+itself can be aborted. Without a guard NCCL cannot make the call return: the stuck thread is left behind with its
+communicator. The host engine's abort needs no guard to make the call return.
 
-A call returns when NCCL has accepted it. The end of its operation is known if its data are waited for, as those in CPU
-memory are, or if the communicator has a deadline: then a mark stands behind each operation.
+A call returns when NCCL has accepted it. ncclpy learns when its operation ends if a thread waits for the data, as for
+all arrays in CPU memory, or if the communicator has a deadline: then each operation has a mark, two events around it.
 """
 
 import logging
@@ -39,7 +40,8 @@ from ncclpy.core.runtime.stream_readers import raise_in_readers
 from ncclpy.errors import attach, same_class_as
 
 
-# Seconds in which an operation that has just ended on another rank ends on this rank as well; and between two polls.
+# Seconds that an operation which has just ended on another rank may take to end on this rank too; and seconds between
+# two polls for that.
 cdef double _END_PATIENCE = 0.01
 cdef double _POLL_INTERVAL = 0.0005
 
@@ -112,10 +114,10 @@ cdef int _let_waits_end(list handles) except -1:
 
 
 cdef bint is_freed(Handle handle, list aborted) except -1:
-    """Return whether an abort of all of `aborted` frees `handle`, with connections that can be closed before.
+    """Return whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before.
 
-    NCCL frees the ranks of one process together, with the last of them, and likewise proxies that communicators share.
-    Unless a guard is aborted, closing connections waits for the proxy's thread, and so for local peers.
+    NCCL frees the ranks of one process together, when the last of them ends; the same holds for communicators that
+    share proxies. Unless a guard is aborted, closing connections waits for the proxy's thread, and so for local peers.
     """
     cdef Handle other
     cdef bint guarded = handle.guard_aborted or handle.guard != NULL
@@ -205,7 +207,7 @@ cdef bint _has_failed(ncclResult_t result) noexcept nogil:
 
 
 cdef bint _is_gone(ncclResult_t result) noexcept nogil:
-    """Whether a concurrent close has just destroyed it: until then the host engine's handle stays in `Handle.raw`."""
+    """Whether a concurrent close has just destroyed the handle, which `Handle.raw` keeps until then (host engine)."""
     return abort_preempts and result == ncclInvalidArgument
 
 
@@ -270,8 +272,8 @@ cdef void _abort_one(_Target* target, double until) noexcept nogil:
 cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char** words) noexcept nogil:
     """Abort each, several in one NCCL group, and tell the hooks of those that have ended; return the group's result.
 
-    The GIL is not taken: a thread that frees memory which the communicators use may hold it while it waits for the
-    last of them.
+    The GIL is not taken: a thread that frees memory may hold it while it waits for the last communicator that uses the
+    memory.
     """
     cdef ncclResult_t result = ncclSuccess
     # One limit for all communicators: many may be stuck.
@@ -331,7 +333,10 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
 
 
 cdef int destroy_graphs(Handle handle) except -1:
-    """Destroy a communicator's graphs, for which NCCL waits; with the GIL, and without a wait for a stuck thread."""
+    """Destroy a communicator's graphs: NCCL's abort waits until they are destroyed.
+
+    It is called with the GIL, and does not wait for a stuck thread.
+    """
     for each in list(handle.resources):
         if hasattr(each, "_let_go"):
             each._let_go()
@@ -658,7 +663,7 @@ cdef class _Ending(Call):
 
     cdef int make(self) except -1:
         cdef double deadline = now() + ABORT_DEADLINE
-        # The abort may have come before the call had begun, and found nothing.
+        # The abort may have run before the call had begun, and found nothing to abort.
         while not self.call.wait(min(now() + RECHECK_INTERVAL, deadline)) and now() < deadline:
             abort_late(self.children, self.reason, False)
         if self.call.done:
@@ -712,7 +717,8 @@ cdef enum:
 
 _NAMES = (None, "within", "launched", "done")
 
-#: Status of a communicator that was aborted without an NCCL error; with the last operation, if all have ended.
+#: Status of a communicator that was aborted without an NCCL error. If all its operations have ended, the last of them
+#: stands in place of None.
 ABANDONED = ("given up", None, 0.0)
 
 
@@ -724,7 +730,7 @@ def rank_status_of(Handle handle not None):
     tuple of (str or None, tuple or None, float)
         ``"within"`` an operation; ``"launched"`` one that is not known to have ended; ``"done"`` with all; None before
         the first; or `ABANDONED`. The operation: kind, sequence, data type, count, operator and root (-1 for none).
-        Seconds since then.
+        Seconds since the operation was called or, if a thread has waited for its data, since they were there.
     """
     cdef Operation what
     cdef double since = 0, moment, ended = handle.status.ended
@@ -801,7 +807,7 @@ cdef list tied(Handle handle):
     """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
     may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
     if may_have_cell and handle.raw == NULL and abort_preempts:
-        handle.take_cell()  # the host engine may have written it, in a call of another thread
+        handle.take_cell()  # the host engine may have written the communicator, in a call of another thread
         if handle.init_state.init_args.cell != NULL:
             handle.init_state.stage = INIT_POLLED
     unmade = handle.state == DEFERRED or handle.state == INITIALISING

@@ -38,15 +38,15 @@ cdef class PeerStatusHook:
     # Add to an operation's error what the ranks do; called in the thread that raises it, which holds no lock. It takes
     # some seconds at most, and raises nothing but what a signal handler raises.
     cpdef int explain(self, object error) except -1
-    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` that from
-    # now on this rank takes no end of an operation for a success; `wait_until_heard` until all ranks that can confirm
-    # the same have done so. Then the thread aborts the communicator, unless `wait_until_heard` has returned False: the
-    # process ends, and nothing must be aborted.
+    # Three steps of the thread that aborts the communicator: `tell` the other ranks the reason; `confirm` to them that
+    # this rank counts no operation that ends from now on as successful; `wait_until_heard` until every other rank that
+    # can do so has confirmed this too. Then the thread aborts the communicator, unless `wait_until_heard` has returned
+    # False: in that case the process is ending, and nothing must be aborted.
     cpdef int tell(self, str text, str kind) except -1
     cpdef int confirm(self) except -1
     cpdef bint wait_until_heard(self) except -1
-    # Whether another rank has ended the communicator, as far as that is known or must be asked: called before a result
-    # is handed out.
+    # Whether another rank has ended the communicator; called before a result is handed out. The other ranks' store is
+    # asked only if this process may have been stopped, and so missed their notice.
     cpdef bint has_ended(self) except -1
     # `leave` begins to tell the other ranks that this rank gives the communicator up;
     # `wait_until_left` waits until they are told.
@@ -137,9 +137,9 @@ cdef enum:
     LATE = 1  # a deadline has passed, and the last operation has not ended
     BROKEN = 2  # something has failed: the last operation has ended without a result
 
-# Values of `Handle.trust`, see engine.work: whether the end of an operation is taken for a success. TRUSTED: always.
-# FENCED: never again. Any other value is a count, `engine.work.stops` when the other ranks were last asked: ends are
-# taken for successes until the process is stopped again.
+# Values of `Handle.trust`, see engine.work: whether an operation that ends counts as successful. TRUSTED: always.
+# FENCED: never again. Any other value is what `engine.work.stops`, the number of times that this process was stopped,
+# was when the other ranks were last asked: operations count as successful until the process is stopped again.
 cdef enum:
     TRUSTED = -1
     FENCED = -2
@@ -148,7 +148,7 @@ cdef enum:
 cdef class Handle:
     cdef int state  # changed by `become` alone
     cdef bint was_ready  # NCCL has made it
-    cdef int trust  # TRUSTED, FENCED or a count
+    cdef int trust  # TRUSTED, FENCED or a number of stops
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none
     cdef bint guard_aborted  # since then nothing that NCCL does for this communicator waits for another rank
@@ -168,7 +168,7 @@ cdef class Handle:
     cdef bint main_is_waiting  # the main thread waits, so a signal handler may run on top of that wait
     # The communicator's other ranks in this process.
     cdef bint freed_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
-    cdef bint fenced  # one of them is about to be aborted: no end of an operation is a success any more
+    cdef bint fenced  # one of them is about to be aborted: an operation that ends from now on is no success
     cdef int engine_failed  # a call of the engine has failed: the engine makes no other on this communicator
     cdef AbortState abort_state
     cdef InFlight in_flight
@@ -199,9 +199,9 @@ cdef class Handle:
     cdef int descendants  # number of communicators made from it, to name the next one
     cdef object __weakref__
 
-    # Move to another state; return False, and do not move, if the state is over or is `to` already.
+    # Move to another state; if the communicator is over or is in that state already, return False instead.
     cdef bint become(self, int to) except -1
-    # Raise in a state that takes no operation.
+    # Raise if the state allows no operation.
     cdef int check_state(self) except -1
 
     # Locks, and calls of NCCL under them.
@@ -213,7 +213,7 @@ cdef class Handle:
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watchdog; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
-    # `thread` waits for the calling thread; if it is 0, the calling thread waits for itself.
+    # `thread` is the thread for which the calling thread makes the call; 0 if it makes the call for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
     # `note` notes a call for the other ranks, under the lock. `note_arrival` notes that a call's data are there; it
@@ -236,7 +236,7 @@ cdef class Handle:
     cdef int check_endable(self, object what) except -1
     # Whether NCCL makes its calls in the background; NCCL refuses to mix such calls with others in a group.
     cdef bint in_background(self) noexcept
-    # A call of it has returned ncclInProgress.
+    # Called after a call of NCCL has returned ncclInProgress: warn if the communicator is a blocking one with a guard.
     cdef int was_in_progress(self) except -1
 
     # Errors.
@@ -255,7 +255,7 @@ cdef class Handle:
     # communicator.
     cdef set readers(self)
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil
-    # Note that the calling thread is about to raise that the communicator has ended: it need not be told as a reader.
+    # Note that the calling thread is about to raise the communicator's error: as a reader it must not get it again.
     cdef int note_informed(self) except -1
 
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the

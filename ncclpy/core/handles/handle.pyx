@@ -160,10 +160,10 @@ cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
 
 
 cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
-    """Record an event behind what was issued, also by a call that has failed; a captured call is reported instead."""
+    """Record an event behind what the call has issued, even if it failed; report a captured call instead."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
-    cdef bint entered = <size_t>stream <= 2  # a default stream is the current device's
+    cdef bint entered = <size_t>stream <= 2  # a default stream stands for a stream of the current context
     if not issued:  # NCCL issues in the background
         precall_hook.lacks_event = 1
         return
@@ -176,7 +176,7 @@ cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint is
         precall_hook.note_capture(precall_hook)
     elif driver.cuEventRecord(<CUevent>precall_hook.events[precall_hook.current], stream) == CUDA_SUCCESS:
         precall_hook.has_event = 1
-        precall_hook.lacks_event = 0  # NCCL runs this operation behind what had no event
+        precall_hook.lacks_event = 0  # NCCL runs this operation after the earlier ones that have no event
     else:
         precall_hook.lacks_event = 1
     if entered:
@@ -262,7 +262,7 @@ cdef double MARKS_PATIENCE = 0.002
 # MARKS_PATIENCE, because a thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
-# How many threads that read results by streams of one communicator are told that it has failed.
+# The most threads that read results of one communicator by streams and get its error.
 cdef enum:
     MOST_READERS = 64
 
@@ -371,7 +371,7 @@ cdef class Handle:
         return raw
 
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil:
-        """Return the guard; with `take`, for a thread that aborts or destroys it, only one caller gets it."""
+        """Return the guard. With `take` also remove it from the handle: only one caller may abort or destroy it."""
         cdef ncclComm_t guard
         mutex_lock(&self.gate)
         guard = self.guard
@@ -470,7 +470,7 @@ cdef class Handle:
         return self.guard != NULL or self.nonblocking or abort_preempts
 
     cdef int check_endable(self, object what) except -1:
-        """Refuse a deadline of one operation if NCCL could not end the operation; the host engine refuses as well."""
+        """Refuse a deadline for one operation if NCCL could not end it; on the host engine too, which could."""
         if self.guard == NULL and not self.nonblocking:
             raise ValueError(
                 f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
@@ -508,7 +508,7 @@ cdef class Handle:
     cdef object aborted_error(self, object what):
         """Return the exception for an operation that an abort has ended, with the reason of the abort."""
         self.note_informed()
-        if self.abort_state.error is not None:  # a copy: each raise of the kept one would add frames to its traceback
+        if self.abort_state.error is not None:  # a copy: each raise of the original would add frames to its traceback
             error = type(self.abort_state.error)(f"{what}: {self.abort_state.error}")
             tell_trouble([self], error)
             return error
@@ -544,7 +544,7 @@ cdef class Handle:
     cdef int explain(self, object error) except -1:
         if self.peer_status is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
             return 0
-        if reports_suppressed():  # the caller that suppresses them tells of the outcome
+        if reports_suppressed():  # the caller that suppresses them reports the outcome
             return 0
         # The ranks are asked only once, so not for a local error that leaves the communicator usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
@@ -569,7 +569,7 @@ cdef class Handle:
 
     cdef bint note_drained_waits(self) noexcept:
         cdef bint all_have = True
-        # An abort of this communicator ends its waits as well.
+        # An abort of this communicator or of a local peer ends the waits: a stream that is dry by now proves nothing.
         cdef bint ends = self.fenced or self.state == ABORTED
         cdef Waiting* one = NULL if ends else self.first_wait
         while one != NULL:
@@ -578,7 +578,7 @@ cdef class Handle:
             one = one.older
         if ends or self.first_wait == NULL or self.peek() == ncclSuccess:
             return all_have
-        one = self.first_wait  # a failed communicator may run its streams dry without data
+        one = self.first_wait  # the streams of a failed communicator may run dry without valid data
         while one != NULL:
             one.had_drained = False
             one = one.older
@@ -629,10 +629,10 @@ cdef class Handle:
         return (<Stream>self.stream).raw
 
     cdef int unkeep(self, long long number) except -1:
-        """Release a registered buffer; if an abort is under way, release it after that, as it is in use until then."""
+        """Release a registered buffer; during an abort, which may still use it, release it when the abort is over."""
         self.registrations.windows.pop(number, None)
         if self.state == ABORTED and self.abort_state.threads is None and (self.raw != NULL or self.guard != NULL):
-            return 0  # the abort is about to begin and keeps this object, with which the buffer is released
+            return 0  # the abort is about to begin; it keeps this handle, and the handle keeps the buffer
         buffer = self.registrations.buffers.pop(number, None)
         if buffer is None or self.abort_state.threads is None:
             return 0

@@ -8,8 +8,8 @@ from ncclpy.core.arguments.operation cimport InitArgs, Operation
 # States of a communicator. Only READY takes operations without a further check.
 cdef enum:
     READY = 0
-    DEFERRED = 1  # recorded in a group that has not ended
-    INITIALISING = 2  # NCCL has been asked
+    DEFERRED = 1  # the init call was not made yet, for example as its group has not ended, or has not returned
+    INITIALISING = 2  # the init call has returned; NCCL may still be making it
     FAILED = 3
     ABORTED = 4
     CLOSED = 5
@@ -22,9 +22,9 @@ cdef inline bint is_over(int state) noexcept nogil:
     return state == ABORTED or state == CLOSED
 
 
-# Whether a communicator may move to another state, by the table in state.pyx. Of the moves that the table lacks, one
-# from a state that is over and one to the present state return False: another thread was faster. Any other is a defect
-# of ncclpy and raises SystemError.
+# Whether a communicator may move to another state, by the table in state.pyx. If the table lacks the move, return
+# False for a communicator that is over or is in that state already, since another thread was faster; otherwise raise
+# SystemError, since the move is a defect of ncclpy.
 cdef bint may_become(int state, int to) except -1
 
 # The suffix for a state in a communicator's repr; empty for READY.
@@ -72,7 +72,7 @@ cdef struct Mark:
     double made  # when the call was made
     double limit  # deadline: seconds between the two events
     double began  # when a poll first found `begin` reached; 0 before
-    unsigned long thread  # that made the call, or that waits for the thread that did
+    unsigned long thread  # the thread that made the call, or the one for which another thread made it
     bint open  # the operation is being issued: `end` is not recorded yet
     bint over
 
@@ -89,8 +89,8 @@ cdef struct OpEventRing:
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil
 cdef void free_marks(OpEventRing* marks) noexcept nogil
 
-# Record the events before and after an operation. `mark_begin` returns NULL if it cannot record: while the stream
-# captures, for one.
+# Record the events before and after an operation. `mark_begin` returns NULL if it cannot record, for example while the
+# stream is captured.
 cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double limit) noexcept nogil
 cdef void mark_end(OpEventRing* marks, Mark* mark, bint issued) noexcept nogil
 
@@ -125,7 +125,7 @@ cdef struct CallStatus:
     double ended  # when these data were there; by the GIL
     bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
     bint marked  # the last call, or its group, has a mark; guarded by the mutex
-    # The first operation that the device had not ended at the last look at the marks, and when it was made; 0 if none.
+    # The first operation that the device had not ended when the marks were last read; when it was made, 0 if none.
     Operation unfinished
     double unfinished_since
     int failing  # LATE or BROKEN after an error, until the next call is noted; else 0
@@ -140,7 +140,7 @@ cdef class AbortState:
     cdef str failed_as  # class name of the error that has failed the communicator, or None
     cdef bint peer_aborted  # one of its other ranks in this process was aborted
     cdef object peer_error  # the error of an operation that such an abort has ended
-    cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
+    cdef bint readers_told  # threads that read its results by streams have its error, or get it from a process group
     cdef set informed  # the threads that have been told that it has ended
 
 

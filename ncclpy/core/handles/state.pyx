@@ -78,7 +78,7 @@ cdef dict _MOVES = {
     ),
     FINALIZED: (
         READY,  # its close was refused, and nothing was released
-        SUSPENDED,  # the same
+        SUSPENDED,  # the close of a suspended communicator was refused
         CLOSED,
         ABORTED,
     ),
@@ -192,7 +192,7 @@ cdef enum:
 
 
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil:
-    """Return an empty set; NULL without memory."""
+    """Return an empty ring; NULL if memory is out."""
     cdef OpEventRing* marks = <OpEventRing*>calloc(1, sizeof(OpEventRing))
     if marks != NULL:
         marks.context = context
@@ -252,7 +252,7 @@ cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double lim
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef Mark* mark = NULL
-    # A default stream is the current device's.
+    # A default stream stands for a stream of the current context.
     cdef bint entered = <size_t>stream <= 2 or marks.count == marks.capacity
     if entered:
         driver.cuCtxGetCurrent(&saved)

@@ -171,7 +171,7 @@ cdef int _note_made(Handle child) except -1:
 
 
 cdef int enforce_limit(Handle handle, double limit) except -1:
-    """Have the watchdog enforce `limit` and other deadlines; without any it only handles Ctrl-C in stuck calls."""
+    """Have the watchdog enforce `limit` and other deadlines; without any it only ends stuck calls after Ctrl-C."""
     if limit < handle.in_flight.shortest_limit:
         handle.in_flight.shortest_limit = limit
         check_sooner()
@@ -497,7 +497,8 @@ cdef extern from *:
 
     /* Installs our handler of SIGINT before the present one, unless it is installed already. */
     static void ncclpy_note_sigint(void) {
-      static void (*python)(int) = NULL; /* Python's handler; another one may call ours, which would call it again */
+      /* Python's handler, the only one that is replaced: another may call ours, which would call that one again. */
+      static void (*python)(int) = NULL;
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;
       if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
@@ -618,7 +619,7 @@ cdef int _abort_overdue(Handle handle, str what, double waited, const Operation*
     if operation != NULL and tracer is not None:
         tracer.explain(tracer.find(handle, operation), error)
     handle.abort_state.error = error
-    note_failure([handle], handle.abort_state.error)  # before the abort: it ends the stuck operation, which is noted
+    note_failure([handle], handle.abort_state.error)  # first: this notes the stuck operation, which the abort ends
     begin_abort(tied(handle), f"{what} passed its deadline")
     return 0
 

@@ -44,7 +44,7 @@ cdef int _count = -1
 
 
 cdef int _load() except -1:
-    """Count the devices once; the first use of the driver in this module."""
+    """Load the driver, and count the devices once."""
     global _contexts, _count
     cdef int count = 0
     require_driver()

@@ -24,7 +24,8 @@ cdef bint host_engine
 cdef bint abort_preempts
 
 # The host engine's wait for a stream: the waiting thread runs the stream's work, and calls the given function now and
-# then. NULL on GPUs.
+# then. `event_help` is cuEventQuery, but first runs the work before the event, for at most the given seconds. Both are
+# NULL on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil

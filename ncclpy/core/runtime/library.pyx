@@ -3,9 +3,9 @@
 `NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` override the configuration of a communicator. NCCL's
 configuration file may set them as well: NCCL then puts them into the C environment when it first reads the file,
 without an update of `os.environ`. So ncclpy reads the C environment, and reads it again after a guard was made. An
-environment plugin of NCCL does not change even that; then NCCL_COMM_BLOCKING=0 shows when a call that should block
-returns ncclInProgress. The other overrides show in no result: a nonblocking guard may also be made quickly and return
-success at once.
+environment plugin of NCCL may set them without changing even the C environment. Then ncclpy notices
+NCCL_COMM_BLOCKING=0 when a call that should block returns ncclInProgress. It does not notice the other overrides: with
+NCCL_COMM_BLOCKING=1 the init call of a guard returns success, but so does one that NCCL has completed at once.
 
 Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol is taken
 from that handle, so that no communicator is used through two libraries. The driver's symbols are taken from the same
@@ -84,7 +84,7 @@ cdef int warn_of_overrides() except -1:
         text = getenv(key)
         if text == NULL or text[0] == 0:
             continue
-        value = strtoll(text, NULL, 0)  # as NCCL reads it: a word is 0
+        value = strtoll(text, NULL, 0)  # as NCCL does: what is no number counts as 0
         if (name, value) in _EFFECTS:
             _warn_once(name, value, "is set")
     return 0
@@ -188,7 +188,7 @@ def _in_child():
 os.register_at_fork(after_in_child=_in_child)
 _choice = None  # what use() asked for
 _library = None  # the Library, once loaded
-_driver_places = []  # where libcuda.so.1 was looked for
+_driver_places = []  # why no GPU can be used, from the last _has_gpu()
 cdef int _version = 0
 
 

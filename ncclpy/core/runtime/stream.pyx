@@ -255,8 +255,8 @@ Own a mark in a stream's order (`cuEventCreate`).
     Parameters
     ----------
     device : int, optional
-        The ordinal; the current device by default. An event is recorded on streams of its own device and may be
-        waited for by streams of any.
+        The ordinal; the current device by default. An event is recorded on streams of its own device; streams of any
+        device may wait for it.
     timing : bool, optional
         Whether `elapsed_time` can be called; without it recording is cheaper.
     """
@@ -366,8 +366,8 @@ Own a mark in a stream's order (`cuEventCreate`).
         return f"<ncclpy.Event device={self.device} {state}>"
 
 
-# Seconds that a wait for a device may take in any case: with a shorter timeout, such as 0, the waiting thread must
-# still have the time to find that nothing is queued.
+# The shortest wait for a device, in seconds: with a shorter timeout, such as 0, the waiting thread must still have the
+# time to find that nothing is queued.
 cdef double _MIN_DEVICE_WAIT = 0.01
 
 
@@ -406,7 +406,7 @@ cdef bint is_captured(CUstream stream, int device) except -1:
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef CUresult result
-    cdef bint entered = stream == CU_STREAM_PER_THREAD  # of the current device
+    cdef bint entered = stream == CU_STREAM_PER_THREAD  # it stands for a stream of the current context
     if stream == NULL or stream == CU_STREAM_LEGACY:
         return False
     require_driver()

@@ -21,9 +21,9 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
 
-#: The errors that are set in a thread and not raised yet, by ident; each with the thread itself, as an ident is used
-#: again, and the threads that have been told of the same failure. CPython holds one exception for a thread: it raises
-#: all of these. Under the lock.
+#: By the ident of a thread: the errors that are set in it and not raised yet. Each has with it the thread, as Python
+#: reuses idents, and the threads that have been told of the same failure. CPython holds only one exception for a
+#: thread, which stands for all of these, see `_raised_as`. Under the lock.
 _pending: dict[int, list[tuple[threading.Thread, set[int], BaseException]]] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
@@ -115,7 +115,7 @@ def _set(ident: int, pending: list[tuple[threading.Thread, set[int], BaseExcepti
 
 
 def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
-    """Return a class for which CPython raises errors: asynchronous exceptions are given as classes, not objects."""
+    """Return a class that yields the errors when CPython calls it: an asynchronous exception is set as a class."""
     kind = type(errors[-1])
     made: list[BaseException] = []
 
@@ -124,7 +124,7 @@ def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
         if not made:
             with _lock:
                 _pending.pop(ident, None)
-            made.append(_together(errors))  # here, as a text may show a key of the program
+            made.append(_together(errors))  # outside the lock: making a text may run the __repr__ of a program's key
         return made[0]
 
     return type(kind.__name__, (kind,), {"__new__": raised, "__module__": kind.__module__})

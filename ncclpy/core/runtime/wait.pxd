@@ -69,6 +69,6 @@ cdef class Call:
     cdef bint is_service  # no call of NCCL, but a thread that waits for work until the process ends
 
     cdef int make(self) except -1  # subclasses make the call here, without the GIL as far as it may block
-    cdef int start(self, str name) except -1  # a start that is interrupted by a signal has started the thread
+    cdef int start(self, str name) except -1  # as begin_thread(): if it raises, no thread was started
     cdef bint wait(self, double deadline) except -1
     cdef int run_here(self) except -1

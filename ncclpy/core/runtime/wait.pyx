@@ -35,7 +35,7 @@ cdef extern from *:
 
     /* Threads that are inside a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
-    /* The exit status instead of 0. */
+    /* The exit status that replaces 0, see exit_with(). */
     static int ncclpy_status = 0;
 
     /* Ends the process if such a thread still runs: destructors of NCCL and CUDA would free memory that it uses. */
@@ -226,7 +226,7 @@ def _end_of_process():
 
 
 def exit_with(int status):
-    """Have the process end with this status instead of 0; with glibc, and before Python ends."""
+    """Have the process end with this status instead of 0; call it before Python ends. It needs glibc."""
     global ncclpy_status
     ncclpy_status = status
 
